@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from workloads import BETAS, EPS, LR, Batch, Workload, hashed, initial_rows
 
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     MultiTableEmbedding,
     make_device_mem_store_options,
     make_table_options,
     make_uniform_initializer,
 )
 from tierbed.engine.optim import RowWiseAdagrad
-from tierbed.graph import Graph
 
 
 class Contender(Protocol):

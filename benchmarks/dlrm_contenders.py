@@ -10,13 +10,13 @@ from dlrm_model import DENSE_LR, EPS, ROW_LR, Batch, Dense, Model, initial_rows
 from torch import Tensor, nn
 from workloads import hashed
 
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     MultiTableEmbedding,
     make_device_mem_store_options,
     make_table_options,
     make_uniform_initializer,
 )
-from tierbed.graph import Graph
 
 
 class Contender(Protocol):

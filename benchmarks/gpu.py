@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierbed.engine import MultiTableEmbedding, _core, make_device_mem_store_options
+from tierbed import Graph, MultiTableEmbedding, make_device_mem_store_options
+from tierbed.engine import _core
 from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
@@ -32,7 +33,6 @@ from tierbed.engine.optim.rule import rule_named
 from tierbed.engine.options.initializers import as_arrays, make_table_options, make_uniform_initializer
 from tierbed.engine.store.cuda.full import CudaFullStore
 from tierbed.engine.store.cuda.table import CudaFullTable
-from tierbed.graph import Graph
 
 TABLES, IDS, ROWS, DIM, ALPHA = 10, 104_857, 1 << 20, 128, 1.05
 STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; published on an H100: FBGEMM 0.96 and 1.35

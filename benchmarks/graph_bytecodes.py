@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+import tierbed.embedding
 import tierbed.engine
 import tierbed.graph
 import tierbed.snapshots
 
 COUNTED_ON = (3, 11)  # the CPython whose bytecodes have bars: each has its own
 GENERATED = "<eval_with_key>"  # the code of a compiled step, as FX names it
-PARTS = (tierbed.engine, tierbed.graph, tierbed.snapshots)
+PARTS = (tierbed.embedding, tierbed.engine, tierbed.graph, tierbed.snapshots)
 OWN = (*(f"{folder}/" for part in PARTS for folder in part.__path__), GENERATED)
 
 

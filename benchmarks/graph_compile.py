@@ -18,7 +18,7 @@ import torch
 from tier_report import Figure, listed
 from tier_stores import Mismatch
 
-from tierbed.engine import make_device_mem_store_options
+from tierbed import make_device_mem_store_options
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SECTION = "compile"

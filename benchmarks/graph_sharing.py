@@ -12,13 +12,13 @@ from tier_stores import DIM, Mismatch
 from torch import Tensor, nn
 from workloads import EPS
 
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     MultiTableEmbedding,
     make_device_mem_store_options,
     make_table_options,
     make_uniform_initializer,
 )
-from tierbed.graph import Graph
 
 SECTION = "sharing"
 MODEL = Model(rows=38_462, tables=26, batch=4096, hidden=())

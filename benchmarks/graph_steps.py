@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from traces import Zipf
 from workloads import EPS, hashed
 
-from tierbed.graph import Graph
+from tierbed import Graph
 
 LR = 0.01
 CHECKED = 10  # steps

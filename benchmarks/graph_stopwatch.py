@@ -9,8 +9,8 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from tierbed import Graph
 from tierbed.engine import _core
-from tierbed.graph import Graph
 
 _MATMULS = {"addmm", "mm", "bmm", "baddbmm"}
 

@@ -18,14 +18,14 @@ from tier_stores import Mismatch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     MultiTableEmbedding,
     make_device_mem_store_options,
     make_table_options,
     make_uniform_initializer,
 )
 from tierbed.engine.optim import RowWiseAdagrad
-from tierbed.graph import Graph
 from tierbed.graph.trace import sizes as trace_sizes
 
 SECTION = "sizes"

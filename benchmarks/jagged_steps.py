@@ -18,9 +18,8 @@ from tier_stores import Mismatch
 from torch import Tensor
 from workloads import LR
 
-from tierbed.engine import MultiTableEmbedding, make_device_mem_store_options, make_table_options
+from tierbed import Graph, MultiTableEmbedding, make_device_mem_store_options, make_table_options
 from tierbed.engine.optim import RowWiseAdagrad
-from tierbed.graph import Graph
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)  # MLPerf's DLRM

@@ -27,7 +27,7 @@ from tier_stores import Mismatch
 from workloads import BATCHES, EPS, LR, Workload, make_batches
 
 from tierbed import make_cached_ssd_store_options
-from tierbed.engine.observe.plan import BESIDE_BYTES
+from tierbed.embedding.plan import BESIDE_BYTES
 from tierbed.engine.optim import RowWiseAdagrad
 from tierbed.engine.row_format import line_bytes_of
 

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from workloads import EPS, LR, Batch, Workload
 
-from tierbed.distributed import World
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     MultiTableEmbedding,
     make_device_mem_store_options,
     make_table_options,
     make_uniform_initializer,
 )
-from tierbed.engine.observe.plan import plan
-from tierbed.graph import Graph
+from tierbed.distributed import World
+from tierbed.embedding.plan import plan
 
 
 class Contender(Protocol):

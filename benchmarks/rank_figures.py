@@ -19,8 +19,8 @@ from tier_report import Figure, listed
 from torch import Tensor
 from workloads import Batch, Workload
 
+from tierbed import make_cached_ssd_store_options, plan
 from tierbed.distributed import World
-from tierbed.engine import make_cached_ssd_store_options, plan
 
 HEADERS = 1024  # bytes that a pair of ranks may send in a step beside ids, rows and gradients
 TURNS, TURN = 8, 16  # of `ahead`: turns of each, the first of which warms up, and the steps of one

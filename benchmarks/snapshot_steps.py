@@ -21,7 +21,7 @@ from tier_report import Figure, listed
 from tier_stores import Mismatch
 from torch import Tensor
 
-from tierbed import engine
+import tierbed
 from tierbed.engine.options.inputs import Lookup
 from tierbed.snapshots import Snapshot
 
@@ -54,11 +54,11 @@ QUICK = Sizes(
 
 
 @contextmanager
-def table(folder: Path, rows: int, **options: Any) -> Iterator[engine.MultiTableEmbedding]:
+def table(folder: Path, rows: int, **options: Any) -> Iterator[tierbed.MultiTableEmbedding]:
     """Trained once in every row; in host memory, or as a cached_ssd store where options are given."""
-    make = engine.make_cached_ssd_store_options if options else engine.make_host_mem_store_options
+    make = tierbed.make_cached_ssd_store_options if options else tierbed.make_host_mem_store_options
     store = make(persistent_path=folder, **options)
-    embedding = engine.MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, None, store)
+    embedding = tierbed.MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, None, store)
     optimizer = torch.optim.Adam(embedding.parameters(), lr=0.01)
     embedding.attach(optimizer, optimizer.param_groups[0])
     for begin in range(0, rows, FILL):
@@ -67,7 +67,7 @@ def table(folder: Path, rows: int, **options: Any) -> Iterator[engine.MultiTable
         yield embedding
     finally:
         shutil.rmtree(folder / "rows", onerror=_unless_gone)
-        with suppress(engine.StoreError):  # it says that the folder is gone
+        with suppress(tierbed.StoreError):  # it says that the folder is gone
             embedding.close()
 
 
@@ -77,7 +77,7 @@ def _unless_gone(function: Any, path: str, failure: Any) -> None:
         raise failure[1]
 
 
-def step(embedding: engine.MultiTableEmbedding, ids: Tensor) -> None:
+def step(embedding: tierbed.MultiTableEmbedding, ids: Tensor) -> None:
     pinned = embedding.pin([Lookup(ids, None)])
     pinned.update([pinned.gather(0)])
 
@@ -172,7 +172,7 @@ def background(folder: Path, sizes: Sizes) -> list[Figure]:
 
 
 def _beside(
-    embedding: engine.MultiTableEmbedding,
+    embedding: tierbed.MultiTableEmbedding,
     pairs: int,
     take: Callable[[int], object],
     take_again: Callable[[int], object] | None,
@@ -226,7 +226,7 @@ def verify(folder: Path, sizes: Sizes) -> list[Figure]:
     ]
 
 
-def digest(embedding: engine.MultiTableEmbedding) -> int:
+def digest(embedding: tierbed.MultiTableEmbedding) -> int:
     """Of all rows with their state and records."""
     checksum = 0
     for _, rows in embedding._table().scan():

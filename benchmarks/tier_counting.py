@@ -15,7 +15,7 @@ from tier_report import Figure, listed
 from tier_stores import DIM, EmbeddingStep, make_embedding, make_options, run, wait_until_idle
 from traces import Zipf, ids
 
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 
 SECTION = "counting"
 CALLS = 64  # of tiers in a step, each timed and counted: more than a step over any stack makes

@@ -25,7 +25,7 @@ from tier_stores import (
 from torch import Tensor
 from traces import ScanMixed, Trace, Zipf, ids
 
-from tierbed.engine import plan
+from tierbed import plan
 
 SECTION = "lookahead"
 WINDOW = 8

@@ -15,7 +15,8 @@ from torch import Tensor
 from traces import Trace
 from workloads import EPS, LR, hashed
 
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     MultiTableEmbedding,
     make_cached_host_mem_store_options,
     make_cached_ssd_store_options,
@@ -26,7 +27,6 @@ from tierbed.engine import (
 )
 from tierbed.engine.table.pinned import PinnedBatch
 from tierbed.engine.table.table import OpenTable
-from tierbed.graph import Graph
 
 DIM = 16
 CHUNK = 1 << 18  # rows that `fill` puts at once

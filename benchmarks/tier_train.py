@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from traces import Trace, WrappedZipf, Zipf, ids
 from workloads import EPS, LR
 
-from tierbed.engine import MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import Graph, MultiTableEmbedding
 
 SECTION = "train"
 AHEAD = 31

@@ -11,12 +11,12 @@ from zlib import crc32
 
 import numpy as np
 
+from ..embedding.recovery import Share
+from ..embedding.rows_in_tensors import NOT_WHOLE, RowTensors
+from ..embedding.rows_reference import is_at, saved_as
+from ..embedding.table_handle import HeldTable
+from ..embedding.training_group import UNSETTLED
 from ..engine.errors import SnapshotError, StoreError
-from ..engine.persist.held_table import HeldTable
-from ..engine.persist.rows_in_tensors import NOT_WHOLE, RowTensors
-from ..engine.persist.saved_as import is_at, saved_as
-from ..engine.persist.share import Share
-from ..engine.persist.training_group import UNSETTLED
 from ..engine.row_format import RowForm
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..embedding.rows_reference import SavedAs
+    from ..embedding.training_group import TrainingGroup
     from ..engine.optim.optimizers import RowOptimizer
     from ..engine.options.options import StoreOptions
     from ..engine.options.table_spec import TableSpec
-    from ..engine.persist.saved_as import SavedAs
-    from ..engine.persist.training_group import TrainingGroup
     from ..engine.table.table import OpenTable
     from .group import Group
     from .together import SavesTogether

@@ -6,9 +6,9 @@ import contextlib
 import secrets
 from pathlib import Path
 
+from ..embedding.recovery import Base
 from ..engine.errors import StoreError
 from ..engine.options.options import StoreOptions
-from ..engine.persist.opening import Base
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState, place_of
 from ..snapshots.store.saving import base_of

@@ -7,9 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..embedding.recovery import (
+    Base,
+    Found,
+    Opening,
+    check_let_go,
+    keep,
+    leave_ranks,
+    lost,
+    not_all_closed,
+    not_closed,
+    restored,
+)
 from ..engine.errors import StoreError
-from ..engine.persist.opening import Base, Found, Opening, lost, not_closed, restored
-from ..engine.persist.other_ranks import check_let_go, keep, leave_ranks, not_all_closed
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.store.folder_state import Live, RanksRecord, live_in, live_of, live_together, marks_in

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.persist.training_group import Membership, TrainingGroup, open_rows
+from ..embedding.training_group import Membership, TrainingGroup, open_rows
 from ..snapshots.files.versions import AT, Instant, Rows, Versions
 from ..snapshots.store.folder_state import FolderState, Live, live_in, share_folder
 from ..snapshots.store.instants import Group, settle
 from .agreement import told
 
 if TYPE_CHECKING:
-    from ..engine.persist.held_table import HeldTable
+    from ..embedding.table_handle import HeldTable
     from .group import Group as Ranks
     from .home import Home
 

@@ -26,7 +26,7 @@ from .agreement import agree, attempt, everywhere, told
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ..engine.persist.held_table import HeldTable
+    from ..embedding.table_handle import HeldTable
     from ..engine.table.background_save import BackgroundSave
     from .group import Group
 

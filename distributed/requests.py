@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
+from ..embedding.rows_reference import check_not_awaiting
 from ..engine.errors import GroupError, TierbedError
-from ..engine.persist.saved_as import check_not_awaiting
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from .agreement import everywhere, told
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..embedding.rows_reference import SavedAs, of_step, saved_as
 from ..engine.errors import OptionError, SnapshotError, StoreError
-from ..engine.persist.saved_as import SavedAs, of_step, saved_as
 from ..engine.table.watch import still_saving
 from ..snapshots.files.difference import changes_between
 from ..snapshots.files.format import check_name
@@ -32,7 +32,7 @@ from .all_rows import check_all_rows
 from .part_save import BackgroundPartSave, PartSave
 
 if TYPE_CHECKING:
-    from ..engine.persist.held_table import HeldTable
+    from ..embedding.table_handle import HeldTable
     from ..snapshots.files.versions import Instant
     from ..snapshots.store.all_or_none import OfAll
     from .home import Home

@@ -26,7 +26,7 @@ from .blocks import Blocks, Message, Traffic
 from .pinned import ShardedBatch, no_room
 
 if TYPE_CHECKING:
-    from ..engine.persist.held_table import HeldTable
+    from ..embedding.table_handle import HeldTable
     from .group import Group
     from .requests import Requests
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.persist.together import instant_of, load_all
+from ..embedding.group_snapshots import instant_of, load_all
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_writer import Progress
 from ..snapshots.store.all_or_none import Decided, OfAll

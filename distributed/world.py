@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..embedding.training_group import TrainingGroup
 from ..engine.errors import OptionError
 from ..engine.optim.optimizers import RowOptimizer
 from ..engine.options.options import StoreOptions
 from ..engine.options.table_spec import TableSpec
-from ..engine.persist.training_group import TrainingGroup
 from .agreement import agree, attempt, raw_bytes
 from .held import ShardedHeld
 from .rendezvous import make_default_group

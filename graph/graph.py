@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from ..embedding.ddp_guard import refuse_around
+from ..embedding.model_snapshots import ModelSnapshots
+from ..embedding.saved_rows import are_apart, rows_apart
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
-from ..engine.modules.model_snapshots import ModelSnapshots
-from ..engine.modules.ranks import refuse_around
-from ..engine.modules.saved_rows import are_apart, rows_apart
 from ..engine.numeric import whole
 from ..engine.optim.base import positive
 from ..engine.signals import uninterrupted

@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..embedding.eager import EagerOptimizer
+from ..embedding.gradients import ShadowGrad
+from ..embedding.saved_rows import SavedRows, rows_apart
+from ..embedding.training_group import train_together
 from ..engine.errors import GraphError, InputError
-from ..engine.modules.eager import EagerOptimizer
-from ..engine.modules.saved_rows import SavedRows, rows_apart
-from ..engine.modules.shadow_grad import ShadowGrad
-from ..engine.persist.training_group import train_together
 from ..snapshots.store.selection import Selection
 from .graph import Graph
 from .state import checkpoint

@@ -9,23 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..engine import (
-        MultiTableEmbedding,
-        MultiTableMultiColumnEmbedding,
-        make_cached_host_mem_store_options,
-        make_cached_ssd_store_options,
+    from ..embedding.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
+    from ..embedding.embedding import MultiTableMultiColumnEmbedding as Embedding
+    from ..engine.optim import Ftrl
+    from ..engine.optim import Ftrl as FTRL
+    from ..engine.options.initializers import (
         make_column_options,
         make_constant_initializer,
-        make_device_mem_store_options,
         make_normal_initializer,
         make_table,
         make_table_options,
         make_trunc_normal_initializer,
         make_uniform_initializer,
     )
-    from ..engine import MultiTableMultiColumnEmbedding as Embedding
-    from ..engine.optim import Ftrl
-    from ..engine.optim import Ftrl as FTRL
+    from ..engine.options.option_makers import (
+        make_cached_host_mem_store_options,
+        make_cached_ssd_store_options,
+        make_device_mem_store_options,
+    )
     from .optimizers import Optimizer, SmartDecayAdam
     from .persistent_table import make_persistent_table_reader, make_persistent_table_writer
 
@@ -51,15 +52,18 @@ __all__ = [
     "make_uniform_initializer",
 ]
 
-# of the names that are not the engine's own: the module that has it, and what it is called there
-_ELSEWHERE = {
-    "Embedding": ("..engine", "MultiTableMultiColumnEmbedding"),
-    "FTRL": ("..engine.optim", "Ftrl"),
-    "Ftrl": ("..engine.optim", "Ftrl"),
-    "Optimizer": (".optimizers", "Optimizer"),
-    "SmartDecayAdam": (".optimizers", "SmartDecayAdam"),
-    "make_persistent_table_reader": (".persistent_table", "make_persistent_table_reader"),
-    "make_persistent_table_writer": (".persistent_table", "make_persistent_table_writer"),
+_ALIASES = {"Embedding": "MultiTableMultiColumnEmbedding", "FTRL": "Ftrl"}
+_MODULES = {
+    "MultiTableEmbedding": "..embedding.embedding",
+    "MultiTableMultiColumnEmbedding": "..embedding.embedding",
+    "Ftrl": "..engine.optim",
+    "Optimizer": ".optimizers",
+    "SmartDecayAdam": ".optimizers",
+    "make_cached_host_mem_store_options": "..engine.options.option_makers",
+    "make_cached_ssd_store_options": "..engine.options.option_makers",
+    "make_device_mem_store_options": "..engine.options.option_makers",
+    "make_persistent_table_reader": ".persistent_table",
+    "make_persistent_table_writer": ".persistent_table",
 }
 
 
@@ -68,7 +72,8 @@ if not TYPE_CHECKING:  # a type checker knows the names by the imports above, an
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, attribute = _ELSEWHERE.get(name, ("..engine", name))
+        attribute = _ALIASES.get(name, name)
+        module = _MODULES.get(attribute, "..engine.options.initializers")
         found = globals()[name] = getattr(import_module(module, __package__), attribute)
         return found
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from ..embedding.eager import EagerOptimizer
+from ..embedding.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import OptimizerError
-from ..engine.modules.eager import EagerOptimizer
-from ..engine.modules.embedding import MultiTableMultiColumnEmbedding
 from ..engine.optim import CatchUpAdam
 
 

@@ -22,8 +22,7 @@ from traces import LogUniform
 from workloads import EPS, LR, hashed
 
 import tierbed
-from tierbed.engine import MultiTableEmbedding, make_table_options, make_uniform_initializer
-from tierbed.graph import Graph
+from tierbed import Graph, MultiTableEmbedding, make_table_options, make_uniform_initializer
 
 from .memory_mapped import MemoryMapped
 

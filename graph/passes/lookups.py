@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ...embedding import lookup_op as recorded
 from ...engine.errors import GraphError
-from ...engine.ops import lookup as recorded
 from ...engine.ops import row_ops
 from ...engine.options.inputs import Lookup
 from ..trace.alias import is_random, memory, stable, storages, written

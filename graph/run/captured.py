@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ...embedding.saved_rows import SavedRows
 from ...engine.errors import GraphError, OptionError, TierbedError
-from ...engine.modules import cuda_graph_ops
-from ...engine.modules.saved_rows import SavedRows
 from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import Rows
 from ...engine.processors.processor import Recorder
-from ...engine.table.replay import replay_key
 from ...engine.table.table import OpenTable
 from ..passes.dense import dense_step
 from ..passes.halves import split
 from ..passes.step_end import StepEnd, end_dense, end_step, schedule
 from ..trace.alias import memory, written
+from . import cuda_graph_ops
+from .cuda_graph_ops import replay_key
 
 WARM_UP = 3  # calls that run plainly first: kernels are compiled, libraries and memory settle
 

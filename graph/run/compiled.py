@@ -11,13 +11,13 @@ from torch import Tensor, fx
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from ...embedding.gradients import training_step
+from ...embedding.lookup_op import embedding_of
+from ...embedding.training_group import check_failed_step
 from ...engine.errors import OptimizerError, OptionError
-from ...engine.modules.one_trainer import training_step
-from ...engine.ops.lookup import embedding_of
 from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
 from ...engine.options.inputs import Lookup
-from ...engine.persist.training_group import check_failed_step
 from ...engine.signals import uninterrupted
 from ..passes.common import (
     add_dense_steps,

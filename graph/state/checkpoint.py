@@ -33,6 +33,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ...embedding.model_snapshots import load_rows, save_rows
+from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.durable import (
     UnsyncedError,
     check_exchange,
@@ -42,8 +44,6 @@ from ...engine.durable import (
     unseal,
 )
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
-from ...engine.modules.model_snapshots import load_rows, save_rows
-from ...engine.modules.saved_rows import EXTRA, SavedRows
 from ...engine.options.names import is_folder_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ...embedding.rows_reference import SavedAs
+from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.errors import GraphError
-from ...engine.modules.saved_rows import EXTRA, SavedRows
-from ...engine.persist.saved_as import SavedAs
 from ..passes.ranks import refuse_worlds
 from ..passes.step_end import StepEnd
 from .optimizers import OptimizerSet, embeddings_of

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...embedding.eager import EagerOptimizer
+from ...embedding.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
-from ...engine.modules.eager import EagerOptimizer
 from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer, check_is_optimizer
-from ...engine.persist.training_group import train_together
 from ..passes.step_end import check_schedule
 from ..trace.built import Built
 from ..trace.names import name_of

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ...embedding.ddp_guard import refuse_ranks
 from ...engine.errors import GraphError
-from ...engine.modules.ranks import refuse_ranks
 from .arguments import Given, argument_names, is_open
 
 _TRAINING = attrgetter("training")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...embedding.handle_contract import Ranks
 from ...engine.errors import InputError
 from ...engine.options.inputs import Lookup, check_lookup
-from ...engine.persist.held_contract import Ranks
 from ..tensors.checks import refuse_trace
 from ..tensors.jagged_tensor import JaggedTensor
 from ..tensors.keyed_jagged import KeyedJagged

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...embedding.embedding import MultiTableEmbedding
+from ...embedding.handle_contract import Ranks
 from ...engine.errors import OptionError
-from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.numeric import whole
 from ...engine.options.inputs import Lookup, check_lookup
-from ...engine.persist.held_contract import Ranks
 from ..tensors.jagged_tensor import JaggedTensor
 from ..tensors.keyed_jagged import KeyedJagged
 from ..tensors.padding import is_value, padded

@@ -12,14 +12,14 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from ...embedding.embedding import MultiTableEmbedding
+from ...embedding.handle_contract import Ranks
+from ...embedding.model_snapshots import ModelSnapshots
+from ...embedding.saved_rows import SavedRows
+from ...embedding.training_group import train_together
 from ...engine.errors import InputError, OptionError
-from ...engine.modules.model_snapshots import ModelSnapshots
-from ...engine.modules.multi_table import MultiTableEmbedding
-from ...engine.modules.saved_rows import SavedRows
 from ...engine.options.options import StoreOptions
 from ...engine.options.table_spec import check_state_dtype
-from ...engine.persist.held_contract import Ranks
-from ...engine.persist.training_group import train_together
 from .configs import EmbeddingConfig, config_of, suffix_of
 from .division import Need, stores_of, stores_text
 from .other_types import warn_of_other_types

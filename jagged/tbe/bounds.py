@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ...engine.modules.multi_table import MultiTableEmbedding
+from ...embedding.embedding import MultiTableEmbedding
 from .enums import BoundsCheckMode
 
 log = logging.getLogger("tierbed")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...engine.modules.multi_table import MultiTableEmbedding
+from ...embedding.embedding import MultiTableEmbedding
 from ...engine.optim.optimizers import RowOptimizer
 from ...engine.table.report import settled
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from ...embedding.handle_contract import Ranks
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.numeric import real
 from ...engine.options.table_spec import DTYPES, check_seed, check_state_dtype
-from ...engine.persist.held_contract import Ranks
 from .bounds import Bounds
 from .calls import Call, checked_call
 from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, taken, taken_dtype

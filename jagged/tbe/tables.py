@@ -12,9 +12,11 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from ...embedding.embedding import MultiTableEmbedding
+from ...embedding.handle_contract import Ranks
+from ...embedding.model_snapshots import ModelSnapshots
+from ...embedding.training_group import train_together
 from ...engine.errors import InputError, StoreError
-from ...engine.modules.model_snapshots import ModelSnapshots
-from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.options.initializers import (
     AnyTableOptions,
     make_constant_initializer,
@@ -24,8 +26,6 @@ from ...engine.options.initializers import (
 from ...engine.options.options import StoreOptions
 from ...engine.options.table_spec import check_reach
 from ...engine.options.tables import choices, table_number
-from ...engine.persist.held_contract import Ranks
-from ...engine.persist.training_group import train_together
 from ..collections.division import stores_text
 from .bounds import Bounds
 from .copies import copied_states, copied_weights, fill_uniform

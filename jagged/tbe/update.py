@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, increment_version
 
+from ...embedding.ddp_guard import refuse_lookup
+from ...embedding.gradients import training_step
 from ...engine.errors import GraphError
-from ...engine.modules.one_trainer import training_step
-from ...engine.modules.ranks import refuse_lookup
 from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
 from ...engine.options.inputs import Lookup

@@ -1,13 +1,20 @@
 """All that users need, by one import, with types. `__init__.py` resolves each name at its first use."""
 
 from . import distributed as distributed
-from . import engine as engine
-from . import graph as graph
 from . import jagged as jagged
 from . import one_embedding as one_embedding
 from . import optim as optim
 from . import snapshots as snapshots
 from .distributed.world import World as World
+from .embedding.eager import EagerOptimizer as EagerOptimizer
+from .embedding.embedding import MultiTableEmbedding as MultiTableEmbedding
+from .embedding.embedding import MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding
+from .embedding.metrics import MetricsCollector as MetricsCollector
+from .embedding.metrics import prometheus_text as prometheus_text
+from .embedding.metrics import write_tensorboard as write_tensorboard
+from .embedding.plan import Curve as Curve
+from .embedding.plan import Plan as Plan
+from .embedding.plan import plan as plan
 from .engine import errors as errors
 from .engine.errors import CapacityError as CapacityError
 from .engine.errors import ClosedError as ClosedError
@@ -20,15 +27,6 @@ from .engine.errors import SnapshotError as SnapshotError
 from .engine.errors import StoreError as StoreError
 from .engine.errors import TierbedError as TierbedError
 from .engine.keys.hashed import hash_keys as hash_keys
-from .engine.modules.eager import EagerOptimizer as EagerOptimizer
-from .engine.modules.embedding import MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding
-from .engine.modules.multi_table import MultiTableEmbedding as MultiTableEmbedding
-from .engine.observe.metrics import MetricsCollector as MetricsCollector
-from .engine.observe.metrics import prometheus_text as prometheus_text
-from .engine.observe.metrics import write_tensorboard as write_tensorboard
-from .engine.observe.plan import Curve as Curve
-from .engine.observe.plan import Plan as Plan
-from .engine.observe.plan import plan as plan
 from .engine.optim.optimizers import RowOptimizer as RowOptimizer
 from .engine.optim.optimizers import row_optimizer as row_optimizer
 from .engine.options.initializers import make_column_options as make_column_options

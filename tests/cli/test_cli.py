@@ -292,7 +292,7 @@ def test_wrong_usage_exits_with_2() -> None:
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    from tierbed.engine import __version__
+    from tierbed import __version__
 
     with pytest.raises(SystemExit) as exit:
         main(["--version"])

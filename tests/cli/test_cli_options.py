@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from support.embeddings import DIM, make
+from tierbed import load_store_options
 from tierbed.cli import main
-from tierbed.engine import _core, load_store_options
+from tierbed.engine import _core
 from tierbed.engine.store.full import full_table_bytes
 
 FILE = """

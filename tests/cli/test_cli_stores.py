@@ -11,7 +11,8 @@ import torch
 from support.embeddings import DIM, attach, contents, make, train
 from support.shell import Cli
 from support.stores import STORES, options
-from tierbed.engine import MultiTableEmbedding, _core
+from tierbed import MultiTableEmbedding
+from tierbed.engine import _core
 from tierbed.engine.options.inputs import Lookup
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder

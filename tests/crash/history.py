@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import tierbed
 from support.embeddings import train
 from support.lifecycle_model import Model, Row, Written
 from support.stores import options
-from tierbed import engine
+from tierbed import MultiTableEmbedding
 from tierbed.distributed import World
-from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.lines import naive as rounding
 from tierbed.engine.ops.naive import hash_row
 from tierbed.engine.row_format import EMBEDDING, RowForm
@@ -70,7 +70,7 @@ class History:
         return Model(**self.life)
 
     def embedding(self, path: Path, store: str, trained: bool = True, **more: Any) -> MultiTableEmbedding:
-        tables = [engine.make_constant_initializer(value) for value in BEGIN]
+        tables = [tierbed.make_constant_initializer(value) for value in BEGIN]
         made = options(store, path, **self.life, **more)
         dtype, state = (getattr(torch, name) for name in self.types)
         world = self.world

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from support.ranks import run_ranks
+from tierbed import GroupError, MultiTableEmbedding
 from tierbed.distributed import World
-from tierbed.engine import GroupError, MultiTableEmbedding
 from tierbed.engine.errors import StoreError
 from tierbed.engine.options.inputs import Lookup
 

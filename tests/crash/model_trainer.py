@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from support.stores import ONE_SET_MB, options
-from tierbed import cli, load_checkpoint, save_checkpoint
-from tierbed.engine import MultiTableEmbedding, make_constant_initializer
+from tierbed import MultiTableEmbedding, cli, load_checkpoint, make_constant_initializer, save_checkpoint
+from tierbed.embedding.model_snapshots import ModelSnapshots
+from tierbed.embedding.training_group import train_together
 from tierbed.engine.durable import fsync_dir, fsync_file
 from tierbed.engine.errors import StoreError
-from tierbed.engine.modules.model_snapshots import ModelSnapshots
 from tierbed.engine.options.inputs import Lookup
-from tierbed.engine.persist.training_group import train_together
 from tierbed.snapshots import Snapshot, list_snapshots
 
 from .model_expected import Steps

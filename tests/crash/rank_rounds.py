@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from support.forked import with_pipe
 from support.ranks import run_ranks
 from support.warm import SHIMMED, Child
+from tierbed import StoreError
 from tierbed.distributed import World
-from tierbed.engine import StoreError
 from tierbed.snapshots import Snapshot
 
 from .expected import Expected

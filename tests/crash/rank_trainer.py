@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tierbed import GroupError, MultiTableEmbedding, StoreError
 from tierbed.distributed import World
-from tierbed.engine import GroupError, MultiTableEmbedding, StoreError
 from tierbed.engine.options.inputs import Lookup
 
 from .history import History, Types, gradients

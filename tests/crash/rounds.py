@@ -16,7 +16,7 @@ import numpy as np
 from support.embeddings import contents
 from support.killed import Warm
 from support.warm import SHIMMED
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.engine.row_format import RowForm
 from tierbed.snapshots import Snapshot, list_snapshots
 

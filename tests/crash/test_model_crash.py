@@ -12,10 +12,10 @@ from .model_rounds import ModelRounds
 
 SEEDS, SLOW_SEEDS = range(401, 404), range(404, 412)
 BROKEN = {
-    "instants are of one store": "from tierbed.engine.persist.training_group import Membership as M; "
+    "instants are of one store": "from tierbed.embedding.training_group import Membership as M; "
     "own = lambda id, i: i._replace(versions={id: i.versions[id]}); "
     "M.instant = lambda member, f=M.instant, own=own: own(member.id, f(member))",
-    "instants have no order": "from tierbed.engine.persist.training_group import Membership as M; "
+    "instants have no order": "from tierbed.embedding.training_group import Membership as M; "
     "M.instant = lambda member, f=M.instant: f(member)._replace(number=1)",
     "clean markers are dropped late": "from tierbed.snapshots.store.folder import StoreFolder as F; "
     "F.drop_marks = lambda folder: None",

@@ -15,8 +15,7 @@ from typing import Any
 
 from support.embeddings import contents
 from support.limits import descriptors
-from tierbed import cli
-from tierbed.engine import TierbedError
+from tierbed import TierbedError, cli
 from tierbed.engine.table.background_save import BackgroundSave
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.folder import StoreFolder

@@ -16,7 +16,7 @@ from support.embeddings import DIM, contents, make
 from support.graphs import id_batches
 from support.optimizers import OPTIMIZERS
 from support.stores import options
-from tierbed.engine import EagerOptimizer, MultiTableEmbedding
+from tierbed import EagerOptimizer, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.snapshots.files.reader import Snapshot
 

@@ -16,7 +16,7 @@ from support.cuda_emulation import EmulatedDevice
 from support.cuda_tables import on_devices, tables_on
 from support.embeddings import DIM, contents, make, train
 from support.stores import options
-from tierbed.engine import CapacityError, InputError, MultiTableEmbedding, OptionError, StoreError
+from tierbed import CapacityError, InputError, MultiTableEmbedding, OptionError, StoreError
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.options.inputs import Lookup
 

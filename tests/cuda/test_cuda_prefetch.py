@@ -18,7 +18,7 @@ from support.cuda_tables import on_one_device, tables_on
 from support.device_steps import started
 from support.embeddings import contents, make, train
 from support.stores import STORES, options
-from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
+from tierbed import CapacityError, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.options.inputs import Lookup
 from tierbed.snapshots.files.reader import Snapshot

@@ -13,7 +13,7 @@ import torch
 
 from support.cuda_tables import DeviceTable, on_devices, on_one_device, tensor
 from support.rows import Table
-from tierbed.engine import InputError, StoreError
+from tierbed import InputError, StoreError
 from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.cache.cuda.cached import CachedStore
 from tierbed.engine.cache.cuda.cached_table import CachedTable

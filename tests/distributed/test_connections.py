@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from support.limits import descriptors
+from tierbed import GroupError
 from tierbed.distributed import connections
 from tierbed.distributed.connections import ADDRESS, HELLO, MAX_SILENT, Connected, connect
-from tierbed.engine import GroupError
 
 RANKS = 3
 

@@ -27,8 +27,8 @@ from support.live_rows import (
 )
 from support.ranks import run_ranks
 from support.shell import Cli
+from tierbed import ClosedError, SnapshotError, StoreError
 from tierbed.distributed import World
-from tierbed.engine import ClosedError, SnapshotError, StoreError
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import marks_in
 

@@ -23,10 +23,11 @@ from tierbed import (
     MultiTableEmbedding,
     TierbedError,
     World,
+    make_constant_initializer,
     make_host_mem_store_options,
+    make_table_options,
 )
 from tierbed.distributed import connections
-from tierbed.engine import make_constant_initializer, make_table_options
 
 DIM = 3
 

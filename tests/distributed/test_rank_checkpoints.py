@@ -15,9 +15,8 @@ from support.embeddings import contents, make
 from support.optimizers import Stumbling
 from support.ranks import assert_all_heard, fails, run_ranks
 from support.stores import options
-from tierbed import Graph
+from tierbed import Graph, GraphError, SnapshotError, TierbedError
 from tierbed.distributed import World
-from tierbed.engine import GraphError, SnapshotError, TierbedError
 
 
 def rating(world: World | None, store: str | None, folder: Path, name: str = "rows") -> Rating:

@@ -14,8 +14,8 @@ from support.embeddings import make, train
 from support.ranks import answer, run_ranks, started
 from support.stores import options
 from support.together import Model
+from tierbed import InputError, SnapshotError, StoreError
 from tierbed.distributed import World
-from tierbed.engine import InputError, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control import server as serving
 from tierbed.snapshots.control.client import ask_prune, ask_row, ask_save, ask_status

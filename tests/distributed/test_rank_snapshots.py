@@ -19,9 +19,18 @@ from support.embeddings import contents, make
 from support.limits import file_size_limit
 from support.ranks import assert_all_heard, fails, run_ranks
 from support.stores import options
-from tierbed import Snapshot, export_snapshot
+from tierbed import (
+    GroupError,
+    InputError,
+    MultiTableEmbedding,
+    OptionError,
+    Snapshot,
+    SnapshotError,
+    StoreError,
+    export_snapshot,
+)
 from tierbed.distributed import World
-from tierbed.engine import GroupError, InputError, MultiTableEmbedding, OptionError, SnapshotError, StoreError, _core
+from tierbed.engine import _core
 from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.table.background_save import BackgroundSave

@@ -17,8 +17,8 @@ from support.ranks import fails, run_ranks, started
 from support.stores import options
 from support.together import Model
 from support.warm import SHIMMED
+from tierbed import GroupError
 from tierbed.distributed import World
-from tierbed.engine import GroupError
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots import list_snapshots
 

@@ -13,9 +13,15 @@ from torch import Tensor
 
 from support.examples import examples
 from support.ranks import run_ranks
-from tierbed import MultiTableEmbedding, World, make_host_mem_store_options
-from tierbed.engine import _core, make_constant_initializer, make_table_options
-from tierbed.graph import Graph
+from tierbed import (
+    Graph,
+    MultiTableEmbedding,
+    World,
+    make_constant_initializer,
+    make_host_mem_store_options,
+    make_table_options,
+)
+from tierbed.engine import _core
 
 DIM, LR = 3, 0.5
 Part = tuple[list[int], NDArray[np.float32]]  # ids [n], and the gradients of their rows [n, DIM]

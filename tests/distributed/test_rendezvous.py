@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
+from tierbed import GroupError
 from tierbed.distributed.rendezvous import of_this_start
-from tierbed.engine import GroupError
 
 RANKS = 3
 LONG = timedelta(seconds=60)

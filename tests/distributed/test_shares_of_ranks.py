@@ -16,9 +16,9 @@ from support.forged import change
 from support.live_rows import alone, fails, left_open, opened, own_disks, own_rows, run, step, together, trained
 from support.ranks import answer, run_ranks, started
 from support.shell import Cli
+from tierbed import GroupError, StoreError
 from tierbed.distributed import World
 from tierbed.distributed.home import Home
-from tierbed.engine import GroupError, StoreError
 from tierbed.engine._core import owners
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState

@@ -22,8 +22,6 @@ from tierbed import (
     StoreError,
     TierbedError,
     World,
-)
-from tierbed.engine import (
     make_constant_initializer,
     make_device_mem_store_options,
     make_host_mem_store_options,

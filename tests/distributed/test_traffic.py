@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from support.ranks import run_ranks
-from tierbed import MultiTableEmbedding, World, make_host_mem_store_options
-from tierbed.engine import make_constant_initializer, make_table_options
-from tierbed.engine.observe.plan import plan
+from tierbed import (
+    MultiTableEmbedding,
+    World,
+    make_constant_initializer,
+    make_host_mem_store_options,
+    make_table_options,
+)
+from tierbed.embedding.plan import plan
 from tierbed.engine.options.inputs import Lookup
 
 RANKS, DIM = 3, 6

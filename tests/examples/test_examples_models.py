@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from support.cells import rotated
 from support.places import EXAMPLES
 from support.scripts import run_script
-from tierbed.engine import MultiTableMultiColumnEmbedding, make_device_mem_store_options
+from tierbed import MultiTableMultiColumnEmbedding, make_device_mem_store_options
 
 sys.path.insert(0, str(EXAMPLES))
 import ctr

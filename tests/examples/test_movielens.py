@@ -18,7 +18,7 @@ from torch import nn
 
 from support import scripts
 from support.places import EXAMPLES
-from tierbed.engine import make_device_mem_store_options
+from tierbed import make_device_mem_store_options
 
 sys.path.insert(0, str(EXAMPLES))
 import movielens

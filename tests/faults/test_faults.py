@@ -18,7 +18,7 @@ import torch
 from support.embeddings import DIM, attach, held, make, train
 from support.limits import file_size_limit
 from support.stores import STORES, options
-from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
+from tierbed import MultiTableEmbedding, SnapshotError, StoreError
 
 BIG = 40_000  # rows, more than a full disk takes
 

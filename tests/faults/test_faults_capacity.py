@@ -10,7 +10,7 @@ import torch
 
 from support.embeddings import contents, make, train
 from support.stores import STORES, options
-from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed import CapacityError, MultiTableEmbedding
 
 CAPACITY = 192
 POLICIES: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.limits import descriptors
 from support.stores import STORES, options
+from tierbed import SnapshotError, StoreError
 from tierbed.cli import main
-from tierbed.engine import SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
 from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder

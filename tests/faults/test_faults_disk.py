@@ -14,7 +14,7 @@ from support.embeddings import DIM, contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.stores import STORES, options
 from support.twins import ON_DISK, SMALL, Twins
-from tierbed.engine import SnapshotError, StoreError
+from tierbed import SnapshotError, StoreError
 
 __all__ = ["disk_path"]
 

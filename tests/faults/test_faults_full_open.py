@@ -13,7 +13,7 @@ from support.embeddings import contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
 from support.stores import STORES, options
-from tierbed.engine import MultiTableEmbedding, StoreError
+from tierbed import MultiTableEmbedding, StoreError
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.store.folder_state import holder
 

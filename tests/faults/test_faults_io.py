@@ -12,7 +12,7 @@ from support.failing_io import FailingIo
 from support.forked import in_process
 from support.twins import Twins
 from support.warm import SHIMMED
-from tierbed.engine import StoreError
+from tierbed import StoreError
 
 
 def fail_while_training(path: Path, store: str, operation: str, number: int) -> None:

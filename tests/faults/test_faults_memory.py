@@ -16,7 +16,7 @@ from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.images import table_of
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding, StoreError
+from tierbed import MultiTableEmbedding, StoreError
 from tierbed.engine.threads import Thread, wait_for
 
 MB = 1 << 20

@@ -12,8 +12,8 @@ from support.forked import in_process
 from support.small_snapshots import flip_bit
 from support.stores import options
 from support.twins import ON_DISK
+from tierbed import StoreError, TierbedError
 from tierbed.cli import main
-from tierbed.engine import StoreError, TierbedError
 
 KEYS = torch.arange(6000)
 

@@ -11,8 +11,8 @@ import torch
 from support.forked import in_process
 from support.ranks import fails, run_ranks
 from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
+from tierbed import GraphError, OptimizerError
 from tierbed.distributed import World
-from tierbed.engine import GraphError, OptimizerError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
 

@@ -16,9 +16,8 @@ from support.forked import in_process
 from support.ranks import fails, run_ranks
 from support.stores import options
 from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
+from tierbed import EagerOptimizer, Graph, GroupError, SnapshotError
 from tierbed.distributed import World
-from tierbed.engine import EagerOptimizer, GroupError, SnapshotError
-from tierbed.graph import Graph
 
 
 def loop(kind: str, path: Path, at: Path, world: Any = None, optimizer_of: Any = optimizer_of) -> list[float]:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from support.ranks import fails, run_ranks
 from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
+from tierbed import EagerOptimizer, GraphError, OptimizerError
 from tierbed.distributed import World
-from tierbed.engine import EagerOptimizer, GraphError, OptimizerError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

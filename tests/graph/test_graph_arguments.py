@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from support.graphs import embedding, graph_of
-from tierbed.engine import MultiTableEmbedding
+from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.errors import GraphError, InputError
 from tierbed.engine.ops.rows_contract import TRACED
-from tierbed.graph import Graph
 
 VALUES, OFFSETS = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([0, 2, 5])
 LAYOUTS = [torch.jagged, torch.strided]

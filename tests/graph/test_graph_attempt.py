@@ -16,8 +16,7 @@ from support.graphs import FEW as OWN
 from support.graphs import compiled_steps, graph_of
 from support.jagged_arguments import Jagged, jagged
 from support.stores import options
-from tierbed.engine import CapacityError, MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import CapacityError, Graph, MultiTableEmbedding
 
 pytestmark = pytest.mark.usefixtures("few_steps_of_their_own")
 

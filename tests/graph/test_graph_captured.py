@@ -15,8 +15,7 @@ from support.cuda_tables import on_one_device
 from support.embeddings import DIM, contents, make
 from support.optimizers import OPTIMIZERS
 from support.stores import options
-from tierbed.engine import CapacityError
-from tierbed.graph import Graph
+from tierbed import CapacityError, Graph
 
 SLOW = pytest.mark.slow
 ELSEWHERE = ("sgd", "adam", "rowwise")  # other tests of this file record them

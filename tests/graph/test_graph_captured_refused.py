@@ -13,9 +13,8 @@ from support.captured import Model, Pair, batches
 from support.cuda_tables import on_one_device
 from support.embeddings import make
 from support.stores import options
-from tierbed.engine import GraphError, OptionError
+from tierbed import Graph, GraphError, OptionError
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.graph import Graph
 
 
 @on_one_device

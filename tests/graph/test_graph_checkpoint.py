@@ -17,9 +17,8 @@ from torch import nn
 from support.checkpoints import IDS, Rating, files, rating, state, steps
 from support.embeddings import make
 from support.stores import STORES, options
-from tierbed.engine import GraphError, SnapshotError
+from tierbed import Graph, GraphError, SnapshotError
 from tierbed.engine.durable import seal, unseal
-from tierbed.graph import Graph
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -16,8 +16,7 @@ from support.embeddings import contents, make
 from support.forked import in_process
 from support.killed import returned_until_killed
 from support.stores import options
-from tierbed.engine import InputError, SnapshotError
-from tierbed.graph import Graph
+from tierbed import Graph, InputError, SnapshotError
 
 
 def in_store(path: Path) -> set[str]:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from support.checkpoints import IDS, Rating, files, rating, state, steps
 from support.embeddings import DIM, make
 from support.stores import options
-from tierbed.engine import GraphError, InputError, MultiTableEmbedding, SnapshotError
-from tierbed.graph import Graph
+from tierbed import Graph, GraphError, InputError, MultiTableEmbedding, SnapshotError
 
 
 def fails(graph: Rating, path: Path, match: str) -> None:

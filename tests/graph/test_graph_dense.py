@@ -19,7 +19,7 @@ from support.graphs import (
     eager_step,
     mlp,
 )
-from tierbed.graph import Graph
+from tierbed import Graph
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tierbed
 from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
-from tierbed import engine
-from tierbed.engine import GraphError, MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import Graph, GraphError, MultiTableEmbedding
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -156,7 +155,7 @@ def test_a_picture_has_each_op_once_in_the_order_of_stages(tmp_path: Path) -> No
 
 
 def test_a_picture_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
-    host = engine.make_host_mem_store_options()
+    host = tierbed.make_host_mem_store_options()
     users = MultiTableEmbedding("users", DIM, torch.float32, torch.int64, None, host)
 
     def build(graph: Any, ids: Tensor) -> Tensor:
@@ -178,7 +177,7 @@ def test_a_picture_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
 
 
 def test_a_picture_says_whose_rows_come_up_ahead_of_the_step(tmp_path: Path) -> None:
-    store = engine.make_device_mem_store_options()
+    store = tierbed.make_device_mem_store_options()
     users, items = (MultiTableEmbedding(n, DIM, torch.float32, torch.int64, None, store) for n in ("users", "items"))
 
     def build(graph: Any, ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tierbed
 from support.graphs import (
     DIM,
     Rating,
@@ -18,8 +19,7 @@ from support.graphs import (
     mlp,
     train,
 )
-from tierbed import engine
-from tierbed.graph import Graph
+from tierbed import Graph
 
 
 def test_rows_and_dense_layers_equal_plain_torch() -> None:
@@ -112,7 +112,7 @@ def test_backward_without_an_optimizer_for_the_rows_is_refused() -> None:
     rows, net = embedding(), mlp(3 * DIM)
     graph = Rating(rows, net, torch.optim.SGD(net.parameters(), lr=0.1))
     ids = id_batches(8, 3)[0]
-    with pytest.raises(engine.OptimizerError, match=rf"{rows.name}.*add_optimizer"):
+    with pytest.raises(tierbed.OptimizerError, match=rf"{rows.name}.*add_optimizer"):
         graph(ids)
     graph.add_optimizer(torch.optim.SGD(rows.parameters(), lr=0.1))
     graph(ids)
@@ -121,14 +121,14 @@ def test_backward_without_an_optimizer_for_the_rows_is_refused() -> None:
 
 def test_an_optimizer_that_rows_cannot_follow_is_refused_when_added() -> None:
     rows = embedding()
-    with pytest.raises(engine.OptimizerError):
+    with pytest.raises(tierbed.OptimizerError):
         Rating(rows, mlp(DIM), torch.optim.Rprop(rows.parameters()))
 
 
 def test_an_embedding_in_two_optimizers_is_named() -> None:
     rows = embedding()
     optimizers = [torch.optim.SGD(rows.parameters(), lr=0.1), torch.optim.Adam(rows.parameters())]
-    with pytest.raises(engine.OptimizerError, match=r"'rows\.shadow' is in two optimizers"):
+    with pytest.raises(tierbed.OptimizerError, match=r"'rows\.shadow' is in two optimizers"):
         Rating(rows, mlp(DIM), *optimizers)
 
 
@@ -222,7 +222,7 @@ def test_ids_changed_in_place_between_lookups_are_refused() -> None:
 
     rows = embedding()
     graph = Change(rows, nn.Identity(), torch.optim.SGD(rows.parameters(), lr=0.1))
-    with pytest.raises(engine.GraphError, match="changed in place"):
+    with pytest.raises(tierbed.GraphError, match="changed in place"):
         graph(torch.tensor([3]))
 
 
@@ -249,7 +249,7 @@ def test_a_full_capacity_raises_before_anything_changes() -> None:
     rows, net = embedding(capacity=64), mlp(8 * DIM)
     graph = Rating(rows, net, torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=0.1))
     state, size = copy.deepcopy(net.state_dict()), rows.size()
-    with pytest.raises(engine.CapacityError):
+    with pytest.raises(tierbed.CapacityError):
         graph(torch.arange(8000).reshape(-1, 8))
     assert rows.size() == size
     assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())

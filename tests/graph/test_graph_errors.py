@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from support.embeddings import make
 from support.graphs import embedding, graph_of
 from support.stores import options
+from tierbed import Graph
 from tierbed.engine.errors import GraphError, OptimizerError
-from tierbed.graph import Graph
 
 outside = nn.Linear(3, 1)
 

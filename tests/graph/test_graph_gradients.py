@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tierbed
 from support.graphs import (
     DIM,
     Rating,
@@ -24,8 +25,7 @@ from support.graphs import (
     id_batches,
     mlp,
 )
-from tierbed import engine
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 
 
 def test_a_gradient_changed_in_place_after_backward_does_not_change_the_update() -> None:
@@ -165,7 +165,7 @@ def test_the_parameter_of_rows_and_its_gradient_are_refused_not_ignored(use: str
     if not training and use in ("value", "scaled", "penalty"):
         graph(torch.tensor([1]))  # dead code there: nothing trains
     else:
-        with pytest.raises(engine.GraphError, match=r"embedding 'rows'.*clip_grad_norm_"):
+        with pytest.raises(tierbed.GraphError, match=r"embedding 'rows'.*clip_grad_norm_"):
             graph(torch.tensor([1]))
     assert rows.size() == 0
 
@@ -190,7 +190,7 @@ def test_parameters_in_a_list_made_before_build_are_refused_not_skipped(use: str
 
     graph = graph_of(build, optimizer, rows=rows, net=net)
     net.weight.grad = torch.ones(1, DIM)
-    with pytest.raises(engine.GraphError, match=r"through self"):
+    with pytest.raises(tierbed.GraphError, match=r"through self"):
         graph(torch.tensor([1]))
     assert torch.equal(net.weight.grad, torch.ones(1, DIM))
 
@@ -205,7 +205,7 @@ def test_step_of_an_optimizer_in_build_is_refused_not_frozen() -> None:
         optimizer.step()
         return loss
 
-    with pytest.raises(engine.GraphError, match=r"calls step\(\) of SGD"):
+    with pytest.raises(tierbed.GraphError, match=r"calls step\(\) of SGD"):
         graph_of(build, optimizer, rows=rows, net=net)(torch.tensor([1]))
     optimizer.step()
     assert optimizer.param_groups[0]["params"][1] is net.weight
@@ -214,7 +214,7 @@ def test_step_of_an_optimizer_in_build_is_refused_not_frozen() -> None:
 def test_a_dense_gradient_without_an_optimizer_is_refused_not_dropped() -> None:
     model = mlp()
     graph = Train(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    with pytest.raises(engine.OptimizerError, match=r"parameter 'model\.2\.weight'.*requires_grad_\(False\)"):
+    with pytest.raises(tierbed.OptimizerError, match=r"parameter 'model\.2\.weight'.*requires_grad_\(False\)"):
         graph(*batches(1)[0])
     model[2].requires_grad_(False)
     graph(*batches(1)[0])
@@ -228,7 +228,7 @@ def test_ids_that_a_hook_replaces_for_backward_are_refused() -> None:
         return loss
 
     rows, net, optimizer = rows_and_net()
-    with pytest.raises(engine.GraphError, match="saved_tensors_hooks"):
+    with pytest.raises(tierbed.GraphError, match="saved_tensors_hooks"):
         graph_of(build, optimizer, rows=rows, net=net)(torch.tensor([1]))
 
 

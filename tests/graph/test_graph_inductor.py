@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from support.graphs import embedding, graph_of, id_batches
-from tierbed.engine import GraphError, MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import Graph, GraphError, MultiTableEmbedding
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import
 

@@ -22,9 +22,8 @@ from support.embeddings import contents, make
 from support.graphs import FEW, compiled_steps, embedding, graph_of
 from support.jagged_arguments import Jagged, jagged
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
+from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.errors import GraphError
-from tierbed.graph import Graph
 
 FEATURES, LONGEST = 3, 4
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import

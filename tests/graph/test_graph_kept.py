@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from support.graphs import graph_of
-from tierbed.engine import GraphError
+from tierbed import GraphError
 
 
 class Cache(nn.Module):

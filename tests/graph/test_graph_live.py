@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from support.graphs import graph_of
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     GraphError,
     MultiTableEmbedding,
     make_constant_initializer,
     make_device_mem_store_options,
     make_table_options,
 )
-from tierbed.graph import Graph
 
 
 class Reads(Graph):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from support.checkpoints import IDS, rating, steps
 from support.embeddings import make
 from support.stores import STORES, options
-from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError
-from tierbed.graph import Graph
+from tierbed import Graph, InputError, MultiTableEmbedding, SnapshotError
 
 
 class Scoring(Graph):

@@ -18,10 +18,9 @@ from support.embeddings import contents, make
 from support.examples import examples
 from support.graphs import id_batches
 from support.stores import STORES, options
-from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed import CapacityError, Graph, MultiTableEmbedding
 from tierbed.engine.ops import naive
 from tierbed.engine.optim.optimizers import row_optimizer
-from tierbed.graph import Graph
 
 PADDING = 3
 DTYPES = [torch.float32, torch.bfloat16]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from support.graphs import embedding, graph_of
-from tierbed.graph import Graph
+from tierbed import Graph
 
 
 class TwoLosses(Graph):

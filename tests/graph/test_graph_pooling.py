@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from support.graphs import DIM, compiled_steps, dense_copy, embedding, graph_of, mlp
-from tierbed.engine import GraphError, InputError, MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import Graph, GraphError, InputError, MultiTableEmbedding
 
 OFFSETS = torch.tensor([0, 3, 3, 4, 8, 10])
 Lookup = Callable[..., Tensor]

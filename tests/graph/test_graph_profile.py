@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tierbed
 from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
-from tierbed import engine
-from tierbed.engine import InputError, MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import Graph, InputError, MultiTableEmbedding
 
 STAGES = ["loader", "pin", "gather", "forward", "backward", "update", "dense step", "Python around"]
 
@@ -34,8 +33,8 @@ def layers() -> nn.Module:
 
 
 def cached(tmp_path: Path) -> MultiTableEmbedding:
-    options = engine.make_cached_host_mem_store_options(cache_budget_mb=0.02, persistent_path=tmp_path)
-    tables = [engine.make_table_options(engine.make_uniform_initializer(-0.1, 0.1))]
+    options = tierbed.make_cached_host_mem_store_options(cache_budget_mb=0.02, persistent_path=tmp_path)
+    tables = [tierbed.make_table_options(tierbed.make_uniform_initializer(-0.1, 0.1))]
     return MultiTableEmbedding("cached", DIM, torch.float32, torch.int64, tables, options, seed=0)
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from support.graphs import graph_of
+from tierbed import Graph
 from tierbed.engine.errors import GraphError
-from tierbed.graph import Graph
 
 SHARED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "DistributedDataParallel": (DistributedDataParallel, "net is a DistributedDataParallel"),

@@ -18,7 +18,7 @@ from support.forked import in_process
 from support.graph_runs import IDS, LABELS, STEPS, Rating, rating
 from support.graphs import embedding, graph_of, mlp
 from support.stores import STORES, options
-from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
+from tierbed import CapacityError, InputError, MultiTableEmbedding
 
 
 def hits(rows: MultiTableEmbedding) -> float:

@@ -20,7 +20,7 @@ from support.embeddings import contents, make
 from support.forked import in_process
 from support.graph_runs import IDS, LABELS, STEPS, rating
 from support.stores import options
-from tierbed.graph import Graph
+from tierbed import Graph
 
 
 def test_ctrl_c_in_the_loader_loses_no_batch() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from support.graphs import compiled_steps, graph_of
-from tierbed.graph import Graph
+from tierbed import Graph
 
 
 def scaled() -> tuple[Graph, nn.Linear]:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from support.cuda_tables import on_one_device, tables_on
 from support.embeddings import DIM, TABLES, contents
 from support.stores import STORES, options
-from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
+from tierbed import CapacityError, Graph, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.graph import Graph
 
 CPU = torch.device("cpu")
 STEPS = 6

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from support.graphs import Train, batches, compiled_steps, graph_of, mlp
-from tierbed.engine import GraphError
-from tierbed.graph import Graph
+from tierbed import Graph, GraphError
 
 
 def test_the_training_flag_of_one_submodule_is_seen() -> None:

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from support.embeddings import contents, make
 from support.graphs import FEW, Train, assert_same_state, batches, compiled_steps, eager_step, mlp
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import Graph, MultiTableEmbedding
 from tierbed.graph.trace.sizes import OWN, TRIES
 
 

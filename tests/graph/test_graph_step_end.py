@@ -17,9 +17,8 @@ from torch.optim import lr_scheduler
 from support.embeddings import contents, make
 from support.graphs import dense_copy, embedding, graph_of, id_batches
 from support.stores import options
-from tierbed.engine import GraphError, MultiTableEmbedding, OptimizerError
+from tierbed import Graph, GraphError, MultiTableEmbedding, OptimizerError
 from tierbed.engine.options.inputs import Lookup
-from tierbed.graph import Graph
 
 STEPS = 8
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from support.forked import in_process
 from support.graphs import embedding, graph_of
-from tierbed.engine import EagerOptimizer, GraphError, MultiTableEmbedding
-from tierbed.engine.modules.one_trainer import training_step
-from tierbed.graph import Graph
+from tierbed import EagerOptimizer, Graph, GraphError, MultiTableEmbedding
+from tierbed.embedding.gradients import training_step
 
 IDS = torch.tensor([1, 2, 2])
 ONCE = torch.tensor([[1.0], [2.0]]).expand(2, 4)  # by what a step moves rows 1 and 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from support.graphs import embedding, graph_of
-from tierbed.graph import Graph
+from tierbed import Graph
 
 X = torch.ones(2, 3)
 

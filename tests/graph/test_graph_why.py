@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tierbed.graph import Graph
+from tierbed import Graph
 
 
 class Model(Graph):

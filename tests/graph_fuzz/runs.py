@@ -17,12 +17,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+import tierbed
 from support.embeddings import contents
 from support.stores import options
-from tierbed import engine
-from tierbed.engine import MultiTableEmbedding
+from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
-from tierbed.graph import Graph
 
 from .blocks import BLOCKS, IDS, TABLES, WIDTH, Batch, Rows
 from .programs import FLOAT32, Event, Program
@@ -113,8 +112,8 @@ class Fuzzed(Graph):
 
 
 def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype, torch.dtype] = FLOAT32) -> Result:
-    initializer = engine.make_uniform_initializer(-0.5, 0.5)
-    tables = [engine.make_table_options(initializer)] * TABLES
+    initializer = tierbed.make_uniform_initializer(-0.5, 0.5)
+    tables = [tierbed.make_table_options(initializer)] * TABLES
     kept = options(store, path / store if "ssd" in store else None)
     name = f"fuzzed{next(_names)}"
     with (
@@ -242,7 +241,7 @@ def check(program: Program, path: Path) -> Result:
 
 
 def _initial_rows(table: int) -> Tensor:
-    initializer = engine.make_uniform_initializer(-0.5, 0.5)
-    tables = [engine.make_table_options(initializer)] * TABLES
+    initializer = tierbed.make_uniform_initializer(-0.5, 0.5)
+    tables = [tierbed.make_table_options(initializer)] * TABLES
     with MultiTableEmbedding("initial", WIDTH, torch.float32, torch.int64, tables, options("device"), seed=0) as rows:
         return rows.get(torch.arange(IDS), table)

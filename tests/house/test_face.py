@@ -22,9 +22,7 @@ from tierbed import errors
 FACES = {
     "tierbed": ROOT / "src" / "tierbed",
     "tierbed.distributed": ROOT / "distributed",
-    "tierbed.engine": ROOT / "engine",
     "tierbed.engine.optim": ROOT / "engine" / "optim",
-    "tierbed.graph": ROOT / "graph",
     "tierbed.jagged": ROOT / "jagged",
     "tierbed.snapshots": ROOT / "snapshots",
     "tierbed.snapshots.exchange": ROOT / "snapshots" / "exchange",
@@ -56,7 +54,7 @@ def test_messages_name_what_users_import_by_its_shortest_name() -> None:
     longer = re.compile(r"\b(?:tierbed\.)?(?:engine|graph|snapshots)\.(\w+)")
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno}: {match.group()}"
-        for folder in ("engine", "graph", "snapshots", "distributed", "jagged", "one_embedding", "cli")
+        for folder in ("engine", "embedding", "graph", "snapshots", "distributed", "jagged", "one_embedding", "cli")
         for file in sorted((ROOT / folder).rglob("*.py"))
         for error in ast.walk(ast.parse(file.read_text()))
         if isinstance(error, ast.Raise)
@@ -81,18 +79,19 @@ def test_each_name_of_a_face_is_there_and_typed(name: str) -> None:
 
 
 def test_optim_is_a_module_to_import_from() -> None:
-    from tierbed import engine, optim
+    from tierbed import optim
+    from tierbed.engine import optim as ours
 
     assert import_module("tierbed.optim") is optim
-    assert {name: getattr(optim, name) for name in engine.optim.__all__} == {
-        name: getattr(engine.optim, name) for name in optim.__all__
+    assert {name: getattr(optim, name) for name in ours.__all__} == {
+        name: getattr(ours, name) for name in optim.__all__
     }
 
 
 def test_one_import_has_what_the_parts_have() -> None:
     import tierbed
 
-    for part in ("distributed", "engine", "graph", "snapshots"):
+    for part in ("distributed", "snapshots"):
         assert set(import_module(f"tierbed.{part}").__all__) <= set(tierbed.__all__)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tierbed
-from tierbed.engine import GraphError, InputError, OptionError
+from tierbed import GraphError, InputError, OptionError
 from tierbed.jagged import (
     ComputeDevice,
     EmbeddingBagCollection,

@@ -14,7 +14,7 @@ import tierbed
 from support.cuda_tables import on_devices, tables_on
 from support.embeddings import contents
 from support.stores import STORES, options
-from tierbed.engine import EagerOptimizer, GraphError, InputError, OptionError
+from tierbed import EagerOptimizer, GraphError, InputError, OptionError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.jagged import (
     EmbeddingBagCollection,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from support.examples import examples
 from support.graphs import FEW
 from support.jagged import Features, features
+from tierbed import Graph
 from tierbed.engine.errors import GraphError, InputError
-from tierbed.graph import Graph
 from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, PositionWeighted
 
 

@@ -13,7 +13,7 @@ import torch
 
 from support import tbe
 from support.two_towers import KINDS, stores
-from tierbed.engine import EagerOptimizer, SnapshotError
+from tierbed import EagerOptimizer, SnapshotError
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, OptimType
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control.client import ask_save

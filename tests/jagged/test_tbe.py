@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import tierbed
 from support.tbe import MAP, TABLES, batch, fill, ours
-from tierbed import engine
+from tierbed import Graph
 from tierbed.engine.errors import ClosedError, GraphError, InputError, OptionError
 from tierbed.engine.table.pinned import PinnedBatch
-from tierbed.graph import Graph
 from tierbed.jagged import (
     CacheAlgorithm,
     ComputeDevice,
@@ -74,7 +74,7 @@ def train_at(place: str, optimizer: OptimType, path: Path) -> list[torch.Tensor]
     tables = [(4000, 8), (700, 5), (2300, 8)]
     word = place.split()[0]
     location = EmbeddingLocation.HOST if word == "SSD" else EmbeddingLocation[word]
-    options = {"store_options": engine.make_cached_ssd_store_options(0.1, path, shards=2)} if word == "SSD" else {}
+    options = {"store_options": tierbed.make_cached_ssd_store_options(0.1, path, shards=2)} if word == "SSD" else {}
     if "LFU" in place:
         options["cache_algorithm"] = CacheAlgorithm.LFU
     specs = [(rows, dim, location, ComputeDevice.CPU) for rows, dim in tables]
@@ -305,7 +305,7 @@ def test_hyper_parameters_are_set_by_name_or_refused():
 
 
 def test_rows_on_ssd_are_there_after_a_restart(tmp_path):
-    options = {"store_options": engine.make_cached_ssd_store_options(1, tmp_path), "optimizer": ADAM}
+    options = {"store_options": tierbed.make_cached_ssd_store_options(1, tmp_path), "optimizer": ADAM}
     with ours([(40, 8)], [0], **options) as tbe:
         tbe.init_embedding_weights_uniform(-1, 1)
         tbe(IDS, OFFSETS).sum().backward()
@@ -340,7 +340,7 @@ def test_optimizers_of_the_dense_part_leave_its_rows_alone():
     model = Model()
     for optimizer in (
         torch.optim.SGD(model.parameters(), 0.1),
-        engine.EagerOptimizer(torch.optim.SGD(model.parameters(), 0.1), model),
+        tierbed.EagerOptimizer(torch.optim.SGD(model.parameters(), 0.1), model),
     ):
         before = model.dense.weight.detach().clone()
         model(IDS, OFFSETS).sum().backward()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tierbed
 from support.cuda_tables import on_one_device, tables_on
 from support.tbe import MAP, batch
-from tierbed import engine
 from tierbed.engine.errors import InputError
 from tierbed.jagged import BoundsCheckMode, ComputeDevice, EmbeddingLocation, OptimType, TableBatchedEmbeddingBags
 
@@ -18,7 +18,7 @@ PLACES = [EmbeddingLocation.DEVICE, EmbeddingLocation.MANAGED_CACHING, Embedding
 def made(place: torch.device, location: EmbeddingLocation | None, path, **options) -> TableBatchedEmbeddingBags:
     compute = ComputeDevice[place.type.upper()]
     if location is None:
-        options["store_options"] = engine.make_cached_ssd_store_options(0.2, path, shards=2)
+        options["store_options"] = tierbed.make_cached_ssd_store_options(0.2, path, shards=2)
     where = EmbeddingLocation.HOST if location is None else location
     specs = [(rows, dim, where, compute) for rows, dim in TABLES]
     options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, **options}

@@ -15,7 +15,7 @@ from support.examples import examples
 from support.lifecycle_model import Model, NoRoomError, Row, unsigned, written
 from support.rows import SPECIAL_KEYS
 from support.stores import options
-from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed import CapacityError, MultiTableEmbedding
 
 KEYS = [*SPECIAL_KEYS, *range(20, 40)]
 POLICIES: dict[str, dict[str, Any]] = {

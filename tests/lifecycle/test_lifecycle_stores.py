@@ -15,7 +15,7 @@ from torch import Tensor
 from support.embeddings import contents, make, train
 from support.lifecycle_model import POLICIES, Model, NoRoomError, batches, written
 from support.stores import STORES, options
-from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
+from tierbed import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine.options.inputs import Lookup
 
 DETERMINED = [name for name in POLICIES if name != "sights"]  # by the rows alone: sights begin anew with each run

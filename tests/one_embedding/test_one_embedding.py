@@ -15,11 +15,19 @@ import pytest
 import torch
 from torch import nn
 
+import tierbed
 from support.one_embedding_calls import document
-from tierbed import engine, one_embedding
-from tierbed.engine import CapacityError, EagerOptimizer, InputError, OptimizerError, OptionError, StoreError
+from tierbed import (
+    CapacityError,
+    EagerOptimizer,
+    Graph,
+    InputError,
+    OptimizerError,
+    OptionError,
+    StoreError,
+    one_embedding,
+)
 from tierbed.engine.optim import CatchUpAdam
-from tierbed.graph import Graph
 
 EMBEDDING = (
     "name, embedding_dim, dtype, key_type, tables, store_options, default_initializer=None, padding_idx=None, seed=0"
@@ -55,7 +63,7 @@ KINDS = torch.int64, torch.float
 IDS = torch.tensor([[1, 2], [1, 3], [4, 2]])
 
 
-def make(path: Path | None = None, name: str = "rows", tables: int = 1) -> engine.MultiTableEmbedding:
+def make(path: Path | None = None, name: str = "rows", tables: int = 1) -> tierbed.MultiTableEmbedding:
     table = one_embedding.make_table_options(one_embedding.make_uniform_initializer(-0.5, 0.5))
     options = one_embedding.make_device_mem_store_options(path)
     return one_embedding.MultiTableEmbedding(name, DIM, torch.float, torch.int64, [table] * tables, options)
@@ -84,7 +92,7 @@ def test_a_name_takes_oneflows_arguments(name: str) -> None:
 
 def test_every_name_is_there_and_no_other() -> None:
     assert sorted(one_embedding.__all__) == sorted([*SIGNATURES, "FTRL"]) == sorted(dir(one_embedding))
-    assert one_embedding.FTRL is one_embedding.Ftrl is engine.optim.Ftrl
+    assert one_embedding.FTRL is one_embedding.Ftrl is tierbed.optim.Ftrl
     assert issubclass(one_embedding.MultiTableEmbedding, one_embedding.Embedding)
     with pytest.raises(AttributeError, match="has no attribute 'make_table_option'"):
         one_embedding.make_table_option  # type: ignore[attr-defined]  # noqa: B018

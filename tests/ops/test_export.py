@@ -12,14 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from support.graphs import DIM, embedding, graph_of
 from support.scripts import run_script
-from tierbed.engine import EagerOptimizer, MultiTableEmbedding
+from tierbed import EagerOptimizer, MultiTableEmbedding
 from tierbed.engine.errors import ClosedError, GraphError
 
 IDS = torch.arange(4)
 ELSEWHERE = """
 import sys
 import torch
-from tierbed.engine import EagerOptimizer, MultiTableEmbedding
+from tierbed import EagerOptimizer, MultiTableEmbedding
 from tierbed.engine.errors import ClosedError
 
 others = [

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from support.checkpoints import rating
 from support.embeddings import make
 from support.stores import options
-from tierbed.engine import GraphError
-from tierbed.engine.ops import lookup as ops
+from tierbed import Graph, GraphError
+from tierbed.embedding import lookup_op as ops
 from tierbed.engine.ops.rows_contract import Rows
 from tierbed.engine.options.inputs import Lookup
-from tierbed.graph import Graph
 
 
 class Frozen(Rows):

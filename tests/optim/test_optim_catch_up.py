@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.embeddings import DIM, contents, make
 from support.stores import STORES, options
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optim.catch_up_adam import ALL, terms

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tierbed
 from support.cuda_emulation import EmulatedDevice
 from support.embeddings import attach, contents, make, train
 from support.places import BENCHMARKS, environment
-from tierbed import engine
-from tierbed.engine import OptionError, plan
+from tierbed import OptionError, plan
 from tierbed.engine.cache.division import LEAST, MB, divide
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.processors.choose import processor_of
@@ -43,7 +43,7 @@ def machine(root: Path, free_mb: float) -> Path:
 
 
 def ssd(path: Path, budget_mb: Any = "auto", **more: Any) -> Any:
-    return engine.make_cached_ssd_store_options(budget_mb, path, **{"shards": 2, **more})
+    return tierbed.make_cached_ssd_store_options(budget_mb, path, **{"shards": 2, **more})
 
 
 def processor(options: Any) -> Any:
@@ -89,7 +89,7 @@ def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path) -> None:
     assert numbers(options, root) == {**options, "cache_budget_mb": 500, "overflow_mb": 125}
     less = ssd(tmp_path / "store", overflow_mb=8)
     assert numbers(less, root) == {**less, "cache_budget_mb": 500}
-    host = engine.make_cached_host_mem_store_options("auto")
+    host = tierbed.make_cached_host_mem_store_options("auto")
     assert numbers(host, root) == {**host, "cache_budget_mb": 125}
     known = ssd(tmp_path / "store", 3, host_cache_budget_mb=2)
     assert numbers(known, root / "nothing is looked at") is known
@@ -171,9 +171,9 @@ def test_where_the_system_does_not_tell_auto_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["Auto", "automatic", "", "1 GiB"])
 def test_another_word_is_refused_with_auto_among_the_remedies(name: str, value: str) -> None:
     with pytest.raises(OptionError, match=rf"{name}={value!r}: give a number of MiB >=? 0, or \"auto\"$"):
-        engine.make_cached_ssd_store_options(**{"cache_budget_mb": 1, "persistent_path": "/ssd", name: value})
+        tierbed.make_cached_ssd_store_options(**{"cache_budget_mb": 1, "persistent_path": "/ssd", name: value})
     with pytest.raises(OptionError, match=r"overflow_mb='auto': give a number of MiB > 0$"):
-        engine.make_cached_ssd_store_options(1, "/ssd", overflow_mb="auto")  # type: ignore[arg-type]
+        tierbed.make_cached_ssd_store_options(1, "/ssd", overflow_mb="auto")  # type: ignore[arg-type]
 
 
 def test_the_division_is_printed_once_and_is_that_of_the_cache(tmp_path: Path, capsys: Any) -> None:
@@ -217,12 +217,12 @@ def trained(options: Any, steps: range) -> bytes:
 
 @pytest.fixture(scope="module")
 def expected() -> bytes:
-    return trained(engine.make_device_mem_store_options(), range(6))
+    return trained(tierbed.make_device_mem_store_options(), range(6))
 
 
 def test_auto_has_the_bits_of_a_number(tmp_path: Path, expected: bytes) -> None:
     stores = [
-        engine.make_cached_host_mem_store_options("auto", capacity=ROWS),
+        tierbed.make_cached_host_mem_store_options("auto", capacity=ROWS),
         ssd(tmp_path / "auto", capacity=ROWS),
         ssd(tmp_path / "number", 0.01, overflow_mb=0.02),
         ssd(tmp_path / "host", 0.01, overflow_mb=0.02, host_cache_budget_mb="auto", capacity=ROWS),

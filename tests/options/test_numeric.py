@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+import tierbed
 from support.embeddings import make
 from support.graphs import Rating, graph_of, mlp
 from support.stores import options
-from tierbed import engine
-from tierbed.engine import plan
+from tierbed import plan
+from tierbed.embedding.embedding import MultiTableEmbedding
 from tierbed.engine.errors import OptionError, TierbedError
-from tierbed.engine.modules.multi_table import MultiTableEmbedding
 from tierbed.engine.options.inputs import check_row
 from tierbed.engine.options.table_spec import check_columns
 from tierbed.snapshots.store.retention import plan_prune
 
 
 def ssd(**given: Any) -> Any:
-    return engine.make_cached_ssd_store_options(**{"cache_budget_mb": 1, "persistent_path": "rows", **given})
+    return tierbed.make_cached_ssd_store_options(**{"cache_budget_mb": 1, "persistent_path": "rows", **given})
 
 
 def embedding(**given: Any) -> MultiTableEmbedding:
@@ -42,13 +42,13 @@ PLAN = planned()
 EMPTY = graph_of(lambda graph, x: x)
 
 WHOLE: dict[str, tuple[int, Callable[[Any], Any]]] = {
-    "capacity": (100, lambda n: engine.make_device_mem_store_options(capacity=n).capacity),
-    "size_factor": (2, lambda n: engine.make_host_mem_store_options(size_factor=n).size_factor),
-    "storage_dim": (8, lambda n: engine.make_host_mem_store_options(storage_dim=n).storage_dim),
-    "storage_dim unset": (-1, lambda n: engine.make_host_mem_store_options(storage_dim=n).storage_dim),
-    "physical_block_size": (512, lambda n: engine.make_host_mem_store_options(physical_block_size=n)["store"]),
-    "ttl_steps": (7, lambda n: engine.make_host_mem_store_options(ttl_steps=n).ttl_steps),
-    "admission": (3, lambda n: engine.make_host_mem_store_options(admission=n).admission),
+    "capacity": (100, lambda n: tierbed.make_device_mem_store_options(capacity=n).capacity),
+    "size_factor": (2, lambda n: tierbed.make_host_mem_store_options(size_factor=n).size_factor),
+    "storage_dim": (8, lambda n: tierbed.make_host_mem_store_options(storage_dim=n).storage_dim),
+    "storage_dim unset": (-1, lambda n: tierbed.make_host_mem_store_options(storage_dim=n).storage_dim),
+    "physical_block_size": (512, lambda n: tierbed.make_host_mem_store_options(physical_block_size=n)["store"]),
+    "ttl_steps": (7, lambda n: tierbed.make_host_mem_store_options(ttl_steps=n).ttl_steps),
+    "admission": (3, lambda n: tierbed.make_host_mem_store_options(admission=n).admission),
     "shards": (2, lambda n: ssd(shards=n).shards),
     "io_threads": (2, lambda n: ssd(io_threads=n).io_threads),
     "rocksdb_options": (9, lambda n: ssd(rocksdb_options={"max_open_files": n}).rocksdb_options),
@@ -72,7 +72,7 @@ REAL: dict[str, tuple[float, Callable[[Any], Any]]] = {
     "overflow_mb": (0.5, lambda n: ssd(overflow_mb=n).overflow_mb),
     "host_cache_budget_mb": (0.5, lambda n: ssd(host_cache_budget_mb=n).host_cache_budget_mb),
     "rocksdb_cache_mb": (0.5, lambda n: ssd(rocksdb_cache_mb=n, read_mode="direct").rocksdb_cache_mb),
-    "admission": (0.5, lambda n: engine.make_host_mem_store_options(admission=n).admission),
+    "admission": (0.5, lambda n: tierbed.make_host_mem_store_options(admission=n).admission),
     "budget_mb": (0.5, lambda n: PLAN.hit_rate(budget_mb=n)),
     "clip_grad_norm": (0.5, EMPTY.clip_grad_norm),
     "clip_grad_value": (0.5, EMPTY.clip_grad_value),
@@ -107,12 +107,12 @@ def test_what_is_no_number_is_refused_by_value(name: str, value: Any) -> None:
 @pytest.mark.parametrize("value", [np.int64(0), np.uint64(2**63), np.float64(4.0)], ids=repr)
 def test_a_wrong_number_of_numpy_is_told_as_it_was_given(value: Any) -> None:
     with pytest.raises(OptionError, match=r"capacity=np\.\w+\(.*\): give a whole number > 0 and < 2\*\*63, or None"):
-        engine.make_device_mem_store_options(capacity=value)
+        tierbed.make_device_mem_store_options(capacity=value)
 
 
 def test_rows_made_with_numbers_of_numpy_are_stored_and_resumed(tmp_path: Path) -> None:
     def rows(number: Any, real: Any) -> MultiTableEmbedding:
-        store = engine.make_cached_ssd_store_options(
+        store = tierbed.make_cached_ssd_store_options(
             real(0.5), tmp_path, number(1000), admission=number(2), ttl_steps=number(50), shards=number(2)
         )
         assert msgpack.packb(store.as_dict())

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import tierbed
 from support.embeddings import DIM, attach, make
-from tierbed import engine
-from tierbed.engine import MultiTableEmbedding, OptionError, StoreError, _core, load_store_options
+from tierbed import MultiTableEmbedding, OptionError, StoreError, load_store_options
+from tierbed.engine import _core
 
 COMMON = {
     "persistent_path": None,
@@ -38,10 +39,10 @@ ROCKSDB = {
     "rocksdb_options": None,
 }
 MADE = {
-    "device_mem": (engine.make_device_mem_store_options, {}),
-    "host_mem": (engine.make_host_mem_store_options, {}),
-    "cached_host_mem": (engine.make_cached_host_mem_store_options, {"cache_budget_mb": 64}),
-    "cached_ssd": (engine.make_cached_ssd_store_options, {"cache_budget_mb": 64, "persistent_path": "/ssd"}),
+    "device_mem": (tierbed.make_device_mem_store_options, {}),
+    "host_mem": (tierbed.make_host_mem_store_options, {}),
+    "cached_host_mem": (tierbed.make_cached_host_mem_store_options, {"cache_budget_mb": 64}),
+    "cached_ssd": (tierbed.make_cached_ssd_store_options, {"cache_budget_mb": 64, "persistent_path": "/ssd"}),
 }
 makers = pytest.mark.parametrize(("maker", "needed"), MADE.values(), ids=MADE)
 
@@ -95,15 +96,15 @@ def test_an_embedding_takes_the_dict_that_options_print_as(maker: Callable[..., 
 
 
 def test_makers_take_the_documented_arguments_by_place() -> None:
-    assert engine.make_device_mem_store_options("/path", 12) == {"store": "device_mem", **COMMON} | {
+    assert tierbed.make_device_mem_store_options("/path", 12) == {"store": "device_mem", **COMMON} | {
         "persistent_path": "/path",
         "capacity": 12,
     }
-    ssd = engine.make_cached_ssd_store_options(8142, "/path", 40000000, size_factor=1, physical_block_size=512)
+    ssd = tierbed.make_cached_ssd_store_options(8142, "/path", 40000000, size_factor=1, physical_block_size=512)
     assert (ssd.cache_budget_mb, ssd.persistent_path, ssd.capacity, ssd.size_factor) == (8142, "/path", 40000000, 1)
-    assert engine.make_cached_host_mem_store_options(8, "/path", 12).cache_budget_mb == 8
-    assert engine.make_host_mem_store_options(Path("/path")).persistent_path == "/path"
-    assert engine.make_device_mem_store_options(storage_dim=-1).storage_dim is None  # the seed's word for not given
+    assert tierbed.make_cached_host_mem_store_options(8, "/path", 12).cache_budget_mb == 8
+    assert tierbed.make_host_mem_store_options(Path("/path")).persistent_path == "/path"
+    assert tierbed.make_device_mem_store_options(storage_dim=-1).storage_dim is None  # the seed's word for not given
 
 
 @makers
@@ -161,25 +162,25 @@ def test_a_value_that_cannot_work_is_refused_when_made(
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "64", None, True, 1 << 50])
 def test_a_budget_that_is_no_size_is_refused(name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=rf"{name}={value!r}: give a number of MiB >"):
-        engine.make_cached_ssd_store_options(**{"cache_budget_mb": 1, "persistent_path": "/ssd", name: value})
+        tierbed.make_cached_ssd_store_options(**{"cache_budget_mb": 1, "persistent_path": "/ssd", name: value})
 
 
 def test_a_cache_of_nothing_is_refused_and_one_too_small_for_a_set_is_named_at_first_use(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"cache_budget_mb=0: give a number of MiB > 0"):
-        engine.make_cached_host_mem_store_options(0)
-    small = engine.make_cached_host_mem_store_options(0.0001)
+        tierbed.make_cached_host_mem_store_options(0)
+    small = tierbed.make_cached_host_mem_store_options(0.0001)
     with pytest.raises(OptionError, match=r"cache_budget_mb=0\.0001 is too small for rows of \d+ bytes"):
         make(small).size()
-    host = engine.make_cached_ssd_store_options(1, tmp_path, host_cache_budget_mb=0.0001)
+    host = tierbed.make_cached_ssd_store_options(1, tmp_path, host_cache_budget_mb=0.0001)
     with pytest.raises(OptionError, match=r"host_cache_budget_mb=0\.0001 is too small"):
         make(host).size()
-    with make(engine.make_cached_ssd_store_options(1, tmp_path, open="error")) as after:  # the folder is free again
+    with make(tierbed.make_cached_ssd_store_options(1, tmp_path, open="error")) as after:  # the folder is free again
         assert after.size() == 0
 
 
 def test_ssd_needs_a_folder() -> None:
     with pytest.raises(OptionError, match=r"persistent_path=None: cached_ssd keeps rows on disk; give a folder"):
-        engine.make_cached_ssd_store_options(64, None)  # type: ignore[arg-type]
+        tierbed.make_cached_ssd_store_options(64, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -209,10 +210,10 @@ def test_a_file_gives_each_deployment_its_store(tmp_path: Path) -> None:
         '[items]\nstore = "cached_ssd"\npersistent_path = "/ssd"\ncache_budget_mb = 0.5\nhost_cache_budget_mb = 8\n'
         '["my embedding"]\nstore = "cached_host_mem"\ncache_budget_mb = 3\nopen = "error"\n',
     )
-    assert load_store_options(file, "users") == engine.make_device_mem_store_options(
+    assert load_store_options(file, "users") == tierbed.make_device_mem_store_options(
         capacity=1000, eviction="ttl", ttl_steps=50, admission=0.25
     )
-    assert load_store_options(str(file), "items") == engine.make_cached_ssd_store_options(
+    assert load_store_options(str(file), "items") == tierbed.make_cached_ssd_store_options(
         0.5, "/ssd", host_cache_budget_mb=8
     )
     assert load_store_options(file, "my embedding").open == "error"
@@ -225,22 +226,22 @@ def test_paths_are_those_that_a_shell_would_name(tmp_path: Path, monkeypatch: py
     text = '[users]\nstore = "host_mem"\npersistent_path = "${NVME}/a"\nsnapshot_path = "~/b"\n'
     found = load_store_options(written(tmp_path / "deploy.toml", text), "users")
     assert (found.persistent_path, found.snapshot_path) == (f"{tmp_path}/a", f"{tmp_path}/home/b")
-    made = engine.make_host_mem_store_options("$NVME/a", snapshot_path=Path("~/b"))
-    assert made == found == engine.make_host_mem_store_options(**{k: v for k, v in made.items() if k != "store"})
-    assert engine.make_host_mem_store_options("a~b/5$").persistent_path == "a~b/5$"
+    made = tierbed.make_host_mem_store_options("$NVME/a", snapshot_path=Path("~/b"))
+    assert made == found == tierbed.make_host_mem_store_options(**{k: v for k, v in made.items() if k != "store"})
+    assert tierbed.make_host_mem_store_options("a~b/5$").persistent_path == "a~b/5$"
 
 
 @pytest.mark.parametrize("path", ["${TIERBED_UNSET}/a", "/ssd/$TIERBED_UNSET", "${TIERBED_EMPTY}/a", "${NVME:-/ssd}"])
 def test_a_variable_that_is_not_set_makes_no_folder_of_its_name(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERBED_EMPTY", "")
     with pytest.raises(OptionError, match=r"snapshot_path=.*environment variable '.*' is not set, or empty"):
-        engine.make_host_mem_store_options("a", snapshot_path=path)
+        tierbed.make_host_mem_store_options("a", snapshot_path=path)
 
 
 def test_an_unknown_user_makes_no_folder_of_its_name() -> None:
     with pytest.raises(OptionError, match=r"'~nobody-here' is no user here; give '\./~nobody-here'"):
-        engine.make_host_mem_store_options("~nobody-here/a")
-    assert engine.make_host_mem_store_options("./~nobody-here").persistent_path == "./~nobody-here"
+        tierbed.make_host_mem_store_options("~nobody-here/a")
+    assert tierbed.make_host_mem_store_options("./~nobody-here").persistent_path == "./~nobody-here"
 
 
 @pytest.mark.parametrize(
@@ -276,19 +277,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 1), ("momentum", 2), ("adagrad", 2), ("adam", 3)])
 def test_a_given_row_size_is_checked_against_the_optimizer(optimizer: str, factor: int) -> None:
     for right in ({"size_factor": factor}, {"storage_dim": factor * DIM}, {"storage_dim": -1}):
-        assert make(engine.make_device_mem_store_options(**right), optimizer).size() == 0
-    wrong = make(engine.make_device_mem_store_options(size_factor=factor + 1), optimizer)
+        assert make(tierbed.make_device_mem_store_options(**right), optimizer).size() == 0
+    wrong = make(tierbed.make_device_mem_store_options(size_factor=factor + 1), optimizer)
     with pytest.raises(
         OptionError, match=rf"size_factor={factor + 1}: .* takes {factor * DIM} floats.*leave size_factor"
     ):
         wrong.size()
-    wrong = make(engine.make_device_mem_store_options(storage_dim=factor * DIM + 1), optimizer)
+    wrong = make(tierbed.make_device_mem_store_options(storage_dim=factor * DIM + 1), optimizer)
     with pytest.raises(OptionError, match=rf"storage_dim={factor * DIM + 1}: .* takes {factor * DIM} floats"):
         wrong.size()
 
 
 def test_a_given_row_size_is_checked_when_the_optimizer_comes_after_reading() -> None:
-    late = make(engine.make_device_mem_store_options(size_factor=1), tables=1)
+    late = make(tierbed.make_device_mem_store_options(size_factor=1), tables=1)
     assert late.get([1]).shape == (1, DIM)
     with pytest.raises(OptionError, match="size_factor=1"):  # noqa: PT012 either may be the first to know
         attach(late, "adam")
@@ -298,5 +299,5 @@ def test_a_given_row_size_is_checked_when_the_optimizer_comes_after_reading() ->
 def test_a_build_without_rocksdb_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "has_rocksdb", False)
     with pytest.raises(StoreError, match=r"cached_ssd.*no RocksDB; install it \(apt install librocksdb-dev\)"):
-        engine.make_cached_ssd_store_options(1, "store")
-    engine.make_cached_host_mem_store_options(1, "store")
+        tierbed.make_cached_ssd_store_options(1, "store")
+    tierbed.make_cached_host_mem_store_options(1, "store")

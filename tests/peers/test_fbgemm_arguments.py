@@ -10,7 +10,7 @@ import torch
 
 from support.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from support.tbe import ours
-from tierbed.engine import make_cached_host_mem_store_options, make_host_mem_store_options
+from tierbed import make_cached_host_mem_store_options, make_host_mem_store_options
 from tierbed.engine.errors import InputError, OptionError
 from tierbed.jagged import (
     BoundsCheckMode,

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as TheirKeyed
 
 import tierbed
 from support.jagged import KEYS, Features, features
-from tierbed.engine import EagerOptimizer
+from tierbed import EagerOptimizer
 from tierbed.jagged import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,

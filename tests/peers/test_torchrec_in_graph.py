@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from support.embeddings import make
 from support.graphs import compiled_steps, graph_of
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 
 KEYS, BATCH = ["a", "b", "c"], 5
 

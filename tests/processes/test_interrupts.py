@@ -11,7 +11,7 @@ import torch
 
 from support.embeddings import make
 from support.stores import options
-from tierbed.engine import EagerOptimizer
+from tierbed import EagerOptimizer
 from tierbed.engine.signals import uninterrupted
 
 

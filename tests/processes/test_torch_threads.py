@@ -13,10 +13,10 @@ STEPS = """
 import hashlib, os
 import torch
 from support.embeddings import contents, make, train
-from tierbed import engine
+import tierbed
 
 def trained():
-    with make(engine.make_device_mem_store_options(), "adagrad", tables=1) as embedding:
+    with make(tierbed.make_device_mem_store_options(), "adagrad", tables=1) as embedding:
         for step in range(3):
             train(embedding, torch.arange(6_000) * (step + 1) % 4_000, grad=1.0)  # no op of torch needs threads for it
         return hashlib.sha256(contents(embedding).tobytes()).hexdigest()
@@ -46,9 +46,9 @@ torch.rand(1000, 1000) + 1  # torch has its threads before the fork, and the eng
 child = os.fork()
 if child == 0:
     from support.embeddings import make, train
-    from tierbed import engine
+    import tierbed
 
-    with make(engine.make_device_mem_store_options(), "adagrad", tables=1) as embedding:
+    with make(tierbed.make_device_mem_store_options(), "adagrad", tables=1) as embedding:
         train(embedding, torch.arange(6_000), grad=1.0)
         os._exit(0 if embedding.size() == 6_000 else 1)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

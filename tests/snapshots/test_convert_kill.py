@@ -16,7 +16,7 @@ from support.embeddings import contents, make, train
 from support.killed import Warm
 from support.stores import options
 from support.warm import SHIMMED
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.snapshots import list_snapshots
 
 CALLS = {"rename": 3, "sync": 4, "write": 9}  # a kill at the first of these, and at each so-many-th behind it

@@ -13,8 +13,8 @@ from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.stores import STORES, options
 from support.warm import SHIMMED
+from tierbed import MultiTableEmbedding, OptionError, SnapshotError
 from tierbed.cli import main
-from tierbed.engine import MultiTableEmbedding, OptionError, SnapshotError
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control.client import ask_save
 from tierbed.snapshots.store.folder import StoreFolder

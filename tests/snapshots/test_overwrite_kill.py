@@ -18,7 +18,7 @@ from support.embeddings import contents, make, train
 from support.killed import Warm
 from support.stores import options
 from support.warm import SHIMMED
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.folder import StoreFolder
 

@@ -20,7 +20,8 @@ from support.forked import Disk, disk_path, in_process
 from support.killed import remarks
 from support.small_snapshots import description, files, flip_bit, joined, make_rows
 from support.stores import STORES
-from tierbed.engine import SnapshotError, StoreError, _core
+from tierbed import SnapshotError, StoreError
+from tierbed.engine import _core
 from tierbed.engine.options.rocksdb_options import options_text
 from tierbed.engine.store.rocksdb import RocksDB
 from tierbed.engine.table.scanned import line_addresses

@@ -25,7 +25,7 @@ from support.forked import in_process
 from support.killed import embedding_at, holds, rows_after, step, steps
 from support.stores import STORES, options
 from support.warm import Child
-from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError, StoreError
+from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.options.inputs import Lookup
 from tierbed.snapshots import Snapshot

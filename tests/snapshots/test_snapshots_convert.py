@@ -17,7 +17,8 @@ from support.embeddings import DIM, contents, make, train
 from support.examples import examples
 from support.small_snapshots import TYPES, description, form_of, make_rows, save
 from support.stores import STORES, options
-from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError, StoreError, _core
+from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError
+from tierbed.engine import _core
 from tierbed.engine.row_format import RowForm, narrowed, overflows, widened
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.writer import check_over

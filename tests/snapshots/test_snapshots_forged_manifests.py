@@ -18,7 +18,8 @@ from support.embeddings import contents, make, train
 from support.examples import examples
 from support.forged import KINDS, TYPES, change, command, copied, is_sound, of_rows, save_each_kind
 from support.stores import options
-from tierbed.engine import OptimizerError, SnapshotError, StoreError, TierbedError, _core
+from tierbed import OptimizerError, SnapshotError, StoreError, TierbedError
+from tierbed.engine import _core
 from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots.files.format import LAST_SEQUENCE
 from tierbed.snapshots.store.converted import Types

@@ -29,7 +29,8 @@ from support.forged import (
 from support.small_snapshots import key_in
 from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding, _core
+from tierbed import MultiTableEmbedding
+from tierbed.engine import _core
 from tierbed.engine.row_format import KEY
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.difference import changes_between

@@ -16,7 +16,7 @@ from support.embeddings import contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
 from support.stores import STORES, options
-from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
+from tierbed import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.exchange.export import export_snapshot
 

@@ -24,7 +24,7 @@ from support.examples import examples
 from support.forked import in_process
 from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
-from tierbed.engine import SnapshotError, TierbedError
+from tierbed import SnapshotError, TierbedError
 from tierbed.engine.durable import MAX_SEALED, seal, unseal
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
 from tierbed.snapshots.files.difference import changes_between

@@ -15,7 +15,7 @@ from support.places import GOLDEN
 from support.snapshot_parts import in_parts
 from support.stores import options
 from support.table_names import opened
-from tierbed.engine import StoreError
+from tierbed import StoreError
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.format import FORMAT, MANIFEST

@@ -17,7 +17,8 @@ from support.optimizers import OPTIMIZERS
 from support.scripts import run_python
 from support.small_snapshots import description
 from support.stores import STORES, options
-from tierbed.engine import _core, row_optimizer
+from tierbed import row_optimizer
+from tierbed.engine import _core
 from tierbed.engine.errors import InputError
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.row_format import LAST_STEP, row_dtype

@@ -15,7 +15,8 @@ from support.embeddings import contents, make, train
 from support.forged import KINDS, copied, is_sound, refused, save_each_kind
 from support.graphs import id_batches
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
+from tierbed import MultiTableEmbedding, SnapshotError
+from tierbed.engine import _core
 from tierbed.snapshots import Snapshot, list_snapshots
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")

@@ -18,7 +18,7 @@ from support.forged import change, command
 from support.small_snapshots import NARROW, chunked, description, form_of, make_buckets
 from support.snapshot_parts import in_parts
 from support.stores import options
-from tierbed.engine import InputError, SnapshotError, row_optimizer
+from tierbed import InputError, SnapshotError, row_optimizer
 from tierbed.engine.row_format import RowForm, narrowed, widened
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for

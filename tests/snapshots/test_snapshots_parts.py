@@ -19,7 +19,8 @@ from support.forged import command, is_sound
 from support.small_snapshots import Chunk, chunked, description, joined, make_buckets, save
 from support.snapshot_parts import in_parts, save_changes_in_parts, save_in_parts
 from support.stores import options
-from tierbed.engine import SnapshotError, _core
+from tierbed import SnapshotError
+from tierbed.engine import _core
 from tierbed.engine.row_format import KEY, Rows, keys_of, row_dtype
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot

@@ -12,8 +12,8 @@ import pytest
 from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.stores import options
+from tierbed import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.cli import main
-from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots
 
 NAMES = [

@@ -12,7 +12,7 @@ import torch
 from support.embeddings import attach, contents, make, train
 from support.kinds import TYPES, grow, open_at
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.engine.errors import CapacityError, InputError, OptimizerError, SnapshotError
 from tierbed.engine.row_format import narrowed, widened
 

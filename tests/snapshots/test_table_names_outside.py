@@ -13,7 +13,7 @@ import torch
 from support.embeddings import DIM, contents
 from support.shell import Cli
 from support.table_names import filled, firsts, opened
-from tierbed.engine import InputError, SnapshotError, TierbedError, make_normal_initializer, make_table_options
+from tierbed import InputError, SnapshotError, TierbedError, make_normal_initializer, make_table_options
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.exchange import (

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.rocksdb_rows import STORED, WIDTH, Rows, keys_from, read_all, write
 from support.rows import any_key
-from tierbed.engine import OptionError, StoreError, _core
+from tierbed import OptionError, StoreError
+from tierbed.engine import _core
 from tierbed.engine.store import rocksdb
 from tierbed.engine.store.rocksdb import RocksDB
 

@@ -14,7 +14,7 @@ from support.forked import Disk, disk_path, in_process
 from support.limits import file_size_limit
 from support.rocksdb_rows import WIDTH, keys_from, read_all, write
 from support.warm import Child
-from tierbed.engine import StoreError
+from tierbed import StoreError
 from tierbed.engine.store.rocksdb import RocksDB
 
 __all__ = ["disk_path"]

@@ -13,7 +13,7 @@ from support.embeddings import DIM, attach, contents, make, train
 from support.optimizers import OPTIMIZERS
 from support.rows import same_bits
 from support.stores import ONE_SET_MB, STORES, options
-from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
+from tierbed import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine._core import WAYS
 from tierbed.engine.ops import naive
 from tierbed.engine.options.inputs import Lookup

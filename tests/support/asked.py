@@ -13,7 +13,7 @@ import torch
 
 from support.forked import with_pipe
 from support.killed import embedding_at, ids_of, step, steps
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 
 STORE = "rows"  # the folder of the embedding in the path of a trainer
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from support.images import joined, table_of
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.engine.row_format import Chunks
 from tierbed.engine.store.image import MemoryImage
 

@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from support.embeddings import DIM, contents, make
 from support.optimizers import OPTIMIZERS
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.modules.saved_rows import rows_apart
-from tierbed.graph import Graph
+from tierbed import Graph, MultiTableEmbedding
+from tierbed.embedding.saved_rows import rows_apart
 
 PADDING = 3
 RECORDED = "# recorded as a CUDA graph"

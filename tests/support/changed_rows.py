@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from support.embeddings import contents, make, train
-from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed import CapacityError, MultiTableEmbedding
 from tierbed.engine.ops import naive
 from tierbed.engine.row_format import KEY, Change, row_dtype
 from tierbed.engine.table import changes

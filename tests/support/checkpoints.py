@@ -11,9 +11,8 @@ from torch.optim import lr_scheduler
 from support.embeddings import contents, make
 from support.graphs import id_batches
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.modules.saved_rows import rows_apart
-from tierbed.graph import Graph
+from tierbed import Graph, MultiTableEmbedding
+from tierbed.embedding.saved_rows import rows_apart
 
 IDS = id_batches(16, 2, steps=12)
 

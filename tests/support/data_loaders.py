@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from support.embeddings import contents, make, train
 from support.small_snapshots import files
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 
 BATCH, COUNT = 64, 12
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from support.embeddings import DIM, make
 from support.optimizers import OPTIMIZERS
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import Graph, MultiTableEmbedding
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "capacity": ("device", {"capacity": 1000}),

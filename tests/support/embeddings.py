@@ -10,17 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import tierbed
 from support.optimizers import OPTIMIZERS
-from tierbed import engine
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.table.table import OpenTable
 
 DIM = 5
 TABLES = [
-    engine.make_uniform_initializer(-0.1, 0.1),
-    engine.make_normal_initializer(0.5, 2.0),
-    engine.make_constant_initializer(0.25),
+    tierbed.make_uniform_initializer(-0.1, 0.1),
+    tierbed.make_normal_initializer(0.5, 2.0),
+    tierbed.make_constant_initializer(0.25),
 ]
 
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from support.embeddings import contents, make, train
 from support.stores import options
+from tierbed import MultiTableEmbedding, SnapshotError
 from tierbed.cli import main
-from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
+from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots.files.row_files import npy_header
 from tierbed.snapshots.store.converted import Types

@@ -11,8 +11,8 @@ from torch.optim import lr_scheduler
 
 from support.embeddings import contents, make
 from support.stores import options
-from tierbed.engine.modules.saved_rows import rows_apart
-from tierbed.graph import Graph
+from tierbed import Graph
+from tierbed.embedding.saved_rows import rows_apart
 
 
 class Golden(Graph):

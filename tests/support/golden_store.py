@@ -8,7 +8,7 @@ import torch
 
 from support.embeddings import make, train
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 
 
 def embedding_in(path: Path) -> MultiTableEmbedding:

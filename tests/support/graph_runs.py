@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from support.embeddings import make
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
-from tierbed.graph import Graph
+from tierbed import Graph, MultiTableEmbedding
 
 STEPS = 12
 IDS = torch.randint(0, 300, (STEPS, 32, 2), generator=torch.Generator().manual_seed(7))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tierbed import engine
-from tierbed.engine import MultiTableEmbedding
-from tierbed.graph import Graph
+import tierbed
+from tierbed import Graph, MultiTableEmbedding
 
 DIM = 4
 FEW = 2  # sizes of arguments that have a step of their own under `few_steps_of_their_own`
@@ -56,14 +55,14 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
 
 
 def embedding(tables: int = 1, capacity: int = 1000, **options: Any) -> MultiTableEmbedding:
-    initializer = engine.make_uniform_initializer(-0.1, 0.1)
+    initializer = tierbed.make_uniform_initializer(-0.1, 0.1)
     return MultiTableEmbedding(
         f"rows{next(names)}",
         DIM,
         torch.float32,
         torch.int64,
-        [engine.make_table_options(initializer)] * tables,
-        engine.make_device_mem_store_options(capacity=capacity),
+        [tierbed.make_table_options(initializer)] * tables,
+        tierbed.make_device_mem_store_options(capacity=capacity),
         **{"seed": 0, **options},
     )
 

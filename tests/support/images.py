@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.embeddings import DIM, contents, make, train
-from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed import CapacityError, MultiTableEmbedding
 from tierbed.engine.row_format import Chunks, row_dtype
 from tierbed.engine.store import image, rocksdb
 from tierbed.engine.table.table import OpenTable

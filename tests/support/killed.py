@@ -20,7 +20,7 @@ import torch
 from support.embeddings import contents, make, train
 from support.stores import options
 from support.warm import SERVER, Child
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 
 # (signal, exit code). A second Ctrl-C may meet Python at any point of its own end, and torch aborts where a thread
 # frees a tensor while the interpreter ends.

@@ -10,7 +10,7 @@ import torch
 
 from support.embeddings import DIM, make, train
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 
 TYPES = [  # of rows and of their state
     (torch.float32, torch.float32),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from support.embeddings import contents
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.engine.ops import naive
 
 Row = tuple[int, int]  # table, key as 64 bits without sign

@@ -13,8 +13,8 @@ from torch import Tensor
 from support.embeddings import contents, make
 from support.ranks import run_ranks
 from support.stores import options
+from tierbed import GroupError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.distributed import World
-from tierbed.engine import GroupError, MultiTableEmbedding, SnapshotError, StoreError
 
 STORES = ["host", "ssd"]
 KEYS = torch.arange(200)

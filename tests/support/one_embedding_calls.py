@@ -21,7 +21,7 @@ from support.places import ROOT
 SEEDS = Path(os.environ.get("TIERBED_SEEDS", ROOT.parent / "shared" / "seeds"))
 TITLE = "oneflow.one_embedding\n"
 PORTED = {
-    "import oneflow as flow": "import torch\nfrom tierbed import one_embedding\nfrom tierbed.graph import Graph",
+    "import oneflow as flow": "import torch\nfrom tierbed import one_embedding\nfrom tierbed import Graph",
     "import oneflow.nn as nn": "from torch import nn",
     "flow.one_embedding.": "one_embedding.",
     "flow.nn.Graph": "Graph",
@@ -31,7 +31,7 @@ PORTED = {
 IMPORTS = """
 import torch
 from tierbed import one_embedding
-from tierbed.graph import Graph
+from tierbed import Graph
 """
 MLP = """
 mlp = FusedMLP(

@@ -12,9 +12,14 @@ from torch.nn import functional as F
 
 from support.optimizers import OPTIMIZERS
 from support.stores import options
-from tierbed import MultiTableEmbedding, World
-from tierbed.engine import make_constant_initializer, make_normal_initializer, make_table_options
-from tierbed.graph import Graph
+from tierbed import (
+    Graph,
+    MultiTableEmbedding,
+    World,
+    make_constant_initializer,
+    make_normal_initializer,
+    make_table_options,
+)
 
 PADDING = -1
 

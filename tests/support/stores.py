@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tierbed import engine
+import tierbed
 
 STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]
 OVERFLOW_MB = 0.02  # before RocksDB: some hundred rows
@@ -19,12 +19,12 @@ def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB,
     has two shards, which open in half the time.
     """
     if store == "device":
-        return engine.make_device_mem_store_options(path, **more)
+        return tierbed.make_device_mem_store_options(path, **more)
     if store == "host":
-        return engine.make_host_mem_store_options(path, **more)
+        return tierbed.make_host_mem_store_options(path, **more)
     if store == "cached_host":
-        return engine.make_cached_host_mem_store_options(budget_mb, path, **more)
+        return tierbed.make_cached_host_mem_store_options(budget_mb, path, **more)
     assert path is not None
     host = 2 * budget_mb if store == "ssd_host" else 0
     more = {"shards": 2, "overflow_mb": OVERFLOW_MB, **more}
-    return engine.make_cached_ssd_store_options(budget_mb, path, host_cache_budget_mb=host, **more)
+    return tierbed.make_cached_ssd_store_options(budget_mb, path, host_cache_budget_mb=host, **more)

@@ -9,7 +9,7 @@ import torch
 
 from support.embeddings import DIM, attach, held
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding, make_normal_initializer, make_table_options
+from tierbed import MultiTableEmbedding, make_normal_initializer, make_table_options
 
 
 def opened(path: Path | None, *names: str | None, store: str = "host", **more: Any) -> MultiTableEmbedding:

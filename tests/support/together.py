@@ -16,10 +16,10 @@ from support.forked import with_pipe
 from support.killed import holds, step
 from support.stores import options
 from support.warm import SHIMMED
-from tierbed.engine import MultiTableEmbedding
+from tierbed import MultiTableEmbedding
+from tierbed.embedding.model_snapshots import ModelSnapshots
+from tierbed.embedding.training_group import train_together
 from tierbed.engine.errors import TierbedError
-from tierbed.engine.modules.model_snapshots import ModelSnapshots
-from tierbed.engine.persist.training_group import train_together
 
 NAMES = "abc"
 _kept: list[Any] | None = None  # in a process that is killed: models, which would close when they are dropped

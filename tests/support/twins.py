@@ -11,7 +11,7 @@ import torch
 
 from support.embeddings import contents, make, train
 from support.stores import options
-from tierbed.engine import MultiTableEmbedding, TierbedError
+from tierbed import MultiTableEmbedding, TierbedError
 
 ON_DISK = ["ssd", "ssd_host"]
 # RocksDB gathers 64 KiB before it writes a file, of which two may wait

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from support.stores import options
-from tierbed.engine import EagerOptimizer, MultiTableEmbedding
+from tierbed import EagerOptimizer, MultiTableEmbedding
 
 KINDS = ["host", "host folder", "ssd folder"]
 IDS = torch.randint(0, 40, (30, 2, 16), generator=torch.Generator().manual_seed(3))

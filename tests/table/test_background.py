@@ -15,7 +15,7 @@ from support.background_saves import Writer, no_thread_is_left, until, waits_of
 from support.embeddings import contents, make, train
 from support.images import change, changed, small_chunks, table_of
 from support.stores import STORES, options
-from tierbed.engine import ClosedError, StoreError
+from tierbed import ClosedError, StoreError
 from tierbed.engine.row_format import Chunks
 
 __all__ = ["no_thread_is_left", "small_chunks"]

@@ -18,7 +18,7 @@ from support.forked import in_process
 from support.images import change, in_memory, small_chunks, table_of
 from support.scripts import run_script
 from support.stores import STORES, options
-from tierbed.engine import MultiTableEmbedding, StoreError
+from tierbed import MultiTableEmbedding, StoreError
 from tierbed.engine.table import background_save
 
 __all__ = ["no_thread_is_left", "small_chunks"]

@@ -18,7 +18,8 @@ from support.examples import examples
 from support.rows import Table, any_key
 from support.small_snapshots import chunked
 from support.stores import STORES, options
-from tierbed.engine import StoreError, _core
+from tierbed import StoreError
+from tierbed.engine import _core
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots.files.difference import changes_between, difference
 

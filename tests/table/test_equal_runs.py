@@ -15,7 +15,7 @@ from support.embeddings import DIM, contents, make
 from support.graphs import graph_of
 from support.optimizers import OPTIMIZERS
 from support.stores import ONE_SET_MB, STORES, options
-from tierbed.graph import Graph
+from tierbed import Graph
 
 Types = tuple[torch.dtype, torch.dtype]
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from support.embeddings import ask_to_leave, contents, held, make, train
 from support.examples import examples
 from support.stores import STORES, options
-from tierbed.engine import CapacityError, ClosedError, InputError, MultiTableEmbedding, StoreError, _core
+from tierbed import CapacityError, ClosedError, InputError, MultiTableEmbedding, StoreError
+from tierbed.engine import _core
 from tierbed.engine.options.inputs import Lookup
 
 stores = pytest.mark.parametrize("store", STORES)

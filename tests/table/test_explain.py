@@ -11,7 +11,8 @@ import torch
 
 from support.embeddings import attach, contents, make, train
 from support.stores import STORES, options
-from tierbed.engine import InputError, MultiTableEmbedding, _core
+from tierbed import InputError, MultiTableEmbedding
+from tierbed.engine import _core
 
 every_store = pytest.mark.parametrize(
     "store",

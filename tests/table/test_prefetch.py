@@ -19,7 +19,7 @@ from support.embeddings import attach, contents, make, train
 from support.examples import examples
 from support.forked import in_process
 from support.stores import STORES, options
-from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError, StoreError
+from tierbed import InputError, MultiTableEmbedding, OptimizerError, StoreError
 from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.table.prefetch import QUEUE, WINDOW, Prefetcher
 

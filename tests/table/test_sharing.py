@@ -16,7 +16,7 @@ from support.cuda_tables import on_devices, on_one_device, tables_on
 from support.embeddings import DIM, TABLES, attach, contents
 from support.examples import examples
 from support.stores import STORES, options
-from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
+from tierbed import CapacityError, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.table.pinned import PinnedBatch

@@ -1,0 +1,315 @@
+"""Training in a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.autograd.graph import increment_version
+
+from ..engine.errors import GraphError, OptimizerError
+from ..engine.numeric import real
+from ..engine.ops.rows_contract import Rows
+from ..engine.optim.base import LARGEST, SMALLEST
+from ..engine.optim.optimizers import RowOptimizer, check_is_optimizer
+from ..engine.signals import uninterrupted
+from ..engine.squares import sum_of_squares
+from .ddp_guard import refuse_eager_ranks
+from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, training_step
+from .handle_contract import Ranks
+from .model_snapshots import ModelSnapshots
+from .saved_rows import SavedRows
+from .training_group import check_failed_step, train_together
+
+MOST_SHARED = 62  # embeddings over ranks, a bit of a note each
+STEP = "step() of an EagerOptimizer"
+Reached = tuple[Rows, RowOptimizer, RowGradients | None]
+
+
+class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
+    """An ordinary torch optimizer, whose `step()` updates the rows of embeddings as well, outside a `Graph`.
+
+        optimizer = EagerOptimizer(torch.optim.Adam(model.parameters()), model)
+        for batch in loader:
+            loss(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Learning rate schedulers may be made over the `EagerOptimizer`, or over the wrapped optimizer,
+    `optimizer.optimizer`: the param groups are the same.
+
+    optimizer: holds the parameters of all embeddings under `module` that are trained, and any others. Rows follow its
+    param groups; docs/optimizers.md says which kinds of optimizers they can follow.
+
+    From here until this object is gone, backward() through a lookup keeps the lookup's gradient for `step()`. Raises
+    OptimizerError for what is no torch optimizer, an optimizer that rows cannot follow, an embedding that `optimizer`
+    does not hold or another EagerOptimizer has, and a module that ranks share with an embedding that they do not.
+    Embeddings that have a world are trained by the mean over its ranks, which all call `step()`; dense parameters are
+    left to a DistributedDataParallel beside them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        # not super().__init__: groups, state, defaults and hooks are the wrapped optimizer's
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
+            )
+        check_is_optimizer(optimizer)
+        self.optimizer = optimizer
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        modules = (m for m in module.modules() if isinstance(m, Rows))
+        embeddings = [m for m in modules if m.shadow.requires_grad]
+        self._world = refuse_eager_ranks(module, embeddings)
+        self._torn = ""  # what this rank alone raised amid the updates of a step
+        if self._world is not None and len(embeddings) > MOST_SHARED:
+            raise OptimizerError(
+                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MOST_SHARED} or fewer"
+            )
+        for embedding in embeddings:
+            if id(embedding.shadow) not in groups:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} does not hold embedding {embedding.name!r}; give it the embedding's "
+                    "parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
+                )
+            if embedding.handle in holders:
+                raise OptimizerError(
+                    f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
+                )
+        train_together(module.modules())
+        self._module = ref(module)
+        self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
+        holders.update((embedding.handle, self) for embedding in embeddings)
+
+    def _snapshot_embeddings(self) -> list[SavedRows]:
+        module = self._module()
+        return [] if module is None else [one for one in module.modules() if isinstance(one, SavedRows)]
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the wrapped optimizer, such as param groups and hooks, where this object lacks it."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptimizerError(
+            "an EagerOptimizer cannot be copied or pickled, as its embeddings cannot; make another over their model, "
+            "and carry its state over by state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group of dense parameters to the wrapped optimizer. Embeddings cannot be added later."""
+        self.optimizer.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all rows that backward() reached since `zero_grad()`, each once, then step the wrapped optimizer.
+
+        closure: called first, as torch's optimizers do. It runs forward() and backward(); its result is returned.
+
+        Embeddings that no backward() reached stay as they are, their step counts too. Raises StoreError, CapacityError
+        and InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and
+        while another thread trains the rows. Over ranks, what the closure raises on one of them is raised on all; and
+        OptimizerError after a step in which one raised amid its updates, until `load_state_dict()`.
+        """
+        if detect_fake_mode() is not None:
+            raise GraphError(
+                "build calls step() of an EagerOptimizer; leave it out, and give the wrapped optimizer to add_optimizer"
+            )
+        for embedding, _ in self._rows:
+            check_not_traced(embedding)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = self._called(closure)
+        shadows = [embedding.shadow for embedding, _ in self._rows]
+        grads = [shadow.grad for shadow in shadows]
+        with uninterrupted():
+            self._step_rows()
+            for shadow in shadows:
+                shadow.grad = None
+            with self._amid_updates():
+                self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
+            for shadow, grad in zip(shadows, grads, strict=True):
+                shadow.grad = grad
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. Gradients of rows are dropped whatever `set_to_none` is."""
+        for embedding, _ in self._rows:
+            check_not_traced(embedding)
+            embedding.shadow.grad = None
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor) -> Tensor:
+        """Scale the gradients of `parameters` so that their L2 norm together is at most `max_norm`. Returns that norm.
+
+        As torch.nn.utils.clip_grad_norm_, between backward() and step(), with the rows of this optimizer's embeddings,
+        whose parameters stand for them: a row counts once, with the sum of the gradients of its occurrences, as in
+        `Graph.clip_grad_norm`. The norm, a float32 scalar on the CPU, is that before the scaling.
+        max_norm: a number or a 0-d tensor; `inf` measures the norm and scales nothing.
+
+        Raises OptimizerError for a `max_norm` that is neither inf nor a number above 0 that float32 holds, for rows
+        that ranks share, and for those of another EagerOptimizer; InputError for a gradient that was changed in place.
+        """
+        limit = real(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
+        if limit is None or not (SMALLEST <= limit < LARGEST or limit == math.inf):
+            raise OptimizerError(
+                f"max_norm={max_norm!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or inf to measure alone"
+            )
+        distinct = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
+        grads = [parameter.grad for parameter in distinct if parameter.grad is not None]
+        rows = [grad.rows for grad in grads if isinstance(grad, ShadowGrad)]
+        dense = [grad for grad in grads if not isinstance(grad, ShadowGrad)]
+        if any(grad.layout != torch.strided for grad in dense):
+            raise OptimizerError(
+                "clip_grad_norm_ of a sparse gradient, as of nn.Embedding(sparse=True); leave its parameter out, or "
+                "make the module with sparse=False"
+            )
+        for name in (one.embedding.name for one in rows if holders.get(one.embedding.handle) is not self):
+            raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; clip by that one")
+        if self._world is not None and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
+            raise OptimizerError(
+                "clip_grad_norm_ of rows that ranks share: their gradients meet in step(); leave the embeddings' "
+                "parameters out and clip rows by clip_grad_row_norm in their param group, or train by a Graph with "
+                "clip_grad_norm"
+            )
+        norm = math.sqrt(sum_of_squares(dense) + sum(gradients.square_gradients() for gradients in rows))
+        share = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        if limit != math.inf and not share > 1.0:
+            with uninterrupted():
+                if dense:
+                    torch._foreach_mul_(dense, share)
+                for gradients in rows:
+                    gradients.multiply(share)
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state_dict of the wrapped optimizer. The state of rows is with the rows."""
+        state = self.optimizer.state_dict()
+        if not state["state"]:  # before the first step, and of optimizers without state
+            return state
+        shadows = {id(embedding.shadow) for embedding, _ in self._rows}
+        numbered = enumerate(p for group in self.param_groups for p in group["params"])
+        for number in (number for number, parameter in numbered if id(parameter) in shadows):
+            state["state"].setdefault(number, {})  # get_state_dict of torch wants one of each parameter
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load a copy of a state_dict into the wrapped optimizer, which trains the tensors that it is given."""
+        self.optimizer.load_state_dict(copy.deepcopy(state_dict))
+        self._torn = ""
+
+    def _called(self, closure: Callable[[], Any]) -> Any:
+        """The result of a closure. What it raises on this rank alone is raised on those that wait for this one."""
+        try:
+            return closure()
+        except BaseException as error:
+            if self._world is not None and self._world.untold(error):
+                self._world.meet(STEP, error)
+            raise
+
+    @torch.no_grad()
+    def _step_rows(self) -> None:
+        reached = [
+            (e, rows, e.shadow.grad.rows if isinstance(e.shadow.grad, ShadowGrad) else None) for e, rows in self._rows
+        ]
+        if self._world is None:
+            stepped = [(e, rows, gradients) for e, rows, gradients in reached if gradients is not None]
+        else:
+            stepped = self._reached_anywhere(self._world, reached)
+        with training_step([embedding for embedding, *_ in stepped], "an EagerOptimizer"):
+            pinned: list[tuple[RowGradients, Any]] = []
+            try:
+                for embedding, rows, gradients in stepped:
+                    if embedding.row_optimizer is not rows:
+                        embedding.use_optimizer(rows)  # a graph trained the embedding since
+                    batch = gradients.pin()
+                    if batch is None and self._world is not None:
+                        batch = embedding.pin([])  # for the rows that others looked up
+                    if batch is not None:
+                        pinned.append((gradients, batch))
+                if self._world is None:
+                    for gradients, batch in pinned:
+                        update(gradients, batch)
+                else:
+                    exchange(self._world, pinned)
+                    with self._amid_updates():
+                        update_all(pinned)
+            except BaseException as error:
+                check_failed_step([embedding for embedding, *_ in stepped], error)
+                for embedding, *_ in stepped:
+                    embedding.release()
+                raise
+
+    @contextmanager
+    def _amid_updates(self) -> Iterator[None]:
+        """A block of updates, which other ranks make as well: where it raises on this one, no rank steps any more."""
+        try:
+            yield
+        except BaseException as error:
+            if self._world is not None:
+                self._torn = self._torn or repr(error)
+            raise
+
+    def _reached_anywhere(self, world: Ranks, reached: list[Reached]) -> list[tuple[Rows, RowOptimizer, RowGradients]]:
+        """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
+        error: BaseException | None = None
+        try:
+            if self._torn:
+                raise OptimizerError(
+                    f"a step of an EagerOptimizer raised {self._torn} amid its updates, which other ranks made; on all "
+                    "ranks load a snapshot of every embedding, the dense parameters of its step, and the optimizer's "
+                    "state by load_state_dict() of the EagerOptimizer"
+                )
+            for *_, gradients in reached:
+                if gradients is not None:
+                    gradients.check()
+        except Exception as wrong:
+            error = wrong
+        note = sum(1 << number for number, (*_, gradients) in enumerate(reached) if gradients is not None)
+        notes = world.meet(STEP, error, note)
+        return [
+            (embedding, rows, gradients or RowGradients(embedding))
+            for number, (embedding, rows, gradients) in enumerate(reached)
+            if any(note >> number & 1 for note in notes)
+        ]
+
+
+def exchange(world: Ranks, pinned: list[tuple[RowGradients, Any]]) -> None:
+    """Let all gradients be at the ranks that have the rows. What fails on one rank is raised on all."""
+    error: BaseException | None = None
+    for gradients, batch in pinned:
+        try:
+            batch.send(*gradients.grads())
+        except BaseException as wrong:
+            if not world.untold(wrong):
+                raise
+            batch.send_nothing()
+            error = error or wrong
+    for _, batch in pinned:
+        batch.receive()
+    world.meet("gradients of an EagerOptimizer", error)
+
+
+def update(gradients: RowGradients, batch: Any) -> None:
+    gradients.update(batch)
+    increment_version(gradients.embedding.shadow)  # so that a backward() that needs the rows as they were says so
+
+
+def update_all(pinned: list[tuple[RowGradients, Any]]) -> None:
+    """Update the rows of each embedding, also where one fails: other ranks update them all."""
+    error: BaseException | None = None
+    for gradients, batch in pinned:
+        try:
+            update(gradients, batch)
+        except BaseException as wrong:
+            error = error or wrong
+    if error is not None:
+        raise error

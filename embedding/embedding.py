@@ -1,0 +1,542 @@
+"""The embedding modules, which users make, look up and save."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Lock, get_ident
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+
+from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
+from ..engine.numeric import whole
+from ..engine.ops.rows_contract import TRACED, Pinned
+from ..engine.ops.segments import check_legal, segment
+from ..engine.optim.optimizers import RowOptimizer, row_optimizer
+from ..engine.optim.row_state import RowState
+from ..engine.options.initializers import make_normal_initializer
+from ..engine.options.inputs import (
+    Lookup,
+    check_lookup,
+    check_output_dtype,
+    check_range,
+    check_row,
+    check_weights,
+    keys_from,
+    rows_from,
+)
+from ..engine.options.option_makers import store_options_from_dict
+from ..engine.options.table_spec import table_spec
+from ..engine.options.tables import numbered
+from ..engine.row_format import EMBEDDING
+from ..engine.signals import uninterrupted
+from ..engine.table import parts
+from ..engine.table.report import metrics, settled, where
+from ..engine.table.table import OpenTable
+from . import lookup_op as ops
+from .conversion import converter
+from .ddp_guard import check_world, refuse_lookup
+from .gradients import ShadowGrad, accumulate, holders, is_reached
+from .handle_contract import Held, Ranks, TableOfAll
+from .rows_reference import UNKNOWN, SavedAs
+from .saved_rows import SavedRows
+from .table_handle import HeldTable
+
+_NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
+
+
+class KeyedRows(SavedRows):
+    """The part of the embedding modules that reads and writes rows by their keys."""
+
+    def _table(self) -> TableOfAll:
+        """The open table with all rows, those of other ranks too; opened where it is not yet."""
+        raise NotImplementedError
+
+    def _own_table(self) -> OpenTable:
+        """The open table with the rows that this process has; opened where it is not yet."""
+        raise NotImplementedError
+
+    def size(self) -> int:
+        """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that did not leave since.
+
+        Raises what an earlier step did wrong and the device found late. InputError, CapacityError.
+        """
+        self._table()
+        return self.opened().size()
+
+    def get(self, keys: Any, table_ids: Any = None) -> Tensor:
+        """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
+        return self._table().get(self._asked(keys, table_ids))
+
+    def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
+        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands.
+
+        Optimizer state stays as it is.
+        """
+        with self.told():
+            wanted = self._lookup(keys, table_ids)
+            values = rows_from(self.spec, rows, wanted.ids.shape)
+            if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
+                raise InputError(
+                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row"
+                )
+            check_range(self.spec, wanted.ids, values)
+            check_legal(self.spec, wanted)
+        self._table().put(wanted, values)
+
+    def delete(self, ids: Any, table_ids: Any = None) -> int:
+        """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
+
+        A deleted id is like one never seen: it has its initial row, and begins again when it is trained or put.
+        Snapshots, checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's
+        files keep its bytes until they are merged, by `compact` or in the background. docs/lifecycle.md, "Delete", has
+        the steps after which no file has the row.
+        """
+        return self._table().delete(self._asked(ids, table_ids))
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Every written row, in chunks ordered by bucket, table and key.
+
+        A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
+        """
+        table = self._own_table()
+        for _, rows in settled(table):
+            keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
+            values = table.form.numbers(rows, EMBEDDING).copy()
+            tables = torch.from_numpy(rows["table"].astype(np.int64))
+            yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Every written row as (table id, key, row [dim]), in the order of `chunks`."""
+        for tables, keys, rows in self.chunks():
+            yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
+
+    def compact(self) -> None:
+        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError for other stores."""
+        table = self._own_table()
+        if self.store_options.store != "cached_ssd":
+            raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
+        with table.lock, uninterrupted():
+            table.use()
+            assert table.stack is not None
+            table.stack.compact()
+
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them.
+
+        With a world they are of the rows that this rank has, and `ranks` is what it exchanged with the others.
+        """
+        return {**metrics(self._own_table()), **self.opened().exchanged}
+
+    def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
+        """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
+
+        `stored`: whether the row was written. If not, the row has its initial value, and no tier need have it. `why`:
+        why it is not stored, as far as is known, or None. `updates`: how often the row was written. `last_step`: the
+        last step that wrote it. `tiers`: the tiers that have the row, the top first, each with the row's place. In a
+        cache they say whether the row is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch
+        holds it). Raises InputError.
+        """
+        key, at = check_row(self.spec, key, table)
+        tiers, why = where(self._own_table(), self._lookup([key], at))
+        row = {**numbered(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
+        newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
+        return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
+
+    def _asked(self, keys: Any, table_ids: Any) -> Lookup:
+        """The lookup of a call of all ranks."""
+        with self.told():
+            return self._lookup(keys, table_ids)
+
+    def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
+        ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
+        lookup = check_lookup(self.spec, ids, table_ids)
+        device = self.device
+        here = None if lookup.table_ids is None else lookup.table_ids.to(device)
+        return Lookup(lookup.ids.to(device), here)
+
+
+log = logging.getLogger("tierbed")
+
+
+class MultiTableMultiColumnEmbedding(KeyedRows):
+    """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
+
+    name: names the folder under `persistent_path`.
+    embedding_dim: the width of a row, or a list of widths, one for each column.
+    dtype: of the numbers of stored rows: torch.float32, bfloat16 or float16. All arithmetic is float32; what training
+    writes is rounded by chance, everything else to nearest even.
+    key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
+    tables: one `make_table_options(...)` for each table, known by its name or its place; None is one table with
+    `default_initializer` (normal(0, 0.05)).
+    store_options: from a `make_*_store_options`, or the dict that it prints.
+    padding_idx: an id that is no row: zeros, no gradient.
+    seed: initial rows are a pure function of (seed, table, key, column). None is the CRC-32 of the name, or the seed of
+    stored rows. Two embeddings with one seed begin with equal rows.
+    output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16, whatever rows are.
+    world: a `World` of tierbed.distributed, over whose ranks the rows are spread; None keeps all rows in this process.
+    state_dtype: of the numbers of the optimizer's state that every element has: torch.float32 or bfloat16.
+
+    A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the
+    device of the module, and moves with the module. Raises OptionError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[Mapping[str, Any]] | None,
+        store_options: Mapping[str, Any],
+        default_initializer: Mapping[str, Any] | None = None,
+        padding_idx: int | None = None,
+        seed: int | None = None,
+        output_dtype: torch.dtype = torch.float32,
+        world: Ranks | None = None,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if tables is None:
+            tables = [default_initializer if default_initializer is not None else make_normal_initializer(0.0, 0.05)]
+        elif default_initializer is not None:
+            raise OptionError("default_initializer is for tables=None alone; leave it out, or give each table its own")
+        if not isinstance(tables, (list, tuple)) or not tables:
+            raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
+        self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
+        self.spec.layout(RowState())  # reports a table whose columns do not fit at once, not at the first use
+        self.output_dtype = check_output_dtype(output_dtype)
+        self.store_options = store_options_from_dict(store_options)
+        self.world = check_world(world, name)
+        self.row_optimizer: RowOptimizer | None = None
+        # held by an optimizer and followed by autograd; the rows themselves are no parameter
+        self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        self.handle = ops.register(self)
+        self._held: Held | None = None
+        self._opening = Lock()
+        self._accumulating = Lock()
+        self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
+        self._closed = self._has_warned = False
+        self._awaited: list[SavedAs] = []
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where lookups take place: the device that the module was moved to."""
+        return self._shadow_here().device
+
+    @property
+    def dim(self) -> int:
+        """Floats of a row that a lookup returns, all columns together."""
+        return self.spec.dim
+
+    def forward(
+        self,
+        ids: Tensor,
+        table_ids: Tensor | int | str | Sequence[Any] | None = None,
+        offsets: Tensor | None = None,
+        pooling: str | None = None,
+        weights: Tensor | None = None,
+        features: Sequence[int] | None = None,
+        num_features: int | None = None,
+    ) -> Tensor:
+        """Rows of ids, ids.shape + (dim,), or bags of them pooled, shape of the bags + (dim,), of `output_dtype`.
+
+        ids: `key_type`, any shape. Unknown ids have their initial rows; only training inserts them.
+        pooling: "sum" or "mean" of the rows of a bag, those of padding_idx left out; a bag of none is zeros. The bags
+        are the last dimension of ids [..., L]; or with offsets, int64 or int32 [bags + 1] from 0 to n and ascending,
+        bag b is ids[offsets[b]:offsets[b + 1]] of ids [n].
+        weights: float32 of the shape of ids, for pooling: sum(w * row), for a mean divided by the ids but padding.
+        table_ids: integers or, but for tensors, names of tables that broadcast to ids.shape, or to the shape of the
+        bags; without them and with several tables, the last dimension of that shape is the tables, in order.
+        features: numbers of the features to look up, each once. Offsets are then [num_features * batch + 1], feature by
+        feature, and table_ids one for each listed feature; the result is (batch, len(features), dim) in their order.
+        num_features: how many features offsets are of; as many as are listed, if left out.
+
+        Outside a `Graph` a lookup reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
+        """
+        ops.refuse_export(self.name)
+        with self.told():
+            lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
+            check_weights(self.spec, lookup, weights)
+            if (device := self.device) != ids.device:
+                raise InputError(
+                    f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
+                    f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
+                )
+        output: Tensor = ops.lookup(self._shadow_here(), *lookup, weights, self.handle)
+        return output
+
+    def _shadow_here(self) -> Tensor:
+        """The shadow parameter; while another thread traces, not the fake tensor of its trace.
+
+        Two threads in autograd of one fake tensor wait for each other: one has its lock, the other Python's.
+        """
+        shadow = self.shadow
+        traced: tuple[int, Tensor] | None = getattr(shadow, TRACED, None)
+        return shadow if traced is None or traced[0] == get_ident() else traced[1]
+
+    def prefetch(
+        self,
+        ids: Tensor,
+        table_ids: Tensor | int | str | Sequence[Any] | None = None,
+        offsets: Tensor | None = None,
+        pooling: str | None = None,
+        features: Sequence[int] | None = None,
+        num_features: int | None = None,
+    ) -> None:
+        """Announce the lookup of a coming training step, so that a thread makes its rows ready while others run.
+
+        Announce steps in their order, each before it runs, any number of them ahead. The arguments are those of the
+        lookup. Rows never depend on an announcement: a step that was not announced, or looks up other ids, takes the
+        plain way. A cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA the thread
+        uses a second stream. Raises InputError, OptimizerError, StoreError.
+        """
+        with self.told():
+            lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
+        self.announce([lookup])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Bring every row down and close the store; the next run resumes from it.
+
+        May be called again. Using the embedding raises ClosedError.
+        """
+        self._closed = True
+        if self._held is not None:
+            self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise StoreError(
+            f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
+            "own name, and carry rows over by save_snapshot or put. To keep a model, use its state_dict(), which has "
+            "the rows of an embedding without a folder, and with state_dict_snapshots=True in the store options names "
+            "a snapshot of others; graph.save or save_checkpoint"
+        )
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        columns = list(spec.columns)
+        tables = list(spec.labels) if any(spec.table_names) else spec.num_tables
+        return f"{spec.name!r}, columns={columns}, tables={tables}, store={self.store_options.store}"
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As torch's, of all tables of the embedding."""
+        if not requires_grad and self.spec.num_tables > 1:
+            log.warning(
+                "embedding %r: requires_grad_(False) freezes all of its tables, %s; to freeze one of them, give that "
+                "table an embedding of its own, in a collection by a group",
+                self.name,
+                ", ".join(self.spec.labels),
+            )
+        return super().requires_grad_(requires_grad)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the embedding, as a module that holds it moves. OptionError for another dtype than `output_dtype`."""
+        convert, grad = converter(self, fn), self.shadow.grad
+        if not isinstance(grad, ShadowGrad):
+            return super()._apply(convert, recurse)
+        self.shadow.grad = None
+        try:
+            return super()._apply(convert, recurse)
+        finally:
+            self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
+
+    def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
+        """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""
+        self._refuse_in_backward()
+        rows_optimizer = row_optimizer(optimizer, group)
+        self.use_optimizer(rows_optimizer)
+        return rows_optimizer
+
+    def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
+        """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
+        if self._held is not None:
+            self._held.use_optimizer(rows_optimizer)
+        self.row_optimizer = rows_optimizer
+
+    def keep_rows(self) -> None:
+        super().keep_rows()
+        if self._refused is None or self._held is None or self._closed or self.row_optimizer is None:
+            return
+        try:
+            self._held.use_optimizer(self.row_optimizer)  # rows that were loaded since may fit it
+            self._refused = None
+        except OptimizerError as error:
+            self._refused = error
+
+    def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+        """The result of a lookup with checked arguments."""
+        return self._table().read(lookup, weights, self.output_dtype)
+
+    def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
+        """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
+        return self._table().read_weights_grad(lookup, grad)
+
+    def is_reached(self) -> bool:
+        """Whether the backward pass under way reaches `shadow`, as `Rows.is_reached`."""
+        return is_reached(self)
+
+    def check_trained_lookup(self) -> None:
+        """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
+        self._refuse_in_backward()
+        if self.handle in holders:
+            refuse_lookup(self.name)
+
+    def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
+        """Keep the gradient of a lookup for the step of the EagerOptimizer."""
+        with self._accumulating:
+            accumulate(self, lookup, grad, weights, order)
+
+    def pin(self, lookups: list[Lookup], like: Pinned | None = None, dtype: torch.dtype | None = None) -> Pinned:
+        """Pin the rows of all lookups of a training step, as `Rows.pin`."""
+        return self._trained().pin(lookups, dtype or self.output_dtype, like)
+
+    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
+        """The rows of one call's lookups, as `Rows.unique_rows`."""
+        return parts.unique_rows(self._own_table(), lookups)
+
+    def sum_gradients(
+        self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
+    ) -> tuple[Lookup, Tensor]:
+        """The rows of one call's lookups and their gradients, as `Rows.sum_gradients`."""
+        return parts.sum_gradients(self._own_table(), lookups, grads, weights, self.output_dtype)
+
+    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
+        """The sum of the squares of the gradients of rows, as `Rows.square_gradients`."""
+        return parts.square_gradients(self._own_table(), lookups, grads, weights, grads[0].dtype)
+
+    def announce(self, lookups: list[Lookup]) -> None:
+        """Announce a step of several checked lookups, in the order in which the step pins them.
+
+        Raises InputError for values on the CPU that are out of range.
+        """
+        table = self._trained()
+        with self.told():
+            for lookup in lookups:
+                if lookup.ids.device.type == "cpu":
+                    segment(self.spec, lookup)
+        table.announce(lookups)
+
+    def forget_announced(self) -> None:
+        """Forget what was announced, and end the thread that makes batches ready."""
+        if self._held is not None:
+            self._held.forget_announced()
+
+    def release(self) -> None:
+        """Drop the pin that a failed step left."""
+        if self._held is not None:
+            self._held.release()
+
+    def _refuse_in_backward(self) -> None:
+        if hasattr(self.shadow, "_in_backward_optimizers"):
+            raise OptimizerError(
+                f"embedding {self.name!r}: its parameter was given to apply_optimizer_in_backward, and rows have no "
+                "optimizer that runs in backward; make the embedding again, and give its parameters() to the optimizer "
+                "of an EagerOptimizer, or to one that add_optimizer of a Graph takes"
+            )
+
+    def _trained(self) -> TableOfAll:
+        table = self._table()
+        if table.optimizer is None and self._refused is not None:
+            raise self._refused
+        return table
+
+    def _table(self) -> TableOfAll:
+        return self.opened().table
+
+    def _own_table(self) -> OpenTable:
+        return self.opened().own_table
+
+    def opened(self, for_load: bool = False) -> Held:
+        """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
+        if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
+            raise GraphError(
+                f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
+                "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
+            )
+        device = self.device
+        with self._opening:
+            if self._held is None:
+                if self._closed:
+                    with self.told():  # others may be about to open it, which takes all ranks
+                        raise ClosedError(f"embedding {self.name!r} was closed; create it again")
+                try:
+                    self._held = self._hold(self.row_optimizer, device, for_load)
+                except OptimizerError as error:
+                    self._refused = error  # the rows can still be read
+                    self._held = self._hold(None, device, for_load)
+                self._held.awaited = self._awaited
+                weakref.finalize(self, self._held.finish)
+                if self._held.unsettled:
+                    self._awaited[:] = self._awaited or [UNKNOWN]
+            elif self._held.device != device:
+                self._held.move(device)
+            held = self._held
+        if self._awaited and not for_load:
+            self._await_rows()
+        return held
+
+    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Held:
+        if self.world is None:
+            return HeldTable(self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load)
+        return self.world.hold(self.spec, self.store_options, optimizer, device, self.group, for_load)
+
+
+class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
+    """Hashed tables of rows of one width. `embedding_dim` is an int; all else as `MultiTableMultiColumnEmbedding`."""
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int,
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[Mapping[str, Any]] | None,
+        store_options: Mapping[str, Any],
+        default_initializer: Mapping[str, Any] | None = None,
+        padding_idx: int | None = None,
+        seed: int | None = None,
+        output_dtype: torch.dtype = torch.float32,
+        world: Ranks | None = None,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if whole(embedding_dim) is None:
+            raise OptionError(
+                f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
+            )
+        super().__init__(
+            name,
+            embedding_dim,
+            dtype,
+            key_type,
+            tables,
+            store_options,
+            default_initializer,
+            padding_idx,
+            seed,
+            output_dtype,
+            world,
+            state_dtype,
+        )

@@ -1,0 +1,280 @@
+"""The gradients of an embedding's lookups, kept until its rows take them in one step."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Thread, current_thread, get_ident
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from ..engine.errors import GraphError, InputError
+from ..engine.ops.rows_contract import TRACED, Pinned, Rows
+from ..engine.options.inputs import Lookup
+
+
+@dataclass
+class _Kept:
+    lookup: Lookup  # a copy, and so are the weights
+    weights: Tensor | None
+    given: tuple[Tensor | None, ...]  # the caller's tensors, by whose identity the key is made
+    order: int
+    grad: Tensor
+    version: int | None  # of the gradient when it was kept
+
+    def is_of(self, given: tuple[Tensor | None, ...]) -> bool:
+        copies = (*self.lookup.tensors, self.weights)
+        pairs = zip(given, copies, strict=True)
+        return all(now is None or (then is not None and torch.equal(now, then)) for now, then in pairs)
+
+    def unchanged(self, name: str) -> Tensor:
+        if _version(self.grad) != self.version:
+            raise InputError(
+                f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
+                "backward() a copy, grad.clone()"
+            )
+        return self.grad
+
+
+class RowGradients:
+    """The gradients of one embedding. They add up over lookups, and over passes of a model, until `clear`."""
+
+    def __init__(self, embedding: Rows) -> None:
+        self._embedding = weakref.ref(embedding)  # which may hold this object
+        self._kept: dict[Hashable, _Kept] = {}
+        self._began = embedding.shadow._version
+        self._scale = 1.0  # of clips: multiplies the sum of each row
+        self._dtype = embedding.output_dtype  # of gradients in a step
+
+    @property
+    def embedding(self) -> Rows:
+        """The embedding. It lives: callers of the methods here hold it."""
+        embedding = self._embedding()
+        assert embedding is not None
+        return embedding
+
+    def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
+        """Keep the gradient of what a lookup returned, lookup.shape + (dim,), of the output dtype.
+
+        weights: the weights that pooled it, float32 of the shape of its ids. order: the step takes lookups in ascending
+        order, equal numbers as they came; sums over the occurrences of an id follow this order.
+
+        The lookup and the weights are copied. The gradient is not: InputError in the step if it was changed in place.
+        Gradients of the very same tensors are summed here, as a graph sums them.
+        """
+        if self._scale != 1.0:  # of those that were clipped, and of no other
+            scaled = [one.unchanged(self.embedding.name).float() * self._scale for one in self._kept.values()]
+            for one, product in zip(self._kept.values(), scaled, strict=True):
+                one.grad, one.version = product, _version(product)
+            self._scale, self._dtype = 1.0, torch.float32  # rounded no further
+        given = (*lookup.tensors, weights)
+        key = (lookup.pooling, lookup.places, *map(_identity, given))
+        kept = self._kept.get(key)
+        if kept is not None and not kept.is_of(given):  # NumPy has written to the tensors, which changes no version
+            key, kept = (key, len(self._kept)), None
+        if kept is not None:
+            grad = kept.unchanged(self.embedding.name) + grad
+            kept.grad, kept.version, kept.order = grad, _version(grad), min(kept.order, order)
+            return
+        ids, table_ids, offsets, weights = (None if part is None else part.detach().clone() for part in given)
+        assert ids is not None
+        copy = lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
+        self._kept[key] = _Kept(copy, weights, given, order, grad, _version(grad))
+
+    def pin(self) -> Pinned | None:
+        """Bring up and pin the rows of all lookups, each row once. Returns None where there is no lookup.
+
+        Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
+        """
+        kept = self.check()
+        return self.embedding.pin([one.lookup for one in kept], dtype=self._dtype) if kept else None
+
+    def check(self) -> list[_Kept]:
+        """The gradients, in their order. InputError for one that can no longer be taken."""
+        embedding, kept = self.embedding, self._in_order()
+        for one in kept:
+            one.unchanged(embedding.name)
+            if one.lookup.ids.device != embedding.device:
+                raise InputError(
+                    f"gradients of embedding {embedding.name!r} are on {one.lookup.ids.device} and the embedding on "
+                    f"{embedding.device}; call zero_grad() after moving a module"
+                )
+        return kept
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are gradients, and no step has taken the first of them."""
+        return bool(self._kept) and self.embedding.shadow._version == self._began
+
+    def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The gradients and the weights of the lookups of `pin`, in their order."""
+        kept = self._in_order()
+        return [one.grad.to(self._dtype) for one in kept], [one.weights for one in kept]
+
+    def update(self, batch: Pinned) -> None:
+        """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""
+        scale = () if self._scale == 1.0 else (self._scale,)  # over ranks the mean is meant
+        batch.update(*self.grads(), *scale)
+
+    def square_gradients(self) -> float:
+        """The sum of the squares of the gradients of all rows, each summed over its occurrences. InputError."""
+        lookups = [one.lookup for one in self.check()]
+        return self.embedding.square_gradients(lookups, *self.grads()) * self._scale**2 if lookups else 0.0
+
+    def multiply(self, scale: float) -> None:
+        """Multiply the gradients that there are by a number."""
+        self._scale *= scale
+
+    def _in_order(self) -> list[_Kept]:
+        return sorted(self._kept.values(), key=lambda kept: kept.order)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _identity(tensor: Tensor | None) -> Hashable:
+    """A key that is equal for one tensor to which nothing was written in between."""
+    if tensor is None:
+        return None
+    return id(tensor), object() if tensor.is_inference() else tensor._version
+
+
+# the EagerOptimizer that steps an embedding, by its handle
+holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+# the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
+_LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}
+_LOOKS |= {"storage_offset", "stride", "untyped_storage"}
+
+
+class ShadowGrad(Tensor):
+    """Stands for the gradients of rows, which no tensor holds. Setting `grad` to None drops them, as any gradient.
+
+    Computing with it raises GraphError: a norm or a sum over the gradients of all parameters would leave the rows out.
+    """
+
+    rows: RowGradients
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShadowGrad(rows of embedding {self.rows.embedding.name!r})"
+
+    @classmethod
+    def of(cls, rows: RowGradients) -> ShadowGrad:
+        """`rows` as the gradient of the parameter that their embedding has."""
+        plain = torch.zeros_like(rows.embedding.shadow)
+        grad = torch.Tensor._make_subclass(cls, plain)  # no view, unlike as_subclass
+        grad.rows = rows
+        return grad
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if not isinstance(found, Tensor):  # such as .data and .T are
+                return found
+        leaves = pytree.tree_leaves((args, kwargs))
+        name = next(leaf.rows.embedding.name for leaf in leaves if isinstance(leaf, cls))
+        raise GraphError(
+            f"{func.__name__} of the gradient of embedding {name!r}: no tensor holds the gradients of its rows; "
+            "step by the EagerOptimizer, clip by its clip_grad_norm_(parameters, max_norm) in place of that of torch, "
+            "or rows alone by clip_grad_row_norm in their param group, and leave the embedding's parameters out of "
+            "GradScaler"
+        )
+
+
+def check_not_traced(embedding: Rows) -> None:
+    """Raises GraphError while another thread traces a graph with the embedding: it has no gradient then."""
+    traced = getattr(embedding.shadow, TRACED, None)
+    if traced is not None and traced[0] != get_ident():
+        raise GraphError(
+            f"embedding {embedding.name!r} cannot be trained while another thread traces a graph that has it; let the "
+            "first call of each signature end before other threads train its rows"
+        )
+
+
+def is_reached(embedding: Rows) -> bool:
+    """Whether the backward pass under way reaches the embedding's parameter: autograd.grad of others does not.
+
+    In a trace this is not known here, and the answer is True. GraphError for autograd.grad of the parameter itself, and
+    for create_graph=True.
+    """
+    if detect_fake_mode() is not None:
+        return True
+    check_not_traced(embedding)
+    try:
+        reached = bool(torch._C._will_engine_execute_node(get_gradient_edge(embedding.shadow).node))
+    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
+        raise GraphError(
+            f"embedding {embedding.name!r}: torch.autograd.grad of its parameter, but no tensor holds the gradients of "
+            "its rows; call backward(), or ask for the gradient of the rows that a lookup returned"
+        ) from None
+    if reached and torch.is_grad_enabled():
+        raise GraphError(
+            f"embedding {embedding.name!r}: a lookup has no second derivative; leave out create_graph=True"
+        )
+    return reached
+
+
+def accumulate(embedding: Rows, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
+    """Add the gradient of a lookup to `grad` of the embedding's parameter, as `RowGradients.add`. GraphError."""
+    node = torch._C._current_autograd_node()
+    if node is not None and node.name().startswith("CompiledFunction"):  # it computes the gradients of all its inputs
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS):
+            if not is_reached(embedding):
+                return
+    name, shadow = embedding.name, embedding.shadow
+    if embedding.handle not in holders:
+        raise GraphError(
+            f"embedding {name!r}: backward() outside a graph; call it in the build() of a tierbed.Graph, give the "
+            "optimizer to a tierbed.EagerOptimizer to train in a loop, or read under torch.no_grad()"
+        )
+    if shadow._backward_hooks or shadow._post_accumulate_grad_hooks:
+        raise GraphError(
+            f"embedding {name!r}: its parameter has a gradient hook, and no tensor holds the gradients of its rows; "
+            "remove the hook, and register it on what a lookup returns"
+        )
+    if not isinstance(shadow.grad, ShadowGrad):
+        shadow.grad = ShadowGrad.of(RowGradients(embedding))
+    shadow.grad.rows.add(lookup, grad, weights, order)
+
+
+_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
+os.register_at_fork(after_in_child=_training.clear)
+
+
+@contextmanager
+def training_step(embeddings: Iterable[Rows], owner: str) -> Iterator[None]:
+    """A block for a step that pins rows of `embeddings`: a step in another thread would take its pins away.
+
+    owner: whose step it is, for messages. GraphError where another thread is in a step of one of them.
+    """
+    mine = current_thread(), owner
+    held = []
+    try:
+        for embedding in embeddings:
+            thread, other = first = _training.setdefault(embedding.handle, mine)
+            if thread is not mine[0]:
+                raise GraphError(
+                    f"a step of {owner} in thread {mine[0].name!r} trains embedding {embedding.name!r} while a step of "
+                    f"{other} in thread {thread.name!r} does; let one thread make all training steps of an embedding, "
+                    "or hold a lock of your own around each"
+                )
+            if first is mine:
+                held.append(embedding.handle)
+        yield
+    finally:
+        for handle in held:
+            del _training[handle]

@@ -1,0 +1,212 @@
+"""Saving and loading the rows of several stores that are trained together: all of them, or none."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from threading import Event
+from time import monotonic
+from typing import Any
+
+from ..engine.errors import OptionError, SnapshotError, StoreError
+from ..engine.table.background_save import BackgroundSave
+from ..engine.threads import LOOK
+from ..snapshots.files.format import snapshot_id
+from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.versions import Instant
+from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
+from ..snapshots.store.folder import StoreFolder
+from ..snapshots.store.instants import check_one_instant, rows_of
+from ..snapshots.store.linked import linked
+from ..snapshots.store.retention import drop_replaced
+from ..snapshots.store.selection import LoadReport, Selection
+from .training_group import Membership, between_steps
+
+log = logging.getLogger("tierbed")
+
+Tables = Sequence[Any]  # of HeldTable, whose file imports this one
+
+
+def save_together(
+    tables: Tables,
+    name: str,
+    kind: str = "full",
+    overwrite: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Save the rows of all as snapshot `name`, in each store folder, between two steps.
+
+    An incremental one is full in a store that has no snapshot to go over. progress: called with the rows of each chunk.
+    Raises SnapshotError, StoreError, OptionError, and then there is none of them.
+    """
+    members = _members(tables)
+    if len(tables) == 1 or any(member.record is None for member in members):  # they are not trained together
+        for table in tables:
+            table.save_snapshot(name, _kind(table, kind), overwrite, progress)
+        return
+    with between_steps(members):
+        _check(tables, name, kind, overwrite)
+
+        def saved(table: Any, commit: Decided) -> None:
+            of_all = OfAll(name, members[0].store, commit)
+            table.save_snapshot(name, _kind(table, kind), overwrite, progress, of_all)
+
+        all_or_none(members[0].folder.snapshots / name, [partial(saved, table) for table in tables])
+        for member in members:
+            drop_replaced(member.folder)
+
+
+def save_together_in_background(tables: Tables, name: str, kind: str = "full", overwrite: bool = False) -> SavingAll:
+    """As `save_together`, of full snapshots of the rows as they are now, by a thread for each store."""
+    members = _members(tables)
+    apart = any(member.record is None for member in members)
+    with between_steps(members):
+        _check(tables, name, kind, overwrite)
+        saving = SavingAll(f"snapshot {name!r} of {len(tables)} embeddings", members[0].folder.snapshots / name)
+        try:
+            for number, table in enumerate(tables):
+                commit = Decided(saving.first, saving.id, saving.others if number == 0 else saving.until_made)
+                of_all = None if apart else OfAll(name, members[0].store, commit, len(tables))
+                saving.saves.append(table.save_in_background(name, kind, overwrite, of_all))
+            saving.begun.set()
+        except BaseException:
+            saving.given_up = True
+            saving.begun.set()
+            raise
+    return saving
+
+
+class SavingAll:
+    """Snapshots of several stores that are being saved in the background: a `Saving` of all of them."""
+
+    def __init__(self, what: str, first: Path) -> None:
+        self.what, self.first, self.id = what, first, secrets.token_hex(16)
+        self.saves: list[BackgroundSave] = []
+        self.begun, self.given_up = Event(), False
+        self._written = 0
+
+    @property
+    def done(self) -> bool:
+        return all(save.done for save in self.saves)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As `BackgroundSave.wait`: until all have ended, for `timeout` seconds at most. Raises what went wrong."""
+        end = None if timeout is None else monotonic() + timeout
+        for save in self.saves:
+            save.hurry()
+        done, error = True, None
+        for save in self.saves:
+            try:
+                done &= save.wait(None if end is None else max(end - monotonic(), 0))
+            except Exception as wrong:  # raised when the others have ended too, which remove what they wrote
+                error = error or wrong
+        if error is not None:
+            raise error
+        return done
+
+    def others(self) -> None:
+        """Called in the thread of the first: return when all others are durable."""
+        self.begun.wait()
+        if self.given_up:
+            raise StoreError(f"{self.what}: that of another embedding was not saved")
+        while self._written < len(self.saves) - 1:
+            self._look(self.saves[1:])
+
+    def until_made(self) -> None:
+        """Called in the threads of the others: return when the first has its name."""
+        self.begun.wait()
+        self._written += 1
+        while snapshot_id(self.first) != self.id:
+            self._look(self.saves[:1])
+
+    def _look(self, saves: Sequence[BackgroundSave]) -> None:
+        if self.given_up or any(save.done for save in saves):  # none ends well before the first has its name
+            if snapshot_id(self.first) == self.id:
+                return
+            for save in saves:
+                save.wait(0)  # raises why it was not saved
+            raise StoreError(f"{self.what}: that of another embedding was not saved")
+        Event().wait(LOOK)
+
+
+def load_together(tables: Tables, name: str) -> list[LoadReport]:
+    """Replace all rows of each by those of its snapshot `name`. All are verified before a row is replaced.
+
+    Raises SnapshotError, also where they were saved at different instants, StoreError, OptimizerError. Where it raises
+    amid the loads, the stores can neither be written nor saved until each is loaded.
+    """
+    with between_steps(_members(tables)):
+        snapshots = [table.snapshot(name) for table in tables]
+        check_one_instant([table.name for table in tables], snapshots)
+        for table, snapshot in zip(tables, snapshots, strict=True):
+            table.check_fit(snapshot)
+            snapshot.verify()
+        return _load(tables, snapshots)
+
+
+def load_rows_together(tables: Tables, places: Sequence[Path]) -> None:
+    """Load the snapshots `places`, which `check_rows` has checked, and which the store folders get too."""
+    with between_steps(_members(tables)), ExitStack() as linking:
+        both = zip(tables, places, strict=True)
+        _load(tables, [linking.enter_context(_linked(table.folder(), place)) for table, place in both])
+
+
+def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:
+    """A snapshot in a store folder too. It stays where a load fails late, as the live rows may go back to it."""
+    return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.base == place.name)
+
+
+def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
+    """Load verified snapshots. A kill between two of them is finished by the next run: `Group.target`."""
+    members = _members(tables)
+    together = instant_of(members, snapshots)
+    both = zip(tables, snapshots, strict=True)
+    return load_all(members, [partial(t.load_from, one, Selection(), True, together=together) for t, one in both])
+
+
+def load_all(members: Sequence[Membership], loads: Sequence[Callable[[], LoadReport]]) -> list[LoadReport]:
+    """Load several embeddings. members: of their stores, which are torn where it raises amid the loads."""
+    reports = []
+    try:
+        for load in loads:
+            reports.append(load())
+    except BaseException as error:
+        if reports and members:
+            members[0].tear(f"a load of {len(loads)} embeddings raised amid its changes ({error!r})")
+        raise
+    return reports
+
+
+def instant_of(members: Sequence[Membership], snapshots: Sequence[Snapshot]) -> Instant | None:
+    """The instant to which a load of these snapshots moves the stores; None where they are trained apart."""
+    if not members or members[0].record is None:
+        return None
+    now = members[0].instant()
+    loaded = zip((member.id for member in members), (rows_of(snapshot).now for snapshot in snapshots), strict=True)
+    return Instant(now.number, {**now.versions, **dict(loaded)})
+
+
+def _members(tables: Tables) -> list[Membership]:
+    """What the stores know of each other. SnapshotError where one has no folder."""
+    for table in tables:
+        table.folder()
+    return [table.membership for table in tables if table.membership is not None]
+
+
+def _kind(table: Any, kind: str) -> str:
+    if kind == "incremental" and not table.base:
+        log.info("embedding %r has no snapshot to go over, and is saved full", table.name)
+        return "full"
+    return kind
+
+
+def _check(tables: Tables, name: str, kind: str, overwrite: bool) -> None:
+    for table in tables:
+        try:
+            table.check_save(name, kind, overwrite)
+        except (OptionError, SnapshotError) as error:
+            raise type(error)(f"embedding {table.name!r}: {error}") from error

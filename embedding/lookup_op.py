@@ -1,0 +1,182 @@
+"""The ops that a trace records: a lookup, and its gradients for rows and for weights.
+
+A compiled graph replaces them by the functions of `row_ops.py`; called eagerly, a lookup reads, and its gradient is
+kept for the step of an `EagerOptimizer`.
+
+`shadow` is the embedding's one-element parameter: autograd records gradients by it, and an optimizer holds it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.errors import ClosedError, GraphError
+from ..engine.ops.rows_contract import Rows
+from ..engine.options.inputs import Lookup
+
+_orders = itertools.count()
+_embeddings: weakref.WeakValueDictionary[int, Rows] = weakref.WeakValueDictionary()
+
+
+def register(embedding: Rows) -> int:
+    """A number by which the ops find the embedding: op arguments are tensors and numbers only.
+
+    The number is drawn at random, so that a program finds no wrong embedding by it, where the program was recorded
+    elsewhere or its embedding is gone.
+    """
+    handle = secrets.randbits(62)
+    _embeddings[handle] = embedding
+    return handle
+
+
+def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, places: Sequence[int] | None) -> Lookup:
+    """The `Lookup` of an op's arguments."""
+    return Lookup(ids, table_ids, offsets, pooling, None if places is None else tuple(places))
+
+
+def embedding_of(handle: int) -> Rows:
+    embedding = _embeddings.get(handle)
+    if embedding is None:
+        raise ClosedError(
+            f"a lookup of handle {handle}, which no embedding of this process has: it no longer exists, so keep a "
+            "reference to it; or another process recorded the program: make it of the module that takes the rows, and "
+            "call the embedding before the program"
+        )
+    return embedding
+
+
+def refuse_export(name: str) -> None:
+    """GraphError where a lookup of embedding `name` would be recorded to run elsewhere. `torch.compile` is fine."""
+    traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if traced or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):
+        _refuse_export(name)
+
+
+def _refuse_export(name: str) -> None:
+    raise GraphError(
+        f"embedding {name!r} cannot be part of a program of torch.export, torch.jit or torch.onnx, which would run "
+        "without its rows; export the module that takes the rows, and call the embedding before the program"
+    )
+
+
+# as by torch.compiler.assume_constant_result, which imports Dynamo: strict export then raises the very error
+_refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@torch.library.custom_op("tierbed::lookup", mutates_args=())
+def lookup(
+    shadow: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str | None,
+    places: list[int] | None,
+    weights: Tensor | None,
+    handle: int,
+) -> Tensor:
+    """The rows of a `Lookup`, or its pooled bags, lookup.shape + (dim,), read without inserting."""
+    return embedding_of(handle).read(lookup_of(ids, table_ids, offsets, pooling, places), weights)
+
+
+@lookup.register_fake
+def _(
+    shadow: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str | None,
+    places: list[int] | None,
+    weights: Tensor | None,
+    handle: int,
+) -> Tensor:
+    embedding = embedding_of(handle)
+    if torch.compiler.is_exporting():
+        _refuse_export(embedding.name)
+    shape = (*lookup_of(ids, table_ids, offsets, pooling, places).shape, embedding.dim)
+    return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
+
+
+@torch.library.custom_op("tierbed::lookup_grad", mutates_args=())
+def lookup_grad(
+    grad: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str | None,
+    places: list[int] | None,
+    weights: Tensor | None,
+    order: int,
+    handle: int,
+) -> Tensor:
+    """Stands for the update of the rows; grad is like the result of the lookup. Lookups ran in the order of `order`.
+
+    The value of the op is the shadow's gradient, which nothing reads.
+    """
+    embedding_of(handle).accumulate(lookup_of(ids, table_ids, offsets, pooling, places), grad, weights, order)
+    return grad.new_zeros((1,), dtype=torch.float32)
+
+
+@lookup_grad.register_fake
+def _(grad: Tensor, *rest: Any) -> Tensor:
+    return grad.new_empty((1,), dtype=torch.float32)
+
+
+@torch.library.custom_op("tierbed::lookup_weights_grad", mutates_args=())
+def lookup_weights_grad(
+    grad: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str,
+    places: list[int] | None,
+    shadow: Tensor,
+    handle: int,
+) -> Tensor:
+    """The gradient of a lookup's weights, float32 of the shape of ids; recorded only where they require grad.
+
+    shadow: tells autograd that this gradient depends on rows.
+    """
+    return embedding_of(handle).read_weights_grad(lookup_of(ids, table_ids, offsets, pooling, places), grad)
+
+
+@lookup_weights_grad.register_fake
+def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shadow, ids, table_ids, offsets, ctx.pooling, ctx.places, weights, ctx.handle = inputs
+    if ctx.needs_input_grad[0]:
+        embedding_of(ctx.handle).check_trained_lookup()
+    ctx.order = next(_orders)
+    # autograd refuses a saved tensor that changed since: the shadow changes with the rows, which weights need
+    needed = shadow if ctx.needs_input_grad[6] else None
+    ctx.save_for_backward(needed, ids, table_ids, offsets, weights)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
+    of_rows = of_weights = None
+    if ctx.needs_input_grad[0] and embedding_of(ctx.handle).is_reached():
+        of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, weights, ctx.order, ctx.handle)
+    if ctx.needs_input_grad[6]:
+        of_weights = lookup_weights_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, shadow, ctx.handle)
+    return of_rows, None, None, None, None, None, of_weights, None
+
+
+def _refuse(ctx: Any, grad: Tensor) -> None:
+    raise GraphError(
+        "a lookup has no second derivative; leave out create_graph=True, or detach the gradient before it is used"
+    )
+
+
+lookup.register_autograd(_backward, setup_context=_setup)
+lookup_grad.register_autograd(_refuse)
+lookup_weights_grad.register_autograd(_refuse)

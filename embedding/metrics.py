@@ -1,0 +1,239 @@
+"""The metrics of embeddings: what each one means, and how Prometheus and TensorBoard get them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..engine.errors import ClosedError, InputError, OptionError, TierbedError
+from .embedding import MultiTableMultiColumnEmbedding
+
+
+class Metric(NamedTuple):
+    """What one number of `metrics()` is.
+
+    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: its name in Prometheus, "" for the
+    same.
+    """
+
+    kind: str
+    meaning: str
+    exported: str = ""
+
+
+def _latencies(name: str, calls: str) -> dict[str, Metric]:
+    shares = {
+        f"{name}_seconds_p{share}": Metric("gauge", f"{share} % of {calls} took no longer") for share in (50, 90, 99)
+    }
+    return {**shares, f"{name}_seconds_max": Metric("gauge", f"the longest of the {calls}")}
+
+
+METRICS: dict[str, Metric] = {
+    # of the table
+    "rows": Metric("gauge", "rows that are written, in all tables: `size()`"),
+    "step": Metric("gauge", "training steps that updated this embedding; a snapshot keeps it"),
+    "dropped": Metric("counter", "ids of lookups and `get` that their table does not have, where `bad_ids` is `drop`"),
+    "refused": Metric("counter", "new rows that `admission` did not let in, each time"),
+    "evicted": Metric("counter", "rows that left because of `capacity`"),
+    "expired": Metric("counter", "rows that left because of `ttl_steps`"),
+    "deleted": Metric("counter", "rows that `delete` took out"),
+    "ledger_bytes": Metric("gauge", "host memory for what `eviction`, `admission` and `ttl_steps` remember"),
+    "prefetch_hits": Metric("counter", "steps whose batch `prefetch` had announced"),
+    "prefetch_misses": Metric("counter", "steps that had another batch than the next announced one"),
+    "prefetch_dropped": Metric("counter", "announced batches that were forgotten, as too many waited"),
+    # of an embedding with a world, beside its tiers
+    "ids_sent": Metric("counter", "distinct ids of steps and lookups that other ranks were asked for"),
+    "ids_received": Metric("counter", "distinct ids that other ranks asked for"),
+    "rows_sent": Metric("counter", "rows that went to other ranks"),
+    "rows_received": Metric("counter", "rows that came from other ranks"),
+    "bytes_sent": Metric("counter", "bytes of ids, rows and gradients that went to other ranks"),
+    "bytes_received": Metric("counter", "bytes of ids, rows and gradients that came from other ranks"),
+    # of every tier
+    "hits": Metric("counter", "rows asked of this tier and found here"),
+    "misses": Metric("counter", "rows asked of this tier and not found here"),
+    "insertions": Metric("counter", "rows that got a place here; of `ssd`, `rows_written`"),
+    "bytes_in": Metric(
+        "counter", "bytes of rows that came here: from below to a cache, from above to the last tier", "in_bytes"
+    ),
+    "bytes_out": Metric("counter", "bytes of rows that went from here, the other way", "out_bytes"),
+    "resident_rows": Metric("gauge", "rows held here now; of `ssd` an estimate, high until compaction"),
+    "bytes": Metric("gauge", "memory taken, metadata included; not `overflow_bytes`, `window_bytes`", "memory_bytes"),
+    **_latencies("fetch", "fetches"),
+    **_latencies("write", "writes"),
+    # of caches
+    "capacity": Metric("gauge", "rows that there is memory for", "capacity_rows"),
+    "fill": Metric("gauge", "`resident_rows` / `capacity`", "fill_ratio"),
+    "index_bytes": Metric("gauge", "of `bytes`, those of the index"),
+    "evictions_clean": Metric("counter", "rows that gave way and were as the tier below has them"),
+    "evictions_dirty": Metric("counter", "rows that gave way and differed from what the tier below has"),
+    "too_small": Metric("gauge", "1 if the cache misses more than half of the rows, as it evicts what is needed again"),
+    "overflows": Metric("counter", "rows that got no place in their set, since batches need all rows there"),
+    "overflow_rows": Metric("gauge", "rows in the overflow area now"),
+    "overflow_peak_rows": Metric("gauge", "the most rows that were there at a time"),
+    "overflow_capacity": Metric(
+        "gauge", "rows in the overflow area from which on prefetch and changed rows wait", "overflow_capacity_rows"
+    ),
+    "overflow_evictions": Metric("counter", "rows that left the overflow area and are in no other count of evictions"),
+    "overflow_bytes": Metric("gauge", "memory of the overflow area"),
+    "window_bytes": Metric("gauge", "memory that lists the rows of announced batches, until their rows are up"),
+    "prefetch_waits": Metric("counter", "prefetched batches that had to wait for room in the overflow area"),
+    # of RocksDB
+    "rows_written": Metric("counter", "rows written"),
+    "rows_erased": Metric("counter", "rows erased, whether they were there or not"),
+    "read_threads": Metric("gauge", "threads that the next read takes: as many as the disk answers to, or the limit"),
+    "memtable_bytes": Metric("gauge", "written rows in memory that are not in files yet"),
+    "index_filter_bytes": Metric("gauge", "indexes and filters of files in memory, outside of the block cache"),
+    "block_cache_bytes": Metric("gauge", "blocks of files in RocksDB's own cache"),
+    "block_cache_hits": Metric("counter", "blocks found in RocksDB's own cache"),
+    "block_cache_misses": Metric("counter", "blocks read from files"),
+    "bloom_useful": Metric("counter", "reads of a file that its filter spared"),
+    "sst_bytes": Metric("gauge", "size of the files"),
+    "live_data_bytes": Metric("gauge", "size of the files without replaced versions of rows: an estimate"),
+    "flush_bytes": Metric("counter", "bytes written to files from memory"),
+    "compaction_bytes": Metric("counter", "bytes written to files by compactions"),
+    "compaction_read_bytes": Metric("counter", "bytes read from files by compactions"),
+    "pending_compaction_bytes": Metric("gauge", "bytes that compactions have yet to rewrite: an estimate"),
+    "running_flushes": Metric("gauge", "flushes under way"),
+    "running_compactions": Metric("gauge", "compactions under way"),
+    "background_errors": Metric("counter", "flushes and compactions that failed"),
+    "stall_seconds": Metric("counter", "how long writes were held back for flushes and compactions"),
+    "write_amplification": Metric("gauge", "bytes written to files / bytes of rows written"),
+}
+
+TABLE_METRICS: dict[str, Metric] = {
+    "rows": Metric("gauge", "rows of this table that are written", "table_rows"),
+    "hits": Metric("counter", "rows of this table asked of the top tier and found there", "table_hits"),
+    "misses": Metric("counter", "rows of this table asked of the top tier and not found there", "table_misses"),
+    "dropped": Metric("counter", "ids of lookups that this table does not have and drops", "table_dropped"),
+}
+
+_QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
+
+
+class MetricsCollector:
+    """Gives a `prometheus_client` registry the metrics of each embedding whose store is open when it asks.
+
+    `prometheus_client.REGISTRY.register(MetricsCollector(embedding))`, then `start_http_server` serves them.
+    """
+
+    def __init__(self, *embeddings: MultiTableMultiColumnEmbedding) -> None:
+        """Raises OptionError where `prometheus_client` is missing, InputError for no embedding or equal names."""
+        _prometheus()
+        _check(embeddings)
+        self._embeddings = embeddings
+
+    def describe(self) -> list[Any]:
+        """An empty list: registering asks no store."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """One family for each metric, labelled by `embedding` and `tier`.
+
+        Latencies have the label `quantile` as well, 1 for the longest. Metrics of a table are labelled by `embedding`
+        and `table`. `tierbed_up` of each embedding is 1, or 0 where the embedding gave no metrics: unused, closed, or
+        failed, with a warning.
+        """
+        families = _Families()
+        for embedding in self._embeddings:
+            metrics = _read(embedding)
+            families.add("up", Metric("gauge", "whether the embedding gave its metrics"), bool(metrics), embedding.name)
+            for table, numbers in metrics.pop("tables", {}).items():
+                for name, value in numbers.items():
+                    families.add(name, TABLE_METRICS[name], value, embedding.name, table=table)
+            for tier, numbers in metrics.items():
+                for name, value in numbers.items():
+                    of, _, quantile = name.rpartition("_")
+                    if of.endswith("seconds") and quantile in _QUANTILES:
+                        share = Metric("gauge", "a share of the calls took no longer, in seconds")
+                        families.add(of, share, value, embedding.name, tier=tier, quantile=_QUANTILES[quantile])
+                    else:
+                        families.add(name, METRICS[name], value, embedding.name, tier=tier)
+        yield from families
+
+
+class _Families:
+    """The families of one collection, in the order in which their metrics come."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all.values())
+
+    def add(self, name: str, metric: Metric, value: float, embedding: str, **labels: str) -> None:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        name, labels = metric.exported or name, {"embedding": embedding, **labels}
+        if name not in self._all:
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            self._all[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
+        self._all[name].add_metric(list(labels.values()), value)
+
+
+def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
+    """The metrics of open embeddings in Prometheus' text format, for a textfile collector or a server of one's own.
+
+    `tierbed_up` says which embeddings gave metrics. Raises as `MetricsCollector` does.
+    """
+    prometheus = _prometheus()
+    registry = prometheus.CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector(*embeddings))
+    return str(prometheus.generate_latest(registry).decode())
+
+
+def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
+    """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
+
+    Tags are `<embedding>/<tier>/<metric>`, and for a table `<embedding>/tables/<table>/<metric>`. step: on the x axis;
+    by default the embedding's step. An embedding that was not used yet adds nothing; one that fails gives a warning.
+    Raises ClosedError for an embedding that was closed, and InputError for what is no writer, for no embedding, and for
+    embeddings of equal names.
+    """
+    if not hasattr(writer, "add_scalar"):
+        raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
+    _check(embeddings)
+    for embedding in embeddings:
+        if embedding.is_closed:
+            raise ClosedError(f"embedding {embedding.name!r} was closed; write its metrics before close")
+    for embedding in embeddings:
+        parts = _read(embedding)
+        parts |= {f"tables/{table}": numbers for table, numbers in parts.pop("tables", {}).items()}
+        for part, numbers in parts.items():
+            for name, value in numbers.items():
+                at = parts["table"]["step"] if step is None else step
+                writer.add_scalar(f"{embedding.name}/{part}/{name}", value, at)
+
+
+def _check(embeddings: Sequence[Any]) -> None:
+    for embedding in embeddings:
+        if not isinstance(embedding, MultiTableMultiColumnEmbedding):
+            raise InputError(
+                f"embeddings: got {type(embedding).__name__}; give embeddings, each as an argument of its own"
+            )
+    for name, count in Counter(embedding.name for embedding in embeddings).items():
+        if count > 1:
+            raise InputError(
+                f"embeddings: {count} have the name {name!r}, so their series would be the same; make them with names "
+                "of their own"
+            )
+
+
+def _read(embedding: MultiTableMultiColumnEmbedding) -> dict[str, dict[str, Any]]:
+    """The metrics of an embedding; {} where it is unused, closed or, with a warning, failed. Opens no store."""
+    try:
+        return embedding.metrics() if embedding.is_open else {}
+    except ClosedError:  # closed meanwhile
+        return {}
+    except TierbedError as error:
+        warnings.warn(f"no metrics of embedding {embedding.name!r}: {error}", RuntimeWarning, stacklevel=3)
+        return {}
+
+
+def _prometheus() -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise OptionError("Prometheus metrics need prometheus_client: pip install 'tierbed[metrics]'") from error
+    return prometheus_client

@@ -1,0 +1,135 @@
+"""Snapshots of all embeddings of a model: one name in every store folder, all of one instant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..engine.errors import OptionError, SnapshotError
+from ..engine.table.background_save import Saving
+from ..snapshots.store.selection import ALL, LoadReport, Selection
+from .conversion import converter
+from .group_snapshots import load_rows_together, load_together, save_together, save_together_in_background
+from .saved_rows import SavedRows, rows_stay
+
+if TYPE_CHECKING:
+    from .handle_contract import Ranks
+
+
+class ModelSnapshots:
+    """What has embeddings, and saves and loads the rows of all of them together."""
+
+    def _snapshot_embeddings(self) -> list[SavedRows]:
+        """The embeddings whose rows these are."""
+        assert isinstance(self, nn.Module)
+        return [module for module in self.modules() if isinstance(module, SavedRows)]
+
+    def save_snapshot(
+        self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
+    ) -> Saving | None:
+        """Save the rows of all embeddings under one name, each in its store folder, between two steps: all or none.
+
+        The arguments are those of `MultiTableEmbedding.save_snapshot`. An embedding that has no snapshot for an
+        incremental one to go over is saved full. SnapshotError, where an embedding has no persistent_path as well;
+        StoreError, OptionError.
+        """
+        for argument, value in (("background", background), ("overwrite", overwrite)):
+            if not isinstance(value, bool):
+                raise OptionError(f"{argument}={value!r}: give True or False")
+        return _save(self._held(), _world_of(self._stored()), snapshot_name, kind, overwrite, background)
+
+    def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
+        """Replace the rows of all embeddings by those of their snapshots of that name, which were saved together.
+
+        All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
+        OptimizerError.
+        """
+        tables, world = self._held(for_load=True), _world_of(self._stored())
+        reports = load_together(tables, snapshot_name) if world is None else world.load_together(tables, snapshot_name)
+        self.keep_rows()
+        return reports
+
+    def keep_rows(self) -> None:
+        """Go on with the rows as they are, though a loaded state_dict is of others."""
+        for embedding in self._snapshot_embeddings():
+            embedding.keep_rows()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
+        with rows_stay(strict is False):
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As torch's. What an embedding refuses is raised before any module is converted."""
+        for embedding in self._snapshot_embeddings() if recurse else ():
+            converter(embedding, fn, f"Nothing of the {type(self).__name__} is converted by now")
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> dict[str, list[str]]:
+        """Remove snapshots of all embeddings, as `MultiTableEmbedding.prune_snapshots`. Returns names by embedding."""
+        return {one.name: one.prune_snapshots(keep_last, keep_every) for one in self._stored()}
+
+    def _stored(self) -> list[SavedRows]:
+        found = self._snapshot_embeddings()
+        if not found:
+            raise SnapshotError("there is no embedding whose rows could be saved or loaded")
+        return found
+
+    def _held(self, for_load: bool = False) -> list[Any]:
+        return [embedding.opened(for_load) for embedding in self._stored()]
+
+
+def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
+    """Save the rows of embeddings as the snapshots `places`, at one instant."""
+    world = _world_of(embeddings)
+    tables: list[Any] = [embedding.opened() for embedding in embeddings]
+    stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
+    if any(stored):
+        _save([*compress(tables, stored)], world, places[0].name)
+    for table, is_stored, place in zip(tables, stored, places, strict=True):
+        (table.link_rows if is_stored else table.save_rows)(place)
+
+
+def _save(
+    tables: Sequence[Any],
+    world: Ranks | None,
+    name: str,
+    kind: str = "full",
+    overwrite: bool = False,
+    background: bool = False,
+) -> Saving | None:
+    if world is not None:
+        return world.save_together(tables, name, kind, overwrite, background)
+    if background:
+        return save_together_in_background(tables, name, kind, overwrite)
+    save_together(tables, name, kind, overwrite)
+    return None
+
+
+def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection: Selection = ALL) -> None:
+    """Load the rows of embeddings, or a selection of what they have, from the snapshots `places`."""
+    world = _world_of(embeddings)
+    tables: list[Any] = [embedding.opened(for_load=True) for embedding in embeddings]
+    stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
+    for table, is_stored, place in zip(tables, stored, places, strict=True):
+        if not is_stored:
+            table.load_rows(place, selection)
+    if any(stored):
+        load = load_rows_together if world is None else world.load_rows
+        load([*compress(tables, stored)], [*compress(places, stored)])
+    for embedding in embeddings:
+        embedding.keep_rows()
+
+
+def _world_of(embeddings: Sequence[SavedRows]) -> Ranks | None:
+    """The ranks that share the rows of all of them. OptionError where some are shared otherwise than others."""
+    worlds = {id(embedding.world): embedding.world for embedding in embeddings}
+    if len(worlds) > 1:
+        raise OptionError(
+            "some of these embeddings have another world than the others; save and load those of one world together"
+        )
+    return next(iter(worlds.values()), None)

@@ -1,0 +1,244 @@
+"""What a store folder holds before it is opened, and with which rows a table opens in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..engine.errors import StoreError, TierbedError
+from ..engine.options.options import StoreOptions
+from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.unread import cause_of
+from ..snapshots.store.folder import StoreFolder
+from ..snapshots.store.folder_state import (
+    FolderState,
+    RanksRecord,
+    Shares,
+    holder,
+    live_of,
+    live_together,
+    marks_in,
+    remove_other_shares,
+    share_folder,
+)
+from ..snapshots.store.saving import base_of
+
+
+class Found(NamedTuple):
+    """What a store folder holds. The fields are those of `FolderState`, with `mark` as `read_mark` returns it."""
+
+    mark: dict[str, Any] | None
+    noted_step: int | None
+    begun: bool
+    was_open: bool
+
+
+class Base(NamedTuple):
+    """A snapshot to go back to: its name, step, and number of rows."""
+
+    name: str
+    step: int
+    rows: int
+
+    @classmethod
+    def of(cls, snapshot: Snapshot | None) -> Base | None:
+        if snapshot is None:
+            return None
+        return cls(snapshot.name, int(snapshot.description["step"]), snapshot.manifest.rows)
+
+
+class Opening(NamedTuple):
+    """The rows that a table opens with: the live rows that `mark` describes, or those of `snapshot`, or none.
+
+    `run`, `writes`: of a rank's share, as `Life` has them. `said`: the level and the text to log when it is open.
+    `verified`: called when the rows of `snapshot` are, as of `TablePersistence.load`.
+    """
+
+    mark: dict[str, Any] | None = None
+    snapshot: Snapshot | None = None
+    run: str = ""
+    writes: int = 0
+    said: tuple[int, str] | None = None
+    verified: Callable[[], None] | None = None
+
+
+Decide = Callable[[Found], Opening]
+
+
+def found_in(folder: FolderState) -> Found:
+    """What a store folder holds. Raises StoreError."""
+    return Found(folder.read_mark(), folder.noted_step, folder.begun, folder.was_open)
+
+
+def own_decision(folder: StoreFolder, found: Found, fresh: bool, refuses: bool) -> Opening:
+    """How a table opens whose rows this process alone has.
+
+    fresh: whether it starts empty in any case. refuses: whether a folder that was not closed is an error. StoreError.
+    """
+    if fresh:
+        return Opening()
+    if found.mark is not None:
+        return Opening(found.mark)
+    if not found.begun:
+        return Opening()
+    where = f"store folder {folder.path}"
+    if refuses and found.was_open:
+        raise StoreError(not_closed(folder.path))
+    snapshot = base_of(folder)
+    base = Base.of(snapshot)
+    if not found.was_open:
+        return Opening(snapshot=snapshot, said=(logging.INFO, f"{where} is new; {restored(base)}"))
+    said = f"{where} was not closed by its last run; {restored(base)}; {lost(base, found.noted_step)}"
+    return Opening(snapshot=snapshot, said=(logging.WARNING, said))
+
+
+def not_closed(path: Path) -> str:
+    """The error of open="error"."""
+    return (
+        f"store folder {str(path)!r} was not closed by its last run, so its live rows cannot be used; "
+        'open="resume" restores the last snapshot or starts empty'
+    )
+
+
+def restored(base: Base | None) -> str:
+    """What a run begins with in place of the live rows, for the log."""
+    if base is None:
+        return "started empty: it has no snapshot of its own"
+    return f"restored its last snapshot {base.name!r}, of step {base.step}"
+
+
+def lost(base: Base | None, reached: int | None) -> str:
+    """What an unclean end lost, for the log: the steps after `base`, up to `reached` where that is known."""
+    kept = 0 if base is None else base.step
+    if reached is None or reached < kept:
+        return "what was written since is lost"
+    if reached == kept:
+        return "no later step; rows put or deleted since are lost"
+    return f"what was written since, steps {kept + 1} to {reached}, is lost"
+
+
+def lacks_space(error: TierbedError) -> bool:
+    """Whether the disk has no room for what was tried."""
+    cause = cause_of(error)
+    return cause is not None and cause.errno == errno.ENOSPC
+
+
+def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
+    """The error for a disk that has no room for what opening writes."""
+    cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for a store that is open
+    base = folder.base
+    spared = f" but {base!r}, the one to go back to" if base else ""
+    return (
+        f"{cause}. Free space on the disk and open the embedding again; snapshots in {str(folder.snapshots)!r} that "
+        f"are no longer needed may be deleted{spared}"
+    )
+
+
+def leave_ranks(path: Path, record: RanksRecord, shares: Shares, base: Base | None, refuses: bool) -> tuple[int, str]:
+    """The level and text to log where rows of other ranks are left for those of `base`, or for none.
+
+    Raises StoreError where this would lose rows that are whole, or where they are lost and open="error".
+    """
+    live = live_together(record, shares.values())
+    if live is None:
+        if refuses:
+            raise StoreError(not_closed(path))
+        return logging.WARNING, f"{not_all_closed(path, record, shares)}; {restored(base)}; {lost(base, None)}"
+    name, step, _ = base or ("", 0, 0)
+    if (live.writes, record.snapshot, live.step) != (record.saved, name, step):
+        raise StoreError(keep(path, f"{record.ranks} ranks", live.step, base))
+    return logging.INFO, f"store folder {path} has rows of {record.ranks} ranks; {restored(base)}"
+
+
+def check_let_go(path: Path, ranks: int) -> None:
+    """Raises StoreError while a process has a share of so many ranks open, as one that outlives its rank 0."""
+    for rank in range(ranks):
+        place = share_folder(path, rank, ranks)
+        if place.is_dir() and (process := holder(place)) is not None:
+            raise StoreError(
+                f"{str(place)!r}, the share of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
+                "wait until that has closed it, or end that process"
+            )
+
+
+def keep(path: Path, whose: str, step: int, base: Base | None) -> str:
+    """The error for live rows that no snapshot has, with the remedy."""
+    last = "it has none" if base is None else f"its last, {base.name!r}, is of step {base.step}"
+    return (
+        f"store folder {str(path)!r} has live rows of {whose}, of step {step}, and no snapshot of them, as another "
+        "number of ranks needs "
+        f"({last}): open it with {whose} once more and save one. To do without these rows, `tierbed snapshot load` "
+        'goes back to a snapshot, and open="fresh" starts empty'
+    )
+
+
+def not_all_closed(path: Path, record: RanksRecord, shares: Shares) -> str:
+    """Why the live rows of ranks cannot be used, for the log."""
+    unclosed = [rank for rank in range(record.ranks) if (live := shares.get(rank)) is None or live.run != record.run]
+    if not unclosed:
+        return f"store folder {path} was closed by its ranks at different steps"
+    return f"store folder {path} was not closed by rank {', '.join(map(str, unclosed))} of its {record.ranks}"
+
+
+def decide_alone(folder: StoreFolder, found: Found, fresh: bool, refuses: bool) -> Opening:
+    """As `own_decision`, also where the live rows are of ranks. StoreError where these may be on other hosts."""
+    record = folder.keeper.of_ranks
+    if record is not None:
+        check_let_go(folder.path, record.ranks)
+    if record is None or found.mark is not None or fresh:
+        return own_decision(folder, found, fresh, refuses)
+    snapshot = base_of(folder.keeper)
+    shares = live_of(marks_in(folder.path, record.ranks), record.ranks)
+    if not shares:
+        raise StoreError(
+            f"store folder {str(folder.path)!r} has live rows of {record.ranks} ranks, and none of their shares is "
+            f"here: open it where they are, with {record.ranks} ranks, and save a snapshot. To do without these rows, "
+            '`tierbed snapshot load` goes back to a snapshot, and open="fresh" starts empty'
+        )
+    return Opening(snapshot=snapshot, said=leave_ranks(folder.path, record, shares, Base.of(snapshot), refuses))
+
+
+def forget_ranks(folder: StoreFolder) -> None:
+    """Let the live rows be this process's alone, and remove those of ranks. Raises StoreError."""
+    folder.keeper.end_ranks()
+    remove_other_shares(folder.path, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What rank `rank` of `ranks` has of a table's rows. on_host: how many of the ranks divide this host's memory."""
+
+    rank: int
+    ranks: int
+    on_host: int = 1
+
+    def folder(self, store: Path) -> Path:
+        """The store folder of the share, in that of the table."""
+        return share_folder(store, self.rank, self.ranks)
+
+    def options(self, options: StoreOptions) -> StoreOptions:
+        """The options of the share's table: an evicting one has its part of `capacity`, rounded up."""
+        if options.capacity is None or options.eviction == "none":
+            return options
+        return dataclasses.replace(options, capacity=-(-options.capacity // self.ranks))
+
+
+@dataclasses.dataclass
+class Life:
+    """Which rows a share has, for comparison with those of the other ranks.
+
+    `run`: the id of the run in which these rows began, empty or from a snapshot. `writes`: how many operations of all
+    ranks wrote since.
+    """
+
+    share: Share
+    run: str = ""
+    writes: int = 0
+
+    def described(self) -> dict[str, Any]:
+        """The field `share` of the mark of the share's live rows."""
+        return {"rank": self.share.rank, "ranks": self.share.ranks, "run": self.run, "writes": self.writes}

@@ -1,0 +1,337 @@
+"""The snapshots of an embedding, and its rows in a `state_dict()`: the rows themselves, or the name of a snapshot."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+
+from ..engine.errors import (
+    ClosedError,
+    InputError,
+    OptimizerError,
+    OptionError,
+    SnapshotError,
+    StoreError,
+    TierbedError,
+)
+from ..engine.ops.rows_contract import Rows
+from ..engine.table.background_save import Saving
+from ..snapshots.files.versions import EMPTY
+from ..snapshots.store.selection import LoadReport, Selection, Where
+from .rows_in_tensors import FIELDS, RowTensors
+from .rows_reference import UNKNOWN, SavedAs, of_unopened, stopped_at, unlike
+
+if TYPE_CHECKING:
+    from .handle_contract import Held
+    from .training_group import TrainingGroup
+
+log = logging.getLogger("tierbed")
+
+EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
+ROWS = "rows."  # begins the names of rows in a state_dict
+APART, STAY = "apart", "stay"
+_EXTRA_BYTES = 1024  # more than a name of 200 bytes and a digest take
+_mode: ContextVar[str] = ContextVar("what states do with rows", default="")
+
+
+class SavedRows(Rows):
+    """The part of the embedding modules that saves their rows."""
+
+    _version = 2  # of the state_dict; version 1 had no extra state
+    _closed: bool
+    _held: Held | None
+    group: TrainingGroup | None = None  # the embeddings that it is trained together with
+    _awaited: list[SavedAs]  # the rows of a loaded state_dict, if the embedding does not have them yet
+    _has_warned: bool  # of its first state_dict
+    rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the embedding's store is open, from the first use to `close`."""
+        return self._held is not None and not self._closed
+
+    def opened(self, for_load: bool = False) -> Held:
+        """The table, opened where it is not yet. for_load: whether its rows are about to be replaced."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """Note that `group` has changed."""
+        if self._held is not None and self.group is not None and not self._closed:
+            self._held.join(self.group)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """A block before the exchanges of a call of all ranks: what it raises on one rank is raised on all."""
+        try:
+            yield
+        except Exception as error:
+            if self.world is not None and self.world.untold(error) and detect_fake_mode() is None:
+                self.world.meet(f"a call of embedding {self.name!r}", error)
+            raise
+
+    def save_snapshot(
+        self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
+    ) -> Saving | None:
+        """Save all rows with optimizer state in the store folder. The snapshot is durable on return.
+
+        kind: "full"; "incremental", what changed since the snapshot that was saved or loaded last; or "checkpoint" of
+        a cached_ssd store, by links to RocksDB's files (docs/snapshots.md).
+        background: return at once, while a thread saves the rows as they are now. `wait()` of the result returns when
+        the snapshot is durable, and raises what went wrong.
+        overwrite: whether to replace a snapshot of that name, at one instant when the new one is durable. A snapshot
+        that another goes over cannot be replaced. Raises SnapshotError, StoreError, OptionError.
+        """
+        with self.told():
+            _check_flag("background", background)
+            _check_flag("overwrite", overwrite)
+            held = self.opened()
+        if background:
+            return held.save_in_background(snapshot_name, kind, overwrite)
+        held.save_snapshot(snapshot_name, kind, overwrite)
+        return None
+
+    def load_snapshot(
+        self,
+        snapshot_name: str,
+        tables: Collection[int | str] | None = None,
+        where: Where | None = None,
+        strict: bool = True,
+        weights_only: bool = False,
+        convert: bool = False,
+    ) -> LoadReport:
+        """Replace all rows by the rows of a snapshot, or by a selection of them. Returns what was loaded.
+
+        tables: the table ids, or names, to take. where: a function of arrays (table_ids [n], keys [n]) that gives bool
+        [n], the rows to take. weights_only: whether to leave out the optimizer's state; then the optimizer may be
+        another, and begins anew.
+        strict: whether all of the snapshot must fit. If not, tables that the embedding lacks or has under another name,
+        and another optimizer's state, are left out, as the report's `remarks` say.
+        convert: whether numbers of another dtype are converted: widening is exact, narrowing rounds to nearest even.
+
+        The snapshot is checked first, and rows stay where this raises: SnapshotError where the snapshot is missing,
+        damaged or of another table; StoreError where its tables have other names; OptimizerError where its state is
+        another optimizer's; InputError for a selection that cannot be, or a number that a narrower dtype cannot hold.
+        """
+        with self.told():
+            for argument, value in (("strict", strict), ("weights_only", weights_only), ("convert", convert)):
+                if not isinstance(value, bool):
+                    raise InputError(f"{argument}={value!r}: give True or False")
+            held = self.opened(for_load=True)
+        selection = Selection(tables, where, not weights_only, convert=convert)
+        report = held.load_snapshot(snapshot_name, selection, strict)
+        self.keep_rows()
+        return report
+
+    def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
+        """Raise what `save_snapshot` would raise now for these arguments. Call it before the training to be saved.
+
+        SnapshotError for a name that cannot be used or is taken, or with `overwrite` cannot be replaced; OptionError.
+        """
+        with self.told():
+            _check_flag("overwrite", overwrite)
+            held = self.opened()
+        held.check_save(snapshot_name, kind, overwrite)
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
+        """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
+
+        keep_last: how many of the latest stay. keep_every: of each so many steps, the first snapshot that reached them
+        stays. `last_snapshot` stays, and all that a snapshot which stays goes over.
+        """
+        with self.told():
+            held = self.opened()
+        return held.prune_snapshots(keep_last, keep_every)
+
+    @property
+    def last_snapshot(self) -> str | None:
+        """The snapshot that was saved or loaded last, or None. Rows go back to it after a kill."""
+        return None if self._held is None else self._held.base
+
+    def keep_rows(self) -> None:
+        """Go on with the rows as they are, though a loaded state_dict is of others."""
+        if self._awaited and not self._closed and self.store_options.persistent_path is not None:
+            self.opened(for_load=True).keep_rows()
+        self._awaited.clear()
+
+    def get_extra_state(self) -> Tensor:
+        """The extra state in `state_dict()`: JSON as uint8 [1024], padded with blanks.
+
+        It has the `step` of the rows, a `snapshot` of them and its `digest`, their `version`, and a digest of the
+        `instant`, which all embeddings that are trained together have alike. Each is None if there is none: for rows
+        that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot is saved now.
+        """
+        # a tensor, since code that handles a state_dict may take nothing else; of one size, since DCP loads no other
+        said = json.dumps(self._named()._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
+        return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+
+    def _named(self) -> SavedAs:
+        """The name of the rows for a state_dict."""
+        if self._awaited:
+            return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
+        kept = self.store_options.state_dict_snapshots
+        if not are_apart() and kept and detect_fake_mode() is None:
+            return self.opened().save_for_state(None if kept is True else kept)
+        if not are_apart() and self.store_options.persistent_path is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
+                "state_dict_snapshots=True in the store options, so that each state names a snapshot of them, or save "
+                "by graph.save or save_checkpoint",
+                self.name,
+            )
+        if self._held is not None:
+            return self._held.named()
+        place = self.store_options.persistent_path
+        if place is None or self.world is not None or self.store_options.snapshot_path is not None:
+            return SavedAs(None)
+        return of_unopened(Path(place) / self.name, self.store_options.open == "fresh")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Load the extra state of `load_state_dict()`: the rows that it names, where they are to be had.
+
+        SnapshotError where they are not, here or at the first use of an embedding that is not open yet. From then on
+        every use raises it, until a load succeeds or `keep_rows()` is called.
+        """
+        if are_apart():
+            return
+        try:
+            awaited = SavedAs.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
+        except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
+            awaited = UNKNOWN
+        self.await_rows(awaited)
+
+    def await_rows(self, awaited: SavedAs) -> None:
+        """Let the rows be those that a loaded state_dict names, now or at the first use. SnapshotError.
+
+        If that raises now, torch loads no module after this one: the others of the group raise as well.
+        """
+        if awaited == SavedAs(None):  # of an embedding that was not used, which tells nothing of its rows
+            return
+        self._awaited[:] = [awaited]
+        if self._held is None and _mode.get() != STAY:
+            return
+        try:
+            self._await_rows()
+        except Exception:
+            for other in () if self.group is None else self.group.embeddings:
+                if other is not self:
+                    other.note_stopped(f"embedding {self.name!r}")
+            raise
+
+    def note_stopped(self, what: str) -> None:
+        """A load stopped at `what`: it is not known that the rows belong to the rest of the model."""
+        self._awaited[:] = [stopped_at(what)]
+
+    def _await_rows(self) -> None:
+        (awaited,) = self._awaited
+        held = self.opened(for_load=True)
+        try:
+            found, said = held.go_to(awaited) or self._emptied(held, awaited), ""
+        except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
+            if _mode.get() != STAY or isinstance(error, ClosedError):
+                raise
+            found, said = False, str(error)
+        if found:
+            self._awaited.clear()
+            return
+        if held.unsettled:
+            raise StoreError(held.unsettled)
+        said = said or unlike(self.name, held.named(), awaited, bool(self.store_options.state_dict_snapshots))
+        if _mode.get() == STAY:
+            self._awaited.clear()
+            log.warning("%s; its rows stay", said)
+            return
+        raise SnapshotError(
+            f"{said}. The embedding raises this until a state, checkpoint or snapshot is loaded, or keep_rows() "
+            "accepts its rows"
+        )
+
+    def _emptied(self, held: Held, awaited: SavedAs) -> bool:
+        """Whether all rows were deleted, for a state of none."""
+        empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == EMPTY
+        if empties:
+            held.load_tensors(RowTensors.none(self.spec).tensors)
+        return bool(empties)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
+            rows = RowTensors.none(self.spec) if self._held is None else self._held.tensors()
+            destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.tensors.items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
+        tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
+        if tensors and not are_apart():
+            try:
+                self.opened(for_load=True).load_tensors(tensors)
+                self._awaited.clear()
+            except TierbedError as error:
+                said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
+                if _mode.get() == STAY and not (self._held is not None and self._held.unsettled):
+                    self._awaited.clear()
+                    log.warning("%s; its rows stay", said)
+                else:
+                    self._awaited[:] = [UNKNOWN]
+                    errors.append(said)
+                state_dict.pop(prefix + EXTRA, None)
+        elif prefix + EXTRA not in state_dict and not _mode.get():
+            self._awaited[:] = [UNKNOWN]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        if prefix + EXTRA in missing and (tensors or are_apart()):
+            missing.remove(prefix + EXTRA)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
+        with rows_stay(strict is False):
+            return super().load_state_dict(state_dict, strict, assign)
+
+
+@contextmanager
+def rows_apart() -> Iterator[None]:
+    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
+    token = _mode.set(APART)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def are_apart() -> bool:
+    """Whether this is in a block of `rows_apart`."""
+    return _mode.get() == APART
+
+
+@contextmanager
+def rows_stay(lenient: bool) -> Iterator[None]:
+    """A block in which `load_state_dict` lets rows stay that the state is not of, if `lenient`."""
+    token = _mode.set(STAY) if lenient and not are_apart() else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _mode.reset(token)
+
+
+def _check_flag(argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{argument}={value!r}: give True or False")

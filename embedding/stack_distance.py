@@ -1,0 +1,203 @@
+"""How far down an LRU stack a row is when a batch uses it again, and whether a cache still has it.
+
+A cache serves batches of distinct rows. The rows of a batch are found or missed as the batch begins, and they do not
+push each other out while it runs. So a row's depth has two parts: the number of rows that later batches used, and the
+number of rows that the same batch used, which tie with the row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine import _core
+from ..engine._core import GROUP
+from ..engine.row_format import BUCKETS
+
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+
+ROUNDS = 6  # iterations to the model's fixed point, which moves little after three
+PER_ROW = 100  # loads of the tables below between one row of a group and the next
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # rows of a group; at the end GROUP ways are never enough
+
+
+class Uses(NamedTuple):
+    """Uses of rows, in the order of batches: a batch uses each of its rows once. Arrays are [n]."""
+
+    batch: I64  # ascending
+    table: I64
+    row: I64  # numbers of rows, from 0
+    arrival: F64  # in [0, 1): the place in the order of ids, among the batch's rows that compete for a set
+
+
+class Sample:
+    """Uses of the rows whose hash is below a bound: a share `rate` of all rows, each with all of its uses.
+
+    The bound sinks so that no more than `most` uses are held. Spatial sampling of stack distances: Waldspurger et al.,
+    "Efficient MRC Construction with SHARDS", FAST 2015.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._halvings = 0
+        self._parts: list[tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]] = []
+        self._held = 0
+        self.batch_rows: list[int] = []  # rows of every batch, sampled or not
+
+    @property
+    def rate(self) -> float:
+        return 0.5**self._halvings
+
+    def add(self, batch: _core.Batch) -> None:
+        """Add the uses of the next batch."""
+        hashes = hash_rows(batch.tables, batch.keys)
+        part = (
+            np.full(batch.unique, len(self.batch_rows)),
+            batch.tables.copy(),
+            hashes,
+            _arrivals((hashes >> np.uint64(58)).astype(np.int64)),
+        )
+        self.batch_rows.append(batch.unique)
+        self._append(part)
+        while self._held > self._most:
+            parts, self._parts, self._held = self._parts, [], 0
+            self._halvings += 1
+            for part in parts:
+                self._append(part)
+
+    def uses(self) -> Uses:
+        if not self._parts:
+            return Uses(*(np.empty(0, np.int64),) * 3, np.empty(0))
+        batches, tables, hashes, arrivals = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
+        order = np.lexsort((tables, hashes))
+        new = np.ones(len(order), np.int64)
+        new[1:] = (np.diff(hashes[order]) != 0) | (np.diff(tables[order]) != 0)
+        rows = np.empty(len(order), np.int64)
+        rows[order] = np.cumsum(new) - 1
+        return Uses(batches, tables.astype(np.int64), rows, arrivals)
+
+    def _append(self, part: tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]) -> None:
+        if self._halvings:
+            kept = part[2] >> np.uint64(64 - self._halvings) == 0
+            part = (part[0][kept], part[1][kept], part[2][kept], part[3][kept])
+        if len(part[0]):
+            self._parts.append(part)
+            self._held += len(part[0])
+
+
+class Depths(NamedTuple):
+    """The depth at which each use finds its row on the stack, in rows of the sample. Arrays are [n]."""
+
+    before: I64  # the previous use of the same row, -1 for its first
+    newer: I64  # distinct rows that batches between that use and this one used
+    tied: I64  # other rows whose last use before this one was in the batch of that use
+
+
+def depths(uses: Uses) -> Depths:
+    """The depths of uses, exact for these uses."""
+    count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
+    before = np.full(count, -1)
+    order = np.argsort(uses.row, kind="stable")
+    again = np.flatnonzero(np.diff(uses.row[order]) == 0)
+    before[order[again + 1]] = order[again]
+    newer, tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    last = np.zeros(batches + 1, np.int64)  # by batch: how many rows it was the last to use
+    ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
+    begin = 0
+    for batch, end in enumerate(ends):
+        since = np.cumsum(last[batch::-1])[::-1]  # rows of that batch or a later one
+        known = begin + np.flatnonzero(before[begin:end] >= 0)
+        latest = uses.batch[before[known]]
+        newer[known], tied[known] = since[latest + 1], last[latest] - 1
+        last[:batch] -= np.bincount(latest, minlength=batch)[:batch]
+        last[batch] = end - begin
+        begin = end
+    return Depths(before, newer, tied)
+
+
+class Model:
+    """The chances that uses hit a cache where a row replaces one of its group.
+
+    Rows fall on groups at random, so those ahead of a row in its group are Poisson distributed about their number
+    divided by the groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978). Rows tie in
+    random order. A batch with more rows than its group has ways keeps its hits and the first of its misses.
+    """
+
+    def __init__(self, uses: Uses, sample: Sample) -> None:
+        found = depths(uses)
+        self._again = np.flatnonzero(found.before >= 0)
+        self._before = before = found.before[self._again]
+        self._rows = np.array(sample.batch_rows, np.float64)[uses.batch[before]]
+        self._newer = found.newer[self._again] / sample.rate
+        # the share of the batch that is ahead: uniform over uses, the same at every size of the cache
+        shares = np.arange(len(before)) * 0.6180339887498949 % 1
+        self._ties = shares * found.tied[self._again] / sample.rate / self._rows
+        self._arrival = uses.arrival[before]
+        self._uses = len(uses.batch)
+
+    def chances(self, lines: float) -> F64:
+        """[n], for each use the chance that a cache of so many lines has the row."""
+        groups = lines / GROUP
+        load = self._rows / groups
+        stays = _fits(self._newer / groups + self._ties * _at_most(load))
+        stays[self._newer == 0] = 1.0
+        chances = np.zeros(self._uses)
+        chances[self._again] = stays
+        if load.max(initial=0.0) < GROUP / 4:  # no batch fills a group
+            return chances
+        for _ in range(ROUNDS):  # what a batch keeps depends on what it hits, and its hits on what the last batch kept
+            hit, rate = chances[self._before], float(chances.mean())
+            kept = _fits(load * (rate + (1 - rate) * self._arrival))
+            chances[self._again] = stays * (hit + (1 - hit) * kept)
+        return chances
+
+
+def hash_rows(tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The engine's hash of rows [n] (kernels/hash.h)."""
+    x = keys ^ ((tables.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _arrivals(buckets: I64) -> F64:
+    """The place of each row among those of its bucket, as a share; rows of a batch are in the order of buckets."""
+    begins = np.searchsorted(buckets, np.arange(BUCKETS))
+    counts = np.bincount(buckets, minlength=BUCKETS)
+    return (np.arange(len(buckets)) - begins[buckets]) / counts[buckets]
+
+
+def _poisson(loads: F64) -> F64:
+    """[n, GROUP], P(X = k) for k < GROUP, where X is Poisson distributed with mean `loads` [n]."""
+    terms = np.ones((len(loads), GROUP))
+    terms[:, 1:] = np.cumprod(loads[:, None] / np.arange(1, GROUP), axis=1)
+    return np.asarray(terms * np.exp(-loads)[:, None])
+
+
+_SHARES = _poisson(_LOADS)
+_FITS = _SHARES.sum(1)
+_AT_MOST = GROUP - _SHARES @ (GROUP - np.arange(GROUP))
+
+
+def _fits(load: F64) -> F64:
+    """The chance that fewer than GROUP rows are ahead of a row in its group, where `load` are ahead on average."""
+    return _between(load, _FITS)
+
+
+def _at_most(load: F64) -> F64:
+    """The expected number of rows that a group keeps, where a batch has `load` rows for each group on average."""
+    return _between(load, _AT_MOST)
+
+
+def _between(load: F64, values: F64) -> F64:
+    """The value [n] at each load >= 0, by a straight line between two of `_LOADS`; beyond them their last value.
+
+    Loads are evenly spaced, so nothing is searched.
+    """
+    place = np.minimum(load * PER_ROW, len(values) - 1)
+    below = place.astype(np.int32)
+    step = np.diff(values, append=values[-1])
+    return np.asarray(values[below] + (place - below) * step[below])

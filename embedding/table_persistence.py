@@ -1,0 +1,547 @@
+"""Where the rows of a table are between runs: opening, closing, and going back to snapshots of one store folder.
+
+The live rows are scratch while a table is written: the mark goes before the first write and comes back with a clean
+close. Rows that are found without a mark are never served; the rows of the last snapshot are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.durable import remove_folder
+from ..engine.errors import SnapshotError, StoreError, TierbedError
+from ..engine.lifecycle.lifecycle import Lifecycle
+from ..engine.optim.optimizers import RowOptimizer
+from ..engine.optim.row_state import RowState
+from ..engine.options.options import CachedSsdOptions, StoreOptions
+from ..engine.options.table_spec import TableSpec
+from ..engine.processors.choose import processor_of
+from ..engine.row_format import Chunks, Field, RowForm
+from ..engine.signals import uninterrupted
+from ..engine.store.contract import Table
+from ..engine.store.rocksdb import RocksDB
+from ..engine.store.table_counts import FIELD, counted_chunks, counts_in
+from ..engine.table.auto_budgets import AutoBudgets
+from ..engine.table.scanned import checked_rows, load_rows
+from ..engine.table.stack import build_stack
+from ..engine.table.table import OpenTable
+from ..snapshots.files.format import SHARE, check_description
+from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.unread import cause_of
+from ..snapshots.files.versions import EMPTY, LIVE, Instant, Rows
+from ..snapshots.files.writer import write_snapshot
+from ..snapshots.store.closed_store import live_rows
+from ..snapshots.store.converted import converted_description
+from ..snapshots.store.folder import StoreFolder
+from ..snapshots.store.folder_state import place_of
+from ..snapshots.store.instants import rows_of, settle
+from ..snapshots.store.saving import base_of
+from ..snapshots.store.selection import ALL, LoadReport, Selection
+from .compatible import LoadedIds, check_stored
+from .recovery import (
+    Base,
+    Decide,
+    Found,
+    Life,
+    Opening,
+    Share,
+    decide_alone,
+    forget_ranks,
+    found_in,
+    lacks_space,
+    lost,
+    no_space_to_open,
+)
+from .rows_in_tensors import RowTensors
+from .training_group import UNSETTLED, Membership, TrainingGroup, open_rows
+
+log = logging.getLogger("tierbed")
+
+
+class TablePersistence:
+    """The store folder of an embedding, held while this object lives, or nothing where the options name no path.
+
+    share: what this process has of the rows; None for all of them.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        options: StoreOptions,
+        device: torch.device,
+        share: Share | None = None,
+        group: TrainingGroup | None = None,
+    ) -> None:
+        self.spec = spec
+        self.options = options = options if share is None else share.options(options)
+        self.life = None if share is None else Life(share)
+        self._processor = processor_of(device, options)
+        self._budgets = AutoBudgets(spec.name, options, ranks=1 if share is None else share.on_host)
+        self.folder: StoreFolder | None = None
+        if options.persistent_path is not None:
+            path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
+            if share is None:
+                self.folder = StoreFolder(path, user, place_of(options.snapshot_path, spec.name))
+            else:
+                self.folder = StoreFolder(share.folder(path), user)
+        alone = self.folder is not None and share is None  # in this process
+        self.membership = Membership(self.folder, group) if self.folder is not None and alone else None
+        self._on_disk = isinstance(options, CachedSsdOptions)
+        self._fresh = options.open == "fresh"
+        self._scratch = False  # whether the live rows in the folder differ from the table's
+        self._unmarked = False  # whether it is known that the live rows carry no mark
+        self._is_written = False  # whether MARK says that this run writes rows
+        self.unsettled = ""  # why the rows may not be used before a load
+        self.is_untouched = False  # whether that is since the folder is new, and its snapshot is to be converted
+        self.before_first_write: Callable[[], None] = lambda: None
+
+    def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
+        """Open the table with the rows that `decide` chooses, by default the folder's last consistent ones.
+
+        Those of embeddings that are trained together are of one instant, unless it is `for_load`, which replaces them.
+        Raises what `decide` raises, StoreError, OptionError, OptimizerError.
+        """
+        if self.folder is None:
+            return self._build(optimizer, None, None)
+        mode = "fresh" if self._fresh else self.options.open
+        try:
+            if self.membership is not None:
+                stores = self.membership.stores
+                self.unsettled = settle(self.folder, mode, open_rows(), for_load, stores=stores)
+                self.membership.record = self.folder.group
+            self._is_written = self.is_untouched = False
+            found = found_in(self.folder)
+            is_new = self.life is None and found.mark is None and not found.was_open
+            opening = (decide or self._own_decision)(found)
+            table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
+            if self.life is None:
+                forget_ranks(self.folder)
+            if self.membership is not None and self.unsettled and not self.is_untouched:
+                self.membership.torn = UNSETTLED
+            return table
+        except TierbedError as error:
+            if not lacks_space(error):
+                raise
+            raise StoreError(no_space_to_open(self.folder, error)) from error
+
+    def _own_decision(self, found: Found) -> Opening:
+        assert self.folder is not None
+        opening = decide_alone(self.folder, found, self._fresh, self.options.open == "error")
+        if self.membership is not None and self.folder.at is not None:
+            opening = opening._replace(said=None)  # it was said of all that are trained together
+        if self.life is None or opening.mark is None:
+            return opening
+        return opening._replace(run=self.life.run, writes=self.life.writes)
+
+    def _open_with(
+        self, optimizer: RowOptimizer | None, opening: Opening, folder: StoreFolder, is_new: bool, for_load: bool
+    ) -> OpenTable:
+        if self.life is not None:
+            self.life.run, self.life.writes = opening.run, opening.writes
+        if opening.mark is not None:
+            return self._resume(optimizer, opening.mark, folder, for_load)
+        if opening.snapshot is not None:
+            spec = self.spec.with_stored_seed(opening.snapshot.description)
+            what = f"store folder {str(folder.path)!r}"
+            if is_new:
+                what = f"snapshot {opening.snapshot.name!r}, with which {what} opens,"
+            try:
+                stored = opening.snapshot.description
+                check_stored(spec, stored, optimizer, StoreError, what, can_load=is_new, for_load=for_load)
+                self.spec = spec
+            except StoreError as error:
+                if not (is_new and for_load):
+                    raise
+                fitting = converted_description(opening.snapshot.description, (spec.dtype, spec.state_dtype))
+                check_stored(spec, fitting, optimizer, StoreError, what)
+                self.unsettled, self.is_untouched = str(error), True  # a load that converts brings the rows
+                opening = Opening()
+        if opening.snapshot is None:
+            table = self._start_empty(optimizer, folder)
+        else:
+            folder.discard_live()  # this makes room: no run uses these rows again
+            table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified, replaced=for_load)
+            if self.membership is not None:
+                self.membership.opened(rows_of(opening.snapshot))
+        if opening.said is not None:
+            log.log(opening.said[0], "embedding %r: %s", self.spec.name, opening.said[1])
+        return table
+
+    def close(self, table: OpenTable) -> None:
+        """Bring written rows down and mark the folder clean, so that the next run resumes from them.
+
+        Where that fails, as on a full disk, the table stays open, to be closed again. A table whose write failed is
+        closed without a mark: the next run goes back to the last snapshot. So is a table whose folder was removed or
+        replaced, and then StoreError is raised.
+        """
+        with table.lock:
+            table.rest()  # first: a later call may fail, and no thread may be left when the process ends
+            if self.membership is not None and self.membership.group is not None:
+                self.membership.group.check_passed()
+            is_torn = self.unsettled != "" or (self.membership is not None and self.membership.torn != "")
+            if self.folder is not None and self._scratch and not table.is_lost and not is_torn:
+                try:
+                    self.folder.check()
+                except StoreError:
+                    table.close()
+                    raise
+                try:
+                    self._keep(table, self.folder)
+                except BaseException:
+                    if table.is_lost:
+                        table.close()
+                    raise
+                self._scratch = self._is_written = False
+            elif self.membership is not None and not table.is_lost and not is_torn:
+                self.membership.rest()
+            if self.membership is not None:
+                self.membership.closed()
+            table.close()
+            if self.folder is not None and self.is_untouched:
+                self.folder.discard_live()
+
+    def expect_first_write(self) -> None:
+        """Let the next write be a first one, which finds out whether rows may be written: `Membership.check_whole`."""
+        self._is_written = False
+
+    def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
+        """Make the table's rows the live rows, durably, and mark them."""
+        if self._on_disk:
+            table.flush()
+        else:
+            folder.clear_incoming()
+            write_snapshot(folder.incoming, table.describe(), table.scan())
+        self._unmarked = False  # not known from here on, even if a later call fails
+        closed = self.membership is None or not self.membership.is_pending
+        if self._on_disk:
+            folder.set_mark(self._mark_of(table), closed)
+        else:
+            folder.replace_live(folder.incoming, self._mark_of(table), closed=closed)
+
+    def after_failed_close(self, table: OpenTable) -> str:
+        """What the next run would find if this run ended now, for the log."""
+        if self.folder is None or not self._scratch:
+            return "no stored row is lost by it"
+        if self.life is not None:
+            return "all ranks go back to the last snapshot in the next run"
+        try:
+            snapshot = base_of(self.folder)
+        except TierbedError as error:
+            return f"the last snapshot, which the next run needs, cannot be read: {error}"
+        if snapshot is None:
+            return "the next run starts empty: it has no snapshot of its own"
+        base = Base(snapshot.name, snapshot.description["step"], snapshot.manifest.rows)
+        return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost(base, table.step)}"
+
+    def release(self) -> None:
+        """Let the folder go as it is, and the memory that was promised."""
+        self._budgets.release()
+        if self.membership is not None:
+            self.membership.closed()
+        if self.folder is not None:
+            self.folder.release()
+
+    def check_row(self, optimizer: RowOptimizer) -> None:
+        """Raises OptionError where the options name another row size than the optimizer needs."""
+        self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
+
+    def _fields(self, optimizer: RowOptimizer) -> tuple[Field, ...]:
+        """The fields of a row under an optimizer."""
+        return self.spec.form(self.spec.state_of(optimizer)).fields
+
+    def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
+        """A table of the same rows, with room for the optimizer's state, on the device that is wanted now."""
+        table.check()
+        if self.folder is not None:
+            self.close(table)
+            return self.open(optimizer)
+        wider = self._build(optimizer, {**table.describe(), "rows": table.counts.rows, "shards": None}, None)
+        self._fill(wider, table.describe(), table.scan())
+        table.close()
+        return wider
+
+    def move(self, table: OpenTable, device: torch.device) -> OpenTable:
+        """A table of the same rows on another device. Raises InputError, OptionError, StoreError."""
+        before, self._processor = self._processor, processor_of(device, self.options)
+        try:
+            return self.reopen(table, table.optimizer)
+        except BaseException:
+            self._processor = before
+            raise
+
+    def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
+        new = not folder.begun
+        if folder.read_mark() is not None:
+            self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost good rows
+            folder.clear_incoming()
+        folder.discard_live()
+        try:
+            table = self._build(optimizer, None, folder.live)
+        except BaseException:
+            if new:
+                folder.forget()
+            raise
+        if self._fresh and self.membership is not None:
+            self.membership.begin_fresh()
+        if not self.is_untouched:
+            folder.begin_empty()
+            folder.note_step(0)
+        self._fresh, self._scratch, self._unmarked = False, True, True
+        if self.membership is not None:
+            self.membership.opened(Rows(EMPTY))
+        return table
+
+    def _resume(
+        self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder, for_load: bool
+    ) -> OpenTable:
+        where = f"store folder {str(folder.path)!r}"
+        try:
+            check_description(mark)
+        except ValueError as error:
+            raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
+        self.spec = self.spec.with_stored_seed(mark)
+        check_stored(self.spec, mark, optimizer, StoreError, where, for_load=for_load)
+        rows = Rows.parse(mark.get(LIVE)) or Rows((secrets.token_hex(8), 0))
+        if self.membership is not None:
+            self.membership.found(rows)  # rows of another kind of store are marked clean anew
+        table = self._live_table(optimizer, mark, folder, where)
+        if self.membership is not None:
+            self.membership.opened(rows)
+        return table
+
+    def _live_table(
+        self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder, where: str
+    ) -> OpenTable:
+        """A table of the live rows that a mark describes."""
+        same_lines = optimizer is None or self._fields(optimizer) == RowForm.described(mark).fields
+        try:
+            if self._on_disk and mark["live"] == "rocksdb" and same_lines:
+                return self._build(optimizer, mark, folder.live)
+            return self._restore(optimizer, mark, live_rows(folder, mark), same_rows=True)
+        except (SnapshotError, StoreError) as error:
+            if cause_of(error) is not None:
+                raise
+            raise StoreError(
+                f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
+                '`tierbed snapshot load`, or start over with open="fresh"'
+            ) from error
+
+    def load(
+        self,
+        optimizer: RowOptimizer | None,
+        snapshot: Snapshot,
+        running: OpenTable | None,
+        selection: Selection = ALL,
+        verified: Callable[[], None] | None = None,
+        together: Instant | None = None,
+        replaced: bool = False,
+    ) -> tuple[OpenTable, LoadReport]:
+        """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
+
+        together: where embeddings that are trained together are loaded, the instant to which all go.
+        After a kill the rows go back to this snapshot. Not so after a load of a selection: only the next save or close
+        makes that durable. verified: called when the rows are; where it raises, nothing has changed.
+        replaced: whether another load is about to replace the rows, so that nothing is said of their ids.
+        """
+        report, last_ids = LoadReport(), self.spec.last_ids
+        ids = None if replaced or last_ids is None else LoadedIds(self.spec, last_ids)
+        described = {**snapshot.description, "rows": snapshot.manifest.rows}
+        if selection.has_every_row and snapshot.part is None:
+            report.rows = snapshot.manifest.rows
+        else:
+            chunks = snapshot.chunks() if ids is None else ids.stored(snapshot.chunks())
+            for _ in selection.chunks(chunks, described, report):  # counted first, for `capacity`
+                pass
+        stored = {**selection.description(described), "rows": report.rows}
+        selected = selection.rows_of(snapshot, LoadReport())
+        if ids is not None:
+            selected = ids.counted(selected)
+        with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
+            base = snapshot.name if selection.is_whole and self.life is None else None
+            by = "load" if running is not None else "open" if self.unsettled else "recovery"
+            to = None if base is None else (snapshot, by, together)
+            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, to, verified=verified)
+            if self.folder is not None and self._scratch:
+                self.folder.note_step(table.step)
+        if ids is not None:
+            untrained = not described["states"] and not described["step"]
+            report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"])
+            for remark in report.remarks:
+                log.warning("embedding %r: %s", self.spec.name, remark)
+        return table, report
+
+    def load_tensors(self, optimizer: RowOptimizer | None, held: RowTensors, running: OpenTable) -> OpenTable:
+        """The table with rows that are in memory; closes `running`. After a kill rows go back as before."""
+        with self._with_seed_of(held.description), running.lock:
+            check_stored(self.spec, held.stored(), optimizer, SnapshotError, "the state")
+            table = self._restore(optimizer, held.stored(), contextlib.nullcontext(held.chunks()), running)
+            if self.folder is not None and self._scratch:
+                self.folder.note_step(table.step)
+            return table
+
+    @contextlib.contextmanager
+    def _with_seed_of(self, description: dict[str, Any]) -> Iterator[None]:
+        """A block that loads rows of this description, and goes on with their seed unless it raises."""
+        before, self.spec = self.spec, self.spec.with_stored_seed(description)
+        try:
+            yield
+        except BaseException:
+            self.spec = before
+            raise
+
+    def _restore(
+        self,
+        optimizer: RowOptimizer | None,
+        stored: dict[str, Any],
+        source: contextlib.AbstractContextManager[Chunks],
+        running: OpenTable | None = None,
+        base: tuple[Snapshot, str, Instant | None] | None = None,
+        same_rows: bool = False,
+        verified: Callable[[], None] | None = None,
+    ) -> OpenTable:
+        """A table with the rows of `source`, built beside the live rows; closes `running` when all are read.
+
+        same_rows: whether the rows are the live rows of the folder, in another form. base: the snapshot that the rows
+        go back to after a kill, by which the load is, and the instant to which others go; None to leave it as it is.
+        """
+        folder = self.folder
+        place = folder.incoming if folder is not None and self._on_disk else None
+        if folder is not None:
+            folder.clear_incoming()
+        table = self._build(optimizer, {**stored, "shards": None}, place)
+        try:
+            with source as chunks:
+                count = self._fill(table, stored, chunks)
+            if count != stored["rows"]:
+                raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {stored['rows']}")
+            if self._on_disk:
+                table.flush()
+            if verified is not None:
+                verified()
+        except BaseException:
+            _drop(table, place)
+            raise
+        with uninterrupted():
+            try:
+                if not same_rows:
+                    self._begin_writing(written=base is None and self.life is None)
+                if folder is not None and base is not None:
+                    self._set_base(folder, *base)
+                elif self.membership is not None and not same_rows:
+                    self.membership.versions.writes += 1
+            except BaseException:
+                _drop(table, place)
+                raise
+            if running is not None:
+                running.close()
+                self.unsettled, self.is_untouched = "", False
+            if place is None or folder is None:
+                return table
+            mark = self._mark_of(table)
+            table.close()
+            folder.replace_live(place, mark)
+            self._scratch = self._is_written = False
+            return self._build(optimizer, mark, folder.live)
+
+    def _set_base(self, folder: StoreFolder, snapshot: Snapshot, by: str, together: Instant | None) -> None:
+        if self.membership is None:
+            folder.set_base(snapshot.name)
+            return
+        folder.set_base(snapshot.name, *self.membership.loaded(rows_of(snapshot), by, together))
+        self._is_written = False
+        if by != "open":
+            self.unsettled = ""
+
+    def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
+        """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""
+        assert table.stack is not None
+        if table.state.names and not stored["states"]:
+            chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
+        checked = checked_rows(chunks, self.spec.num_tables)
+        remembered = table.lifecycle.remember(checked)
+        table.counts.stored = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
+        return int(table.counts.stored.sum())
+
+    def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
+        """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
+        state = RowState() if stored is None else RowState.described(stored)
+        if optimizer is not None:
+            self.check_row(optimizer)
+            state = self.spec.state_of(optimizer)
+        rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
+        lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
+        processor = self._processor(self.spec, state, lifecycle.capacity)
+        stack = build_stack(self._budgets.numbers(processor), processor, place, shards)
+        on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
+        write_at = partial(self._write_at, stack.bottom) if on_disk else None
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.threads_beside)
+        table.optimizer = optimizer
+        if stored is not None:
+            table.counts.stored_rows, table.step = rows, stored["step"]
+            table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
+        if stored is not None and shards is not None:  # rows are there, in RocksDB
+            table.counts.stored = counts_in(stored, self.spec.num_tables)
+            if lifecycle.remembers:
+                try:
+                    remembered = lifecycle.remember(checked_rows(table.scan(), self.spec.num_tables))
+                    table.counts.stored = counted_chunks(remembered, self.spec.num_tables)
+                except BaseException:
+                    table.close()
+                    raise
+        return table
+
+    def _write_at(self, bottom: RocksDB | Table, step: int) -> None:
+        """Make the folder ready for a write of step `step`. Called before each write."""
+        if isinstance(bottom, RocksDB):
+            bottom.make_writable()  # first: where it fails, the live rows keep their mark
+        if self.folder is not None:
+            if not self._is_written:
+                self.before_first_write()
+                self._begin_writing(written=True)
+            if self.membership is not None:
+                self.membership.versions.writes += 1
+            self.folder.note_step(step)
+
+    def _begin_writing(self, written: bool) -> None:
+        """Take the mark off the live rows of the folder, which are not the table's from the first write on.
+
+        written: whether rows are about to be written, and not only replaced by those of a snapshot.
+        """
+        if self.folder is None:
+            return
+        notes = written and self.membership is not None and (self.membership.is_at or self.membership.torn)
+        if self._scratch and self._unmarked and not notes:
+            self._is_written = written
+            return
+        with uninterrupted():
+            self.folder.clear_mark(self.membership.first_write() if written and self.membership is not None else None)
+            self._scratch = self._unmarked = True
+            self._is_written = written
+        if not self._on_disk:
+            self.folder.discard_live()  # this makes room: rows in memory are written anew at the close
+
+    def _mark_of(self, table: OpenTable) -> dict[str, Any]:
+        assert table.stack is not None
+        bottom = table.stack.bottom
+        live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
+        counts = table.counts.known_by_table
+        known = {} if counts is None else {FIELD: counts.tolist()}
+        share = {} if self.life is None else {SHARE: self.life.described()}
+        version = {} if self.membership is None else self.membership.live()
+        return {**table.describe(), **live, "rows": table.counts.rows, **known, **share, **version}
+
+
+def _drop(table: OpenTable, place: Path | None) -> None:
+    """Close and remove a table that was built in `place`, beside the live rows."""
+    table.close()
+    if place is not None:
+        with contextlib.suppress(OSError):  # the first error is the one to raise, and the next open removes the folder
+            remove_folder(place)

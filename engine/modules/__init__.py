@@ -1,1 +1,0 @@
-"""The embedding modules that users make, and how their rows train."""

@@ -1,1 +1,0 @@
-"""Looking at a table: metrics, and what a cache of another size would do."""

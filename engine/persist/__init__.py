@@ -1,1 +1,0 @@
-"""What a store folder keeps between runs: opening, recovery after a kill, saving and loading."""

@@ -1,1 +1,0 @@
-from .graph import Graph as Graph

@@ -1,0 +1,128 @@
+"""What a step calls, in place of the functions of `row_ops.py`, while a device records it: what launches, and no more.
+
+What the host does at each step, it does around each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...embedding.saved_rows import SavedRows
+from ...engine.options.inputs import Gradients, Lookup
+from ...engine.signals import uninterrupted
+from ...engine.table.pinned import PinnedBatch
+from ...engine.table.table import OpenTable
+
+
+def pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
+    """Launch what `row_ops.pin` launches. `gather` and `weights_grad` of `row_ops` take the batch that it returns."""
+    return record_pin(embedding.opened().own_table, lookups, embedding.output_dtype, like)
+
+
+def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+    """Launch what `row_ops.update` launches."""
+    record_update(batch, batch.gradients(grads, weights))
+
+
+def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+    """Launch what `row_ops.read` launches."""
+    table = embedding.opened().own_table
+    return table.processor.gather(record_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
+
+
+def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
+    """Launch what `row_ops.read_weights_grad` launches."""
+    table = embedding.opened().own_table
+    return table.processor.weights_grad(record_peek(table, lookup), 0, lookup, grad)
+
+
+@contextmanager
+def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
+    """Nobody else uses these tables."""
+    with ExitStack() as stack:
+        for table in sorted(tables, key=id):  # in one order: another graph may want the same
+            stack.enter_context(table.lock)
+        with uninterrupted():
+            yield
+
+
+@contextmanager
+def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
+    """Around one replay, with the tables `locked`: what the host does in a step that trains and reads these tables.
+
+    Raises what the step would, before the replay.
+    """
+    for table in read:
+        begin_replay(table, False, None)
+    begun = [(table, begin_replay(table, True, clip_value)) for table in trained]
+    try:
+        yield
+    except BaseException as error:
+        for table in trained:
+            table.failure = error  # some of its lines may be written
+        raise
+    for table, (step, hyper) in begun:
+        table.updated(step, hyper)
+
+
+def replay_key(table: OpenTable) -> Hashable | None:
+    """What a recording depends on: it may be replayed while this key is equal to that of the recording.
+
+    None where no recording may be replayed, since a snapshot is being saved in the background: a replay would not keep
+    the rows that it changes.
+    """
+    if table.watch.has_image:
+        return None
+    return table.optimizer and table.optimizer.rule, table.lagging, table.watch.changes
+
+
+def record_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
+    """Launch the kernels of `OpenTable.pin`. `begin_replay` does the rest of `pin` before each replay."""
+    batch = table.processor.batch(lookups, None if like is None else like.core)
+    table.opened().pin(batch, table.room)
+    table.settle(batch)
+    return table.hold(batch, lookups, dtype)
+
+
+def record_update(pinned: PinnedBatch, gradients: Gradients) -> None:
+    """Launch the kernels of `OpenTable.update`, and end the pin."""
+    table = pinned.table
+    table.check_pinned(pinned)
+    table.watch.before_batch(pinned.core)
+    table.processor.update(pinned.core, gradients, table.rule)
+    table.release()
+
+
+def record_peek(table: OpenTable, lookup: Lookup) -> Any:
+    """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
+    batch = table.processor.batch([lookup])
+    table.opened().peek(batch)
+    table.settle(batch)
+    return batch
+
+
+def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
+    """Do the host's part of a step before its replay: of `pin` and `update` where it `trains`, else of `read`.
+
+    Returns the step and the rule's numbers, for `OpenTable.updated`. Raises what these methods raise; then nothing has
+    changed.
+    """
+    if trains:
+        table.release()
+        with table.announced(()):
+            pass  # the batch is made by what was recorded, whatever was announced
+    table.use()
+    table.check(wait=False)
+    if not trains:
+        table.set_numbers()
+        return table.step, table.hyper
+    optimizer, step = table.check_optimizer(), table.next_step()
+    hyper = optimizer.hyper(step, clip_value)
+    table.before_write(step)
+    table.processor.set_numbers(optimizer.rule, hyper, step)
+    return step, hyper

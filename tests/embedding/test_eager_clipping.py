@@ -1,0 +1,162 @@
+"""`clip_grad_norm_` of an EagerOptimizer clips rows and dense parameters by one norm, as a graph and torch do."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.embeddings import DIM, make
+from support.graphs import dense_copy, embedding, graph_of, id_batches
+from support.stores import options
+from tierbed import EagerOptimizer, InputError, OptimizerError
+
+IDS = torch.tensor([3, 4, 3])
+
+
+class Model(nn.Module):
+    def __init__(self, store_options: Any, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.users, self.items = (make(store_options, name=f"{name}-{part}", tables=1) for part in ("users", "items"))
+        self.net = nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.users(ids) + self.items(ids.view(-1, 2), pooling="sum").repeat(2, 1)
+        return self.net(rows).square().sum()
+
+    def numbers(self) -> list[Tensor]:
+        return [self.users.get(range(50)), self.items.get(range(50)), self.net.weight, self.net.bias]
+
+    def close(self) -> None:
+        self.users.close()
+        self.items.close()
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize("max_norm", [0.01, 1e9])
+def test_rows_and_parameters_have_the_bits_of_a_graph_that_clips(tmp_path: Path, store: str, max_norm: float) -> None:
+    ours, theirs = (Model(options(store, tmp_path / name), name) for name in ("eager", "graph"))
+    optimizer = EagerOptimizer(torch.optim.Adagrad(ours.parameters(), lr=0.1), ours)
+    graph = graph_of(
+        lambda graph, ids: graph.model(ids).backward(), torch.optim.Adagrad(theirs.parameters(), lr=0.1), model=theirs
+    )
+    graph.clip_grad_norm(max_norm)
+    for ids in id_batches(12, steps=6):
+        graph(ids)
+        ours(ids).backward()
+        norm = optimizer.clip_grad_norm_(ours.parameters(), max_norm)
+        assert (norm > max_norm) == (max_norm < 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(ours.numbers(), theirs.numbers(), strict=True))
+    ours.close()
+    theirs.close()
+
+
+def loss(model: nn.ModuleList) -> Tensor:
+    return (model[1](model[0](IDS)) - 5).square().sum()
+
+
+@pytest.mark.parametrize("which", ["all", "rows", "net", "one tensor"])
+def test_gradients_are_scaled_as_by_torch_once_and_again_and_those_that_come_later_are_not(which: str) -> None:
+    rows, net = embedding(), nn.Linear(4, 1)
+    ours, theirs = nn.ModuleList([rows, net]), nn.ModuleList([dense_copy(rows), copy.deepcopy(net)])
+    optimizer = EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours)
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
+
+    def chosen(model: nn.ModuleList) -> Any:
+        parts = {"all": model, "rows": model[0], "net": model[1], "one tensor": model[0]}
+        parameters = parts[which].parameters()
+        return next(parameters) if which == "one tensor" else parameters
+
+    for max_norms in ((1.0,), (1e9,), (3.0, 2.0)):
+        for scale in (1.0, -2.0):
+            (loss(ours) * scale).backward()
+            (loss(theirs) * scale).backward()
+            for max_norm in max_norms:
+                found = optimizer.clip_grad_norm_(chosen(ours), max_norm)
+                expected = nn.utils.clip_grad_norm_(chosen(theirs), max_norm)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        for _ in range(2):  # gradients stay, and so does their scale
+            optimizer.step()
+            plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    torch.testing.assert_close(rows.get(range(50)), theirs[0].weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(net.weight, theirs[1].weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_16_bits_are_rounded_no_further_where_more_come_after_a_clip(dtype: torch.dtype) -> None:
+    rows = embedding(output_dtype=dtype)
+    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    before = rows.get([4, 7])
+    rows(IDS).sum().backward()
+    optimizer.clip_grad_norm_(rows.parameters(), 1.0)
+    rows(IDS[:0]).sum().backward()
+    rows(torch.tensor([7])).sum().backward()
+    torch.testing.assert_close(optimizer.clip_grad_norm_(rows.parameters(), math.inf), torch.tensor(5**0.5))
+    optimizer.step()
+    expected = torch.tensor([[20**-0.5], [1.0]]).expand(2, 4)
+    torch.testing.assert_close(before - rows.get([4, 7]), expected, rtol=1e-5, atol=0)
+
+
+def test_without_gradients_the_norm_is_zero_as_that_of_torch() -> None:
+    rows = embedding()
+    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    assert optimizer.clip_grad_norm_(rows.parameters(), 1.0) == 0
+    rows(IDS[:0]).sum().backward()
+    assert optimizer.clip_grad_norm_(rows.parameters(), 1.0) == 0
+
+
+def test_a_norm_that_is_not_finite_reaches_what_it_would_reach_in_torch() -> None:
+    rows = embedding()
+    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    (rows(IDS).sum() * math.nan).backward()
+    assert optimizer.clip_grad_norm_(rows.parameters(), 1.0).isnan()
+    optimizer.step()
+    assert rows.get(3).isnan().all()
+
+
+@pytest.mark.parametrize("scale", [1.0, math.inf])
+def test_an_infinite_limit_measures_and_scales_nothing_and_a_tensor_is_a_limit(scale: float) -> None:
+    rows = embedding()
+    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    before = rows.get(4)
+    (rows(IDS) * scale).sum().backward()
+    norm = optimizer.clip_grad_norm_(rows.parameters(), math.inf)
+    torch.testing.assert_close(norm, torch.tensor(scale * 20**0.5))
+    assert optimizer.clip_grad_norm_(rows.parameters(), torch.tensor(math.inf)) == norm
+    if scale == 1.0:
+        torch.testing.assert_close(optimizer.clip_grad_norm_(rows.parameters(), torch.tensor(20**0.5 / 2)), norm)
+        scale = 0.5
+    optimizer.step()
+    torch.testing.assert_close(rows.get(4), before - scale)
+
+
+def test_wrong_arguments_are_refused_and_change_nothing() -> None:
+    rows, other = embedding(), embedding()
+    optimizer, another = (EagerOptimizer(torch.optim.SGD(one.parameters(), lr=1.0), one) for one in (rows, other))
+    (rows(IDS) + other(IDS)).sum().backward()
+    for wrong in (0, -1.0, math.nan, "1", None):
+        with pytest.raises(OptimizerError, match=rf"max_norm={wrong!r}: give a number from .*, or inf") as raised:
+            optimizer.clip_grad_norm_(rows.parameters(), wrong)  # type: ignore[arg-type]
+        assert "or None" not in str(raised.value)
+    with pytest.raises(OptimizerError, match=rf"{other.name!r} is of another EagerOptimizer; clip by that one"):
+        optimizer.clip_grad_norm_([*rows.parameters(), *other.parameters()], 0.1)
+    before = rows.get(4)
+    optimizer.step()
+    torch.testing.assert_close(before - rows.get(4), torch.ones(4))
+    optimizer.zero_grad()
+    grad = torch.ones(3, 4)
+    rows(IDS).backward(grad)
+    grad.mul_(2)
+    with pytest.raises(InputError, match="changed in place"):
+        optimizer.clip_grad_norm_(rows.parameters(), 1.0)
+    del another

@@ -1,0 +1,203 @@
+"""The gradients of rows are all taken by the step, from any thread, and whoever wants them as a tensor is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.graphs import DIM, embedding, graph_of
+from tierbed import EagerOptimizer, GraphError, MultiTableEmbedding, OptimizerError, OptionError
+
+IDS = torch.tensor([3, 4, 3])
+THREADS, STEPS = 4, 150
+
+
+def sgd(rows: nn.Module, lr: float = 1.0) -> EagerOptimizer:
+    return EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=lr), rows)
+
+
+@pytest.fixture
+def switches() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_threads_that_call_backward_at_once_lose_no_gradient(switches: None, shared: bool) -> None:
+    rows = embedding()
+    optimizer, before = sgd(rows), rows.get(range(THREADS))
+    every = [torch.arange(THREADS)] * THREADS if shared else [torch.tensor([thread]) for thread in range(THREADS)]
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    together, all_done = Barrier(THREADS), Barrier(THREADS, step)
+
+    def train(ids: Tensor) -> None:
+        for _ in range(STEPS):
+            loss = rows(ids).sum()
+            together.wait()
+            loss.backward()
+            all_done.wait()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(train, every))
+    expected = before - STEPS * (THREADS if shared else 1)
+    torch.testing.assert_close(rows.get(range(THREADS)), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_hook_of_the_parameter_is_refused_at_the_backward(register: str) -> None:
+    rows = embedding()
+    optimizer = sgd(rows)
+    handle = getattr(rows.shadow, register)(lambda given: None)
+    with pytest.raises(GraphError, match=r"'rows\d+': its parameter has a gradient hook.*what a lookup returns"):
+        rows(IDS).sum().backward()
+    handle.remove()
+    before, out = rows.get([3]), rows(IDS)
+    out.register_hook(lambda grad: grad * 5)
+    out.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(before - rows.get([3]), torch.full((1, DIM), 10.0))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda grad: grad.data,
+        lambda grad: grad.data.mul_(0),
+        lambda grad: grad.real,
+        lambda grad: grad.detach(),
+        lambda grad: grad.to(torch.float64),
+        lambda grad: grad.to("cpu"),
+        lambda grad: grad.float(),
+        lambda grad: grad.double(),
+        lambda grad: grad.cpu(),
+        lambda grad: grad.cuda(),
+        lambda grad: grad.clone(),
+        lambda grad: grad.norm(),
+        lambda grad: grad.mul_(0),
+        lambda grad: grad.zero_(),
+        lambda grad: grad.item(),
+        lambda grad: grad.numpy(),
+        lambda grad: setattr(grad, "data", torch.zeros(1)),
+        lambda grad: torch._has_compatible_shallow_copy_type(grad, grad),
+    ],
+)
+def test_numbers_are_not_to_be_had_from_the_gradient_of_rows(use: Callable[[Any], Any]) -> None:
+    rows = embedding()
+    kept = sgd(rows)
+    rows(IDS).sum().backward()
+    with pytest.raises(GraphError, match=r"gradient of embedding 'rows\d+': no tensor holds.*its clip_grad_norm_"):
+        use(rows.shadow.grad)
+    kept.step()
+    assert rows.size() == 2
+
+
+@pytest.mark.filterwarnings("ignore:volatile was removed", "ignore:The use of `x.T`")
+def test_what_the_gradient_of_rows_is_may_be_asked() -> None:
+    rows = embedding()
+    kept = sgd(rows)
+    rows(IDS).sum().backward()
+    grad: Any = rows.shadow.grad
+    assert repr(grad) == str(grad) == f"ShadowGrad(rows of embedding '{rows.name}')"
+    assert (grad.shape, grad.size(), grad.dim(), grad.stride(), grad.storage_offset()) == ((1,), (1,), 1, (1,), 0)
+    assert (grad.dtype, grad.device, grad.layout) == (torch.float32, torch.device("cpu"), torch.strided)
+    asked = (grad.is_sparse, grad.is_complex(), grad.is_conj(), grad.is_neg(), grad.is_inference(), grad._is_view())
+    assert not any(asked)
+    assert grad.is_floating_point()
+    assert grad.untyped_storage().nbytes() == 4
+    for name in sorted(dir(torch.Tensor)):
+        if type(getattr(torch.Tensor, name)).__name__ == "getset_descriptor":
+            try:
+                assert not isinstance(getattr(grad, name), Tensor), name
+            except (GraphError, RuntimeError):  # as .data, and .imag of what is real
+                assert name in ("H", "T", "data", "imag", "mH", "mT", "real", "name"), name
+    del kept
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_an_optimizer_in_backward_is_refused_by_its_name() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    refused = r"embedding 'rows\d+': its parameter was given to apply_optimizer_in_backward.*EagerOptimizer"
+    rows = embedding()
+    kept = sgd(rows)
+    _apply_optimizer_in_backward(torch.optim.SGD, rows.parameters(), {"lr": 0.1})
+    with pytest.raises(OptimizerError, match=refused):
+        rows(IDS)
+    with torch.no_grad():
+        rows(IDS)
+    del kept
+    with pytest.raises(OptimizerError, match=refused):
+        sgd(rows)
+    with pytest.raises(OptimizerError, match=refused):
+        graph_of(lambda graph, ids: graph.rows(ids).sum(), torch.optim.SGD(rows.parameters()), rows=rows)
+
+
+def convert(rows: MultiTableEmbedding, dtype: torch.dtype) -> list[Callable[[], Any]]:
+    model = nn.Sequential(rows, nn.Linear(DIM, 1))
+    name = str(dtype).removeprefix("torch.").replace("float16", "half").replace("float64", "double")
+    name = "bfloat16" if dtype == torch.bfloat16 else name
+    calls = [getattr(module, name) for module in (rows, model)]
+    return [*calls, lambda: rows.to(dtype), lambda: model.to(dtype), lambda: rows.type(dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_conversion_that_rows_cannot_follow_is_refused_with_its_remedy(dtype: torch.dtype) -> None:
+    rows = embedding()
+    remedy = r"results by \.to" if dtype == torch.float64 else rf"give output_dtype={dtype} when it is made"
+    for call in convert(rows, dtype):
+        with pytest.raises(
+            OptionError, match=rf"embedding 'rows\d+': a conversion to {dtype} would.*{remedy}.*alone.*in part"
+        ):
+            call()
+    assert rows(IDS).dtype == rows.shadow.dtype == torch.float32
+
+
+def test_a_graph_whose_rows_refuse_a_conversion_keeps_all_that_it_has() -> None:
+    net = nn.Linear(DIM, 1)
+    graph = graph_of(lambda graph, ids: graph.net(graph.rows(ids)), net=net, rows=embedding())
+    for call in (graph.half, graph.double, lambda: nn.Sequential(graph).to(torch.bfloat16)):
+        with pytest.raises(OptionError, match=r"a conversion to.*Nothing of the Built is converted by now$") as error:
+            call()
+        assert "in part" not in str(error.value)
+    assert net.weight.dtype == torch.float32
+    assert graph.to("cpu", torch.float32) is graph
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_conversion_to_what_lookups_return_is_taken(dtype: torch.dtype) -> None:
+    rows = embedding(output_dtype=dtype)
+    optimizer, before = sgd(rows), rows.get([4])
+    for call in convert(rows, dtype):
+        call()
+        rows.float()
+    rows(IDS).sum().backward()
+    rows.to(dtype)
+    optimizer.step()
+    assert rows.shadow.dtype == torch.float32
+    torch.testing.assert_close(before - rows.get([4]), torch.ones(1, DIM))
+
+
+def test_gradients_that_stayed_on_another_device_are_named_by_the_step() -> None:
+    rows = embedding()
+    kept = sgd(rows)
+    rows(IDS).sum().backward()
+    rows.to_empty(device="meta")
+    assert rows.shadow.grad is not None
+    assert rows.shadow.grad.device.type == "meta"
+    rows.to_empty(device="cpu")
+    kept.step()
+    assert rows.size() == 2

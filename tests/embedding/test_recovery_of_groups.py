@@ -1,0 +1,499 @@
+"""Recovery of stores that are trained together after lost files, later loads, prunes, failed saves and failed loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from support import tbe
+from support.embeddings import make
+from support.forked import in_process
+from support.killed import step
+from support.ranks import fails
+from support.stores import options
+from support.together import Model, killed
+from support.two_towers import stores
+from tierbed.embedding.training_group import train_together
+from tierbed.engine.errors import SnapshotError, StoreError
+from tierbed.snapshots import list_snapshots
+from tierbed.snapshots.control.client import ask_save
+from tierbed.snapshots.store.folder import StoreFolder
+
+TWO = ("host", "host")
+
+
+def at(path: Path, mode: str = "resume") -> list[int]:
+    model = Model(path, TWO, open=mode)
+    found = model.at()
+    model.steps(1)
+    return found
+
+
+def names(path: Path) -> list[set[str]]:
+    return [{one.name for one in list_snapshots(path / name / "snapshots").snapshots} for name in "ab"]
+
+
+def apart(path: Path, closes: bool = False) -> None:
+    """Saves of all at 2, of each alone at 3 and 4; then step 5."""
+    model = Model(path, TWO)
+    model.steps(2)
+    model.save_snapshot("two")
+    for number, member in enumerate(model.members):
+        model.steps(1)
+        member.save_snapshot(f"s{3 + number}")
+    model.steps(1)
+    if closes:
+        model.close()
+
+
+def alone(path: Path) -> None:
+    """Two stores that are not trained together, saved at 3 and 5, closed at 9."""
+    for name in "ab":
+        member = make(options("host", path), "adagrad", name=name, tables=1, seed=0)
+        for number in range(1, 10):
+            step(member)
+            if number in (3, 5):
+                member.save_snapshot(f"s{number}")
+        member.close()
+
+
+def load_killed(path: Path) -> None:
+    """Killed in a load of all after the first join: the marks of a are gone, and its rows are not replaced."""
+    model = Model(path, TWO)
+    model.counts()
+    real = StoreFolder.set_base
+
+    def die(self: StoreFolder, *given: Any) -> None:
+        if self.path.name == "a":
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, *given)
+
+    StoreFolder.set_base = die  # type: ignore[method-assign]
+    model.load_snapshot("s3")
+
+
+def test_a_load_killed_before_it_replaced_rows_that_no_snapshot_has_is_no_recovery(tmp_path: Path) -> None:
+    in_process(alone, tmp_path)
+    with pytest.raises(EOFError):
+        killed(load_killed, tmp_path)
+    assert "'a' has snapshot 's5', of step 5, 'b' has live rows of step 9" in killed(at, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["damaged", "missing"])
+def test_a_store_whose_mark_is_lost_is_no_store_by_itself(tmp_path: Path, damage: str) -> None:
+    killed(apart, tmp_path)
+    mark = tmp_path / "a" / "MARK"
+    if damage == "missing":
+        mark.unlink()
+    else:
+        mark.write_bytes(mark.read_bytes()[:-3] + b"xyz")
+    assert killed(at, tmp_path) == [2, 2]
+
+
+def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path: Path) -> None:
+    in_process(apart, tmp_path, True)
+    (tmp_path / "b").rename(tmp_path / "aside")
+    for _ in range(2):
+        said = killed(at, tmp_path)
+        assert "the rows of embedding 'b', which was trained together with 'a', are gone" in said
+        assert 'open="fresh"' in said
+    (tmp_path / "aside").rename(tmp_path / "b")
+    assert killed(at, tmp_path) == [5, 5]
+    shutil.rmtree(tmp_path / "b")
+    assert killed(at, tmp_path, "mixed")[1] == 0
+
+
+def moved(path: Path, other: Path, order: str) -> list[int]:
+    members = {
+        n: make(options("host", p), "adagrad", name=n, tables=1, seed=0)
+        for n, p in zip("ab", (path, other), strict=True)
+    }
+    train_together(members.values())
+    return [int(members[name].metrics()["table"]["step"]) for name in order]
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_store_that_was_copied_to_another_disk_is_the_one_that_is_trained(tmp_path: Path, order: str) -> None:
+    killed(apart, tmp_path / "one")
+    shutil.copytree(tmp_path / "one" / "b", tmp_path / "two" / "b", ignore=shutil.ignore_patterns("SOCKET"))
+    assert killed(moved, tmp_path / "one", tmp_path / "two", order) == [2, 2]
+
+
+def test_what_is_no_snapshot_and_damage_elsewhere_leave_ways_out(tmp_path: Path) -> None:
+    killed(apart, tmp_path)
+    (tmp_path / "a" / "snapshots" / "notes").mkdir()
+    assert killed(at, tmp_path) == [2, 2]
+    (tmp_path / "b" / "snapshots" / "s4" / "manifest.msgpack").write_bytes(b"xyz")
+    assert killed(at, tmp_path).startswith("SnapshotError")
+    assert killed(at, tmp_path, "mixed") == [2, 2]
+
+
+def frozen_and_closed(path: Path) -> None:
+    model = Model(path, ("host", "host", "host"))
+    model.steps(5, "a")
+    model.close()
+
+
+def prune_beside_frozen(path: Path, way: str) -> None:
+    model = Model(path, ("host", "host", "host"))
+    model.steps(4, "b", "c")
+    for member in model.members[1:]:
+        member.save_snapshot("four")
+    for number, member in enumerate(model.members[1:]):
+        model.steps(1, "b", "c")
+        member.save_snapshot("four" if way == "overwrite" else f"s{number}", overwrite=way == "overwrite")
+        if way == "prune":
+            member.prune_snapshots(keep_last=1)
+    model.steps(1, "b", "c")
+
+
+def three_at(path: Path) -> list[int]:
+    return Model(path, ("host", "host", "host")).at()
+
+
+@pytest.mark.parametrize("way", ["prune", "overwrite"])
+def test_what_is_in_common_with_a_frozen_store_that_was_never_saved_is_kept(tmp_path: Path, way: str) -> None:
+    in_process(frozen_and_closed, tmp_path)
+    killed(prune_beside_frozen, tmp_path, way)
+    assert killed(three_at, tmp_path) == [5, 4, 4]
+
+
+def back_and_forth(path: Path) -> None:
+    model = Model(path, TWO)
+    for count, name in ((1, "one"), (8, "nine"), (1, "ten")):
+        model.steps(count)
+        model.save_snapshot(name)
+    model.load_snapshot("one")
+    model.steps(1)
+    model.load_snapshot("nine")
+
+
+def test_a_load_of_a_later_snapshot_is_what_a_kill_comes_back_to(tmp_path: Path) -> None:
+    killed(back_and_forth, tmp_path)
+    assert killed(at, tmp_path) == [9, 9]
+
+
+def failed_overwrite(path: Path) -> list[str]:
+    model = Model(path, TWO)
+    model.steps(1)
+    model.save_snapshot("latest")
+    model.steps(1)
+    said = []
+    for _ in range(2):
+        (path / "a" / "snapshots" / ".tmp-latest").write_text("in the way of the new folder")
+        said.append(fails(lambda: model.members[0].save_snapshot("latest", overwrite=True), SnapshotError))
+        (path / "a" / "snapshots" / ".tmp-latest").unlink()
+    for _ in range(4):
+        model.save_snapshot("latest", overwrite=True, background=True).wait()  # type: ignore[union-attr]
+        model.steps(1)
+    return said
+
+
+def loaded_alone(path: Path, store: str, then: str) -> None:
+    """Saves of all at 2 and 4; one goes back to 2, and is saved by the name of that, stepped, or left as it is."""
+    model = Model(path, (store, store))
+    for name in ("two", "four"):
+        model.steps(2)
+        model.save_snapshot(name)
+    model.members[1].load_snapshot("two")
+    if then == "save":
+        model.members[1].save_snapshot("two", overwrite=True)
+    elif then == "step":
+        model.steps(1)
+    elif then == "close":
+        model.close()
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize(("then", "found"), [("", [4, 4]), ("save", [4, 2]), ("step", [4, 2]), ("close", [4, 2])])
+def test_a_load_of_one_is_forgotten_by_a_kill_before_its_rows_are_written_or_saved(
+    tmp_path: Path, store: str, then: str, found: list[int]
+) -> None:
+    assert killed(loaded_alone, tmp_path, store, then) is None
+    assert at(tmp_path) == found
+
+
+def loaded_each(path: Path, saves: bool) -> None:
+    """Each goes back to another branch than the one it is on, by itself; one of them is trained."""
+    model = Model(path, TWO)
+    for name in ("one", "two"):
+        model.steps(1)
+        model.save_snapshot(name)
+    model.load_snapshot("one")
+    model.steps(2)
+    model.save_snapshot("three")
+    for member in model.members:
+        member.load_snapshot("two")
+    model.steps(2, "a")
+    if saves:
+        model.members[0].save_snapshot("a4")
+
+
+@pytest.mark.parametrize(("saves", "found"), [(False, [2, 2]), (True, [4, 2])])
+def test_loads_of_each_count_once_one_of_them_is_trained(tmp_path: Path, saves: bool, found: list[int]) -> None:
+    assert killed(loaded_each, tmp_path, saves) is None
+    assert at(tmp_path) == found
+
+
+def test_a_failed_overwrite_is_in_the_way_of_none_and_copies_do_not_pile_up(tmp_path: Path) -> None:
+    assert ["not written" in said for said in killed(failed_overwrite, tmp_path)] == [True, True]
+    assert all(len(of_store) <= 3 for of_store in names(tmp_path))
+    assert killed(at, tmp_path) == [5, 5]
+
+
+def background_refused(path: Path) -> str:
+    model = Model(path, TWO)
+    model.steps(1)
+    model.save_snapshot("one")
+    saving = model.members[1].save_snapshot("alone", background=True)
+    assert saving is not None
+    said = fails(lambda: model.save_snapshot("all", background=True), StoreError)
+    saving.wait()
+    return said
+
+
+def test_a_background_save_of_all_that_cannot_begin_for_one_leaves_none(tmp_path: Path) -> None:
+    said = killed(background_refused, tmp_path)
+    assert "one save at a time" in said or "saving" in said
+    assert not any("all" in of_store for of_store in names(tmp_path))
+
+
+def incremental_again(path: Path, first: bool) -> list[int]:
+    model = Model(path, TWO)
+    found = model.counts()
+    if first:
+        model.steps(1)
+        model.save_snapshot("s1")
+    for number in (2, 3):
+        model.steps(1)
+        model.members[0].save_snapshot(f"s{number}", "incremental")
+    model.steps(1)
+    return found
+
+
+def test_a_run_after_a_recovery_saves_its_increments_by_the_same_names(tmp_path: Path) -> None:
+    killed(incremental_again, tmp_path, True)
+    for _ in range(2):
+        assert killed(incremental_again, tmp_path, False) == [1, 1]
+
+
+def checkpointed(path: Path) -> int:
+    made = tbe.ours(tbe.TABLES, tbe.MAP, store_options=stores("host folder", path))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        batches = [tbe.batch(tbe.TABLES, tbe.MAP, [4] * len(tbe.MAP)) for _ in range(2)]
+        losses = [checkpoint(lambda i, o: made(i, o).sum(), b.indices, b.offsets, use_reentrant=False) for b in batches]
+        (losses[0] + losses[1]).backward()
+    made.save_snapshot("three")
+    return seed
+
+
+def test_forwards_that_a_backward_pass_repeats_are_no_sign_of_a_failed_one(tmp_path: Path) -> None:
+    assert killed(checkpointed, tmp_path) == 2
+
+
+def shell_amid_load(path: Path) -> str:
+    model = Model(path, TWO)
+    model.counts()
+    second = model.members[1].opened()
+    load = second.load_from  # type: ignore[attr-defined]
+    said = []
+
+    def slow(*given: Any, **named: Any) -> Any:
+        ask = lambda: ask_save(path / "a", "shell", stores=[path / "a", path / "b"], timeout=0.2)  # noqa: E731
+        said.append(fails(ask, StoreError))
+        return load(*given, **named)
+
+    second.load_from = slow  # type: ignore[attr-defined]
+    model.load_snapshot("two")
+    return said[0]
+
+
+def test_another_process_gets_no_snapshot_of_a_half_done_load(tmp_path: Path) -> None:
+    killed(apart, tmp_path)
+    assert "came to no end of a step" in killed(shell_amid_load, tmp_path)
+    assert not any("shell" in of_store for of_store in names(tmp_path))
+    assert killed(at, tmp_path) == [2, 2]
+
+
+def saved_at_two_steps(path: Path) -> None:
+    model = Model(path, TWO)
+    for number, member in enumerate(model.members):
+        model.steps(2)
+        member.save_snapshot(f"s{number}")
+    model.steps(1)
+
+
+def load_of_none(path: Path) -> list[str]:
+    model = Model(path, TWO)
+    said = [fails(partial(member.load_snapshot, "nope"), SnapshotError) for member in model.members]
+    said += [fails(partial(member.get, [1]), StoreError) for member in model.members]
+    model.close()
+    return said
+
+
+def test_a_load_that_fails_as_the_first_use_does_not_settle_what_the_steps_are(tmp_path: Path) -> None:
+    killed(saved_at_two_steps, tmp_path)
+    for _ in range(2):
+        said = in_process(load_of_none, tmp_path)
+        assert all("no step of which all have the rows" in one for one in said[2:])
+
+
+def state_of_three(path: Path, part: str) -> list[int] | None:
+    model = Model(path, TWO, state_dict_snapshots=True)
+    if part == "train":
+        model.steps(3)
+        torch.save(model.state_dict(), path / "state")
+        model.steps(3)
+    elif part == "load":
+        model.load_state_dict(torch.load(path / "state"))
+        model.members[0].size()  # the first has the rows of the state, the second is not used yet
+    elif part == "keep":
+        model.load_state_dict(torch.load(path / "state"))
+        model.members[0].size()
+        model.members[1].keep_rows()
+    else:
+        return model.at()
+    model.close()
+    return None
+
+
+def test_a_state_that_was_loaded_into_some_alone_is_loaded_into_all_by_the_next_run(tmp_path: Path) -> None:
+    for part in ("train", "load"):
+        in_process(state_of_three, tmp_path, part)
+    assert in_process(state_of_three, tmp_path, "at") == [3, 3]
+
+
+def state_of_linked(path: Path, part: str) -> list[int] | None:
+    """The rows of b in the state are those of an earlier save, at which a was at another step."""
+    model = Model(path, TWO, state_dict_snapshots=True)
+    if part == "train":
+        model.steps(2)
+        model.save_snapshot("two")
+        model.steps(1, "a")
+        torch.save(model.state_dict(), path / "state")
+        model.steps(3)
+    elif part == "load":
+        model.load_state_dict(torch.load(path / "state"))
+        model.at()
+    else:
+        return model.at()
+    model.close()
+    return None
+
+
+def test_a_state_whose_rows_were_saved_before_is_loaded_as_it_was(tmp_path: Path) -> None:
+    for part in ("train", "load"):
+        in_process(state_of_linked, tmp_path, part)
+    assert in_process(state_of_linked, tmp_path, "at") == [3, 2]
+
+
+def there_already(path: Path, trains_on: bool) -> list[int]:
+    model = Model(path, TWO, state_dict_snapshots=True)
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1)
+    state = model.state_dict()
+    model.steps(1, "a")
+    model.load_state_dict(state)
+    if trains_on:
+        model.steps(2, "b")
+        model.save_snapshot("later")
+    return model.at()
+
+
+@pytest.mark.parametrize(("trains_on", "found"), [(False, [3, 3]), (True, [3, 5])])
+def test_a_loaded_state_has_come_to_those_that_had_its_rows(tmp_path: Path, trains_on: bool, found: list[int]) -> None:
+    assert killed(there_already, tmp_path, trains_on) == found
+    assert at(tmp_path) == found
+
+
+def older_snapshot(path: Path, first: str, trains_on: bool) -> list[int]:
+    """The state names the rows of one by a snapshot of before the other's last step, which that one still has."""
+    model = Model(path, TWO, state_dict_snapshots=True)
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1, *("ab".replace(first, "")))
+    state = model.state_dict()
+    model.steps(1, first)
+    model.load_state_dict(state)
+    if trains_on:
+        model.steps(1, *("ab".replace(first, "")))
+        model.save_snapshot("later")
+    return model.at()
+
+
+@pytest.mark.parametrize(
+    ("first", "trains_on", "found"), [("a", False, [2, 3]), ("a", True, [2, 4]), ("b", True, [4, 2])]
+)
+def test_a_state_that_names_an_older_snapshot_has_come_to_all(
+    tmp_path: Path, first: str, trains_on: bool, found: list[int]
+) -> None:
+    assert killed(older_snapshot, tmp_path, first, trains_on) == found
+    assert at(tmp_path) == found
+
+
+def half_of_state(path: Path, snapshots: bool, older: bool) -> list[int]:
+    """A state is loaded into a alone, after a load of all. older: it names rows of a saved before b's last step."""
+    model = Model(path, TWO, state_dict_snapshots=snapshots)
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1, *("b" if older else "ab"))
+    (model.members[1] if older else model).save_snapshot("three")
+    state = model.state_dict()
+    model.load_snapshot("two")
+    if older:
+        model.steps(2, "a")
+        model.save_snapshot("four")
+    model.members[0].load_state_dict({name[2:]: value for name, value in state.items() if name.startswith("a.")})
+    return model.at()
+
+
+@pytest.mark.parametrize(("snapshots", "older"), [(True, True), (True, False), (False, True)])
+def test_a_state_that_a_kill_left_loaded_into_one_alone_is_finished_as_it_was(
+    tmp_path: Path, snapshots: bool, older: bool
+) -> None:
+    assert killed(half_of_state, tmp_path, snapshots, older) == ([2, 2] if older else [3, 2])
+    assert at(tmp_path) == ([2, 3] if older else [3, 3])
+
+
+def half_of_mixed_state(path: Path) -> list[int]:
+    """A state of a moment that the user mixed is loaded into a alone: no snapshot notes that moment."""
+    model = Model(path, TWO, state_dict_snapshots=True)
+    for name in ("one", "two", "three"):
+        model.steps(1)
+        model.save_snapshot(name)
+    model.members[0].load_snapshot("two")
+    state = model.state_dict()
+    model.load_snapshot("one")
+    model.members[0].load_state_dict({name[2:]: value for name, value in state.items() if name.startswith("a.")})
+    return model.at()
+
+
+def test_a_kill_forgets_half_a_load_of_a_state_whose_moment_nothing_notes(tmp_path: Path) -> None:
+    assert killed(half_of_mixed_state, tmp_path) == [2, 1]
+    assert at(tmp_path) == [1, 1]
+
+
+def test_rows_that_were_kept_are_not_replaced_by_the_next_run(tmp_path: Path) -> None:
+    for part in ("train", "keep"):
+        in_process(state_of_three, tmp_path, part)
+    assert in_process(state_of_three, tmp_path, "at") == [3, 6]
+
+
+def test_rows_that_join_and_are_in_no_snapshot_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    in_process(alone, tmp_path)
+    with caplog.at_level(logging.WARNING, "tierbed"):
+        model = Model(tmp_path, TWO)
+        model.counts()
+    assert sum("no snapshot has its rows" in record.getMessage() for record in caplog.records) == 2
+    model.close()
