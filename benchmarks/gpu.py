@@ -24,15 +24,14 @@ from tierbed.engine import _core
 from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
+from tierbed.engine.ops.cuda.batch import Batch, Faults, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
-from tierbed.engine.ops.cuda.faults import Faults
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
-from tierbed.engine.optim.optimizers import row_optimizer
+from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.optim.rule import rule_named
 from tierbed.engine.options.initializers import as_arrays, make_table_options, make_uniform_initializer
 from tierbed.engine.store.cuda.full import CudaFullStore
-from tierbed.engine.store.cuda.table import CudaFullTable
+from tierbed.engine.store.cuda.full_table import CudaFullTable
 
 TABLES, IDS, ROWS, DIM, ALPHA = 10, 104_857, 1 << 20, 128, 1.05
 STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; published on an H100: FBGEMM 0.96 and 1.35

@@ -16,8 +16,7 @@ from tier_report import Figure, listed
 from tier_stores import Mismatch, top_tier, wait_until_idle
 from torch import Tensor
 
-from tierbed.engine.table.pinned import PinnedBatch
-from tierbed.engine.table.table import OpenTable
+from tierbed.engine.table.table import OpenTable, PinnedBatch
 
 SECTION = "pipeline"
 AHEAD = 8

@@ -26,7 +26,7 @@ from tierbed import (
     make_uniform_initializer,
 )
 from tierbed.engine.optim import RowWiseAdagrad
-from tierbed.graph.trace import sizes as trace_sizes
+from tierbed.graph.run import step_cache
 
 SECTION = "sizes"
 BAR = 1.15
@@ -123,11 +123,11 @@ def _figures(sizes: Sizes) -> list[Figure]:
     del counted
     shared, each = Model(sizes), Model(sizes)
     batches = _batches(sizes, sizes.own)
-    before, trace_sizes.OWN = trace_sizes.OWN, sizes.own  # no step for many sizes among those of their own
+    before, step_cache.OWN = step_cache.OWN, sizes.own  # no step for many sizes among those of their own
     try:
         ratios, times = _timed(sizes, shared, each, batches)
     finally:
-        trace_sizes.OWN = before
+        step_cache.OWN = before
     if (found := _steps_of(each)) != sizes.own:
         raise Mismatch(f"{found} steps for {sizes.own} sizes")
     _check_rows(sizes, shared, each)

@@ -22,7 +22,7 @@ from tier_stores import Mismatch
 from torch import Tensor
 
 import tierbed
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot
 
 DIM, ROW_BYTES = 16, 4 + 8 + 4 * 3 * 16 + 4 + 4

@@ -25,8 +25,7 @@ from tierbed import (
     make_table_options,
     make_uniform_initializer,
 )
-from tierbed.engine.table.pinned import PinnedBatch
-from tierbed.engine.table.table import OpenTable
+from tierbed.engine.table.table import OpenTable, PinnedBatch
 
 DIM = 16
 CHUNK = 1 << 18  # rows that `fill` puts at once

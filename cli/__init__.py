@@ -11,7 +11,7 @@ try:
     import rich  # noqa: F401  its parts are imported where output needs them
     import typer
 
-    from . import checkpoint, compare, doctor, exchange, keep, options, snapshot, store, verify, watch
+    from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
     from .output import INTERRUPTED, PROBLEM, checked_stdout, complain, print_error, tell_interrupted
 except KeyboardInterrupt:  # as `main` tells it, by nothing that was to be imported
     if "--json" in sys.argv:
@@ -43,12 +43,12 @@ for name, command in (
     ("load", snapshot.load),
     ("list", snapshot.list_),
     ("inspect", snapshot.inspect),
-    ("verify", verify.verify),
+    ("verify", snapshot.verify),
     ("diff", compare.diff),
-    ("export", exchange.export),
-    ("import", exchange.import_),
-    ("merge", keep.merge),
-    ("prune", keep.prune),
+    ("export", export_import.export),
+    ("import", export_import.import_),
+    ("merge", snapshot.merge),
+    ("prune", snapshot.prune),
     ("watch", watch.watch),
 ):
     snapshot_app.command(name)(command)

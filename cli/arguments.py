@@ -87,7 +87,7 @@ def table_of(text: str) -> int | str:
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
     """The ids of the tables of --table, None where it was not given. An unknown table is wrong usage."""
-    from ..engine.options.tables import choices, names_in, table_number
+    from ..engine.options.table_names import choices, names_in, table_number
 
     names = names_in(snapshot.description)
     found = []

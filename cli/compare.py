@@ -43,7 +43,7 @@ def diff(
 
 
 def _plain(found: Comparison) -> dict[str, Any]:
-    from ..engine.options.tables import numbered
+    from ..engine.options.table_names import numbered
 
     counts = {sort: dict(sorted(getattr(found, sort).items())) for sort in ("added", "changed", "gone")}
     named = {"table_names": list(found.names)} if any(found.names) else {}
@@ -67,7 +67,7 @@ def _number(value: float | None) -> float | str | None:
 
 
 def _print(found: Comparison) -> None:
-    from ..engine.options.tables import label_of
+    from ..engine.options.table_names import label_of
 
     if not found.differs:
         print(f"the same: {found.same:,} rows")

@@ -35,7 +35,7 @@ def entry(name: str, manifest: Manifest) -> dict[str, Any]:
 
 def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
     """The dtypes of rows, by their valid description: of the embedding, and of state, None where rows have none."""
-    from ..snapshots.store.converted import types_of
+    from ..snapshots.store.selection import types_of
 
     dtype, state_dtype = types_of(description)
     return {"dtype": dtype, "state_dtype": state_dtype}

@@ -80,7 +80,7 @@ def save_together(
 
 def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bool, told: Progress) -> None:
     from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
-    from ..snapshots.store.closed_ranks import save_closed
+    from ..snapshots.store.closed_store import save_closed
 
     def save(folder: StoreFolder, commit: Decided) -> None:
         own = kind if kind != "incremental" or folder.noting.base else "full"

@@ -15,7 +15,7 @@ from .arguments import Json
 from .output import PROBLEM, complain, print_fields, print_json, size, text
 
 if TYPE_CHECKING:
-    from ..engine.options.options import StoreOptions
+    from ..engine.options.store_options import StoreOptions
 
 MB = 1 << 20
 
@@ -33,7 +33,7 @@ def options(
     """
     from ..engine.errors import OptionError, TierbedError
     from ..engine.host_memory import free_host_memory
-    from ..engine.options.option_makers import load_store_options, read_store_options
+    from ..engine.options.store_options import load_store_options, read_store_options
     from ..engine.options.table_spec import check_name
 
     found: dict[str, dict[str, Any]] = {}
@@ -87,8 +87,8 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
 
     The cache in device memory is in that of the host where there is no GPU, and then has an overflow.
     """
-    from ..engine.cache.division import INDEX_BYTES
-    from ..engine.options.options import CachedHostMemOptions, CachedSsdOptions
+    from ..engine.cache.memory_split import INDEX_BYTES
+    from ..engine.options.store_options import CachedHostMemOptions, CachedSsdOptions
     from ..engine.row_format import line_bytes_of
     from ..engine.store.full import full_table_bytes
     from ..engine.store.rocksdb import WRITE_BUFFER_BYTES

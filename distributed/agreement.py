@@ -17,10 +17,10 @@ import torch
 
 from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
-from .script import Script
+from .rank_group import Script
 
 if TYPE_CHECKING:
-    from .group import Exchange, Group
+    from .rank_group import Exchange, Group
 
 FIELDS = 6  # of a header: whether it refuses, the checksums of op and numbers, the count for the receiver, a note, asks
 

@@ -9,7 +9,7 @@ from ..snapshots.files.reader import Snapshot
 from .agreement import everywhere, told
 
 if TYPE_CHECKING:
-    from .group import Group
+    from .rank_group import Group
 
 
 def reading(op: str) -> str:

@@ -20,8 +20,8 @@ from ..engine.errors import SnapshotError, StoreError
 from ..engine.row_format import RowForm
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
+from ..snapshots.files.format import Part
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.row_files import Part
 from ..snapshots.files.versions import EMPTY, Rows
 from ..snapshots.store.folder_state import Live, remove_other_shares
 from ..snapshots.store.instants import rows_of, rows_of_ranks
@@ -31,7 +31,7 @@ from .live_rows import LiveRows
 from .membership import RankMembership, settle_ranks
 from .requests import Requests
 from .saves import RankSnapshots
-from .table import ShardedTable
+from .sharded_table import ShardedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
     from ..embedding.rows_reference import SavedAs
     from ..embedding.training_group import TrainingGroup
-    from ..engine.optim.optimizers import RowOptimizer
-    from ..engine.options.options import StoreOptions
+    from ..engine.optim.row_optimizer import RowOptimizer
+    from ..engine.options.store_options import StoreOptions
     from ..engine.options.table_spec import TableSpec
     from ..engine.table.table import OpenTable
-    from .group import Group
+    from .rank_group import Group
     from .together import SavesTogether
 
 _by_folder: weakref.WeakValueDictionary[str, ShardedHeld] = weakref.WeakValueDictionary()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..embedding.recovery import Base
 from ..engine.errors import StoreError
-from ..engine.options.options import StoreOptions
+from ..engine.options.store_options import StoreOptions
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState, place_of
-from ..snapshots.store.saving import base_of
+from ..snapshots.store.save import base_of
 
 _TOKEN = ".token-"
 

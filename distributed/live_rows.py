@@ -20,15 +20,15 @@ from ..embedding.recovery import (
     restored,
 )
 from ..engine.errors import StoreError
+from ..snapshots.files.format import Part
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.row_files import Part
 from ..snapshots.store.folder_state import Live, RanksRecord, live_in, live_of, live_together, marks_in
 from .agreement import agree, told
 from .all_rows import check_all_rows, reading
 
 if TYPE_CHECKING:
-    from .group import Group
     from .home import Home
+    from .rank_group import Group
 
 
 class Report(NamedTuple):

@@ -14,8 +14,8 @@ from .agreement import told
 
 if TYPE_CHECKING:
     from ..embedding.table_handle import HeldTable
-    from .group import Group as Ranks
     from .home import Home
+    from .rank_group import Group as Ranks
 
 
 class SharedVersions(Versions):

@@ -16,11 +16,18 @@ from ..engine.durable import fsync_dir
 from ..engine.errors import StoreError
 from ..engine.row_format import Change, Chunks
 from ..engine.store.image import KEPT_BYTES
-from ..snapshots.files.parts import Files, commit, place_of, write_changed_part, write_part
+from ..snapshots.files.format import Part, RowFile
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.row_files import Part, RowFile
-from ..snapshots.files.row_writer import Progress
-from ..snapshots.files.writer import Together, new_snapshot
+from ..snapshots.files.writer import (
+    Files,
+    Progress,
+    Together,
+    commit,
+    new_snapshot,
+    place_of,
+    write_changed_part,
+    write_part,
+)
 from .agreement import agree, attempt, everywhere, told
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 
     from ..embedding.table_handle import HeldTable
     from ..engine.table.background_save import BackgroundSave
-    from .group import Group
+    from .rank_group import Group
 
 log = logging.getLogger("tierbed")
 

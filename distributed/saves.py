@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..embedding.rows_reference import SavedAs, of_step, saved_as
 from ..engine.errors import OptionError, SnapshotError, StoreError
-from ..engine.table.watch import still_saving
-from ..snapshots.files.difference import changes_between
-from ..snapshots.files.format import check_name
+from ..engine.table.change_observers import still_saving
+from ..snapshots.files.format import Part, check_name
+from ..snapshots.files.merging import changes_between
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.row_files import Part
-from ..snapshots.files.row_writer import Progress
 from ..snapshots.files.versions import EMPTY, Version
-from ..snapshots.files.writer import Together, check_over
+from ..snapshots.files.writer import Progress, Together, check_over
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
-from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, clear_leftovers, parent_for
+from ..snapshots.store.save import Held, begin_save, check_kind, check_save, clear_leftovers, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
 from .all_rows import check_all_rows

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..embedding.group_snapshots import instant_of, load_all
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.row_writer import Progress
+from ..snapshots.files.writer import Progress
 from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import LoadReport
 from .agreement import attempt, everywhere
-from .group import Group
 from .part_save import BackgroundPartSave, commit_together
+from .rank_group import Group
 
 if TYPE_CHECKING:
     from .part_save import PartSave

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from ..engine.errors import InputError, OptimizerError, SnapshotError, StoreError
 from ..engine.optim.kernel import kernels
-from ..engine.optim.optimizers import RowOptimizer
+from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
+from ..engine.options.table_names import OF_TENSORS, Names, choices, labels_of, misplaced, names_in, table_number
 from ..engine.options.table_spec import KEY_TYPES, TableSpec
-from ..engine.options.tables import OF_TENSORS, Names, choices, labels_of, misplaced, names_in, table_number
 from ..engine.row_format import Chunks
-from ..snapshots.store.converted import converted_description
-from ..snapshots.store.selection import Selection
+from ..snapshots.store.selection import Selection, converted_description
 
 log = logging.getLogger("tierbed")
 

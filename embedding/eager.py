@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
+from ..engine.checks import real
 from ..engine.errors import GraphError, OptimizerError
-from ..engine.numeric import real
+from ..engine.ops.exact_sum import sum_of_squares
 from ..engine.ops.rows_contract import Rows
 from ..engine.optim.base import LARGEST, SMALLEST
-from ..engine.optim.optimizers import RowOptimizer, check_is_optimizer
+from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
 from ..engine.signals import uninterrupted
-from ..engine.squares import sum_of_squares
 from .ddp_guard import refuse_eager_ranks
 from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, training_step
 from .handle_contract import Ranks

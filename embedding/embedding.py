@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from ..engine.checks import whole
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
-from ..engine.numeric import whole
+from ..engine.ops.batch import check_legal, segment
 from ..engine.ops.rows_contract import TRACED, Pinned
-from ..engine.ops.segments import check_legal, segment
-from ..engine.optim.optimizers import RowOptimizer, row_optimizer
+from ..engine.optim.row_optimizer import RowOptimizer, row_optimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.initializers import make_normal_initializer
-from ..engine.options.inputs import (
+from ..engine.options.lookup import (
     Lookup,
     check_lookup,
     check_output_dtype,
@@ -31,14 +31,13 @@ from ..engine.options.inputs import (
     keys_from,
     rows_from,
 )
-from ..engine.options.option_makers import store_options_from_dict
+from ..engine.options.store_options import store_options_from_dict
+from ..engine.options.table_names import numbered
 from ..engine.options.table_spec import table_spec
-from ..engine.options.tables import numbered
 from ..engine.row_format import EMBEDDING
 from ..engine.signals import uninterrupted
-from ..engine.table import parts
-from ..engine.table.report import metrics, settled, where
-from ..engine.table.table import OpenTable
+from ..engine.table.table import OpenTable, square_gradients, sum_gradients, unique_rows
+from ..engine.table.table_report import metrics, settled, where
 from . import lookup_op as ops
 from .conversion import converter
 from .ddp_guard import check_world, refuse_lookup
@@ -415,17 +414,17 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:
         """The rows of one call's lookups, as `Rows.unique_rows`."""
-        return parts.unique_rows(self._own_table(), lookups)
+        return unique_rows(self._own_table(), lookups)
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
     ) -> tuple[Lookup, Tensor]:
         """The rows of one call's lookups and their gradients, as `Rows.sum_gradients`."""
-        return parts.sum_gradients(self._own_table(), lookups, grads, weights, self.output_dtype)
+        return sum_gradients(self._own_table(), lookups, grads, weights, self.output_dtype)
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
         """The sum of the squares of the gradients of rows, as `Rows.square_gradients`."""
-        return parts.square_gradients(self._own_table(), lookups, grads, weights, grads[0].dtype)
+        return square_gradients(self._own_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce a step of several checked lookups, in the order in which the step pins them.

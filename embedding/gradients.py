@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError, InputError
 from ..engine.ops.rows_contract import TRACED, Pinned, Rows
-from ..engine.options.inputs import Lookup
+from ..engine.options.lookup import Lookup
 
 
 @dataclass

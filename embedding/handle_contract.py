@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engine.ops.rows_contract import Pinned
-from ..engine.optim.optimizers import RowOptimizer
-from ..engine.options.inputs import Lookup
-from ..engine.options.options import StoreOptions
+from ..engine.optim.row_optimizer import RowOptimizer
+from ..engine.options.lookup import Lookup
+from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
 from ..engine.table.background_save import Saving
 from ..engine.table.table import OpenTable

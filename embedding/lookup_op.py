@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..engine.errors import ClosedError, GraphError
 from ..engine.ops.rows_contract import Rows
-from ..engine.options.inputs import Lookup
+from ..engine.options.lookup import Lookup
 
 _orders = itertools.count()
 _embeddings: weakref.WeakValueDictionary[int, Rows] = weakref.WeakValueDictionary()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..engine import _core
 from ..engine._core import WAYS
-from ..engine.cache.division import BESIDE_BYTES, LEAST, MB, Division, divide
+from ..engine.cache.memory_split import BESIDE_BYTES, LEAST, MB, Division, divide
+from ..engine.checks import budget_option, real, whole, whole_option
 from ..engine.errors import InputError, OptionError
 from ..engine.host_memory import free_host_memory
-from ..engine.numeric import budget_option, real, whole, whole_option
-from ..engine.options.initial_values import MASK64
-from ..engine.options.options import CachedSsdOptions
+from ..engine.options.initializers import MASK64
+from ..engine.options.store_options import CachedSsdOptions
 from ..engine.options.table_spec import check_dtype, check_state_dtype
 from ..engine.row_format import line_bytes_of, words_of
 from .stack_distance import Model, Sample

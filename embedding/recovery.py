@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..engine.errors import StoreError, TierbedError
-from ..engine.options.options import StoreOptions
+from ..engine.options.store_options import StoreOptions
+from ..snapshots.files.read_errors import cause_of
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.unread import cause_of
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import (
     FolderState,
@@ -25,7 +25,7 @@ from ..snapshots.store.folder_state import (
     remove_other_shares,
     share_folder,
 )
-from ..snapshots.store.saving import base_of
+from ..snapshots.store.save import base_of
 
 
 class Found(NamedTuple):

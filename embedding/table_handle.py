@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine.durable import remedy_for
 from ..engine.errors import ClosedError, OptimizerError, StoreError
-from ..engine.optim.optimizers import RowOptimizer
+from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
-from ..engine.options.options import StoreOptions
+from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
 from ..engine.table.table import OpenTable
 from ..snapshots.control.server import Service

@@ -19,32 +19,30 @@ import torch
 from ..engine.durable import remove_folder
 from ..engine.errors import SnapshotError, StoreError, TierbedError
 from ..engine.lifecycle.lifecycle import Lifecycle
-from ..engine.optim.optimizers import RowOptimizer
+from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
-from ..engine.options.options import CachedSsdOptions, StoreOptions
+from ..engine.options.store_options import CachedSsdOptions, StoreOptions
 from ..engine.options.table_spec import TableSpec
-from ..engine.processors.choose import processor_of
 from ..engine.row_format import Chunks, Field, RowForm
 from ..engine.signals import uninterrupted
 from ..engine.store.contract import Table
 from ..engine.store.rocksdb import RocksDB
 from ..engine.store.table_counts import FIELD, counted_chunks, counts_in
-from ..engine.table.auto_budgets import AutoBudgets
-from ..engine.table.scanned import checked_rows, load_rows
-from ..engine.table.stack import build_stack
+from ..engine.table.budgets import AutoBudgets
+from ..engine.table.row_scan import checked_rows, load_rows
+from ..engine.table.stack import build_stack, processor_of
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import SHARE, check_description
+from ..snapshots.files.read_errors import cause_of
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.unread import cause_of
 from ..snapshots.files.versions import EMPTY, LIVE, Instant, Rows
 from ..snapshots.files.writer import write_snapshot
 from ..snapshots.store.closed_store import live_rows
-from ..snapshots.store.converted import converted_description
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import place_of
 from ..snapshots.store.instants import rows_of, settle
-from ..snapshots.store.saving import base_of
-from ..snapshots.store.selection import ALL, LoadReport, Selection
+from ..snapshots.store.save import base_of
+from ..snapshots.store.selection import ALL, LoadReport, Selection, converted_description
 from .compatible import LoadedIds, check_stored
 from .recovery import (
     Base,

@@ -22,7 +22,7 @@ from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
-from ..snapshots.store.saving import Held, begin_save, check_save, clear_leftovers, save_held
+from ..snapshots.store.save import Held, begin_save, check_save, clear_leftovers, save_held
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
 from .rows_reference import SavedAs, of_step, saved_as
@@ -159,7 +159,7 @@ class TableSnapshots:
     def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
         held = self._held(table)
         if held.rocksdb is not None:
-            from ..snapshots.files.checkpoint import write_checkpoint  # only where there is RocksDB
+            from ..snapshots.files.rocksdb_checkpoint import write_checkpoint  # only where there is RocksDB
 
             table.flush()
             write_checkpoint(place, held.description, held.rows, held.rocksdb, together=together)

@@ -16,7 +16,7 @@ import torch
 
 from ..engine.errors import StoreError
 from ..engine.ops.rows_contract import Rows as Embedding
-from ..engine.table.between_steps import BetweenSteps
+from ..engine.table.step_gate import BetweenSteps
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from ..snapshots.files.versions import (
     AT,

@@ -9,16 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._core_batch import Batch as Batch
-from ._core_batch import FeatureSegment as FeatureSegment
-from ._core_batch import Layout as Layout
-from ._core_batch import Segment as Segment
-from ._core_rows import Crc32c as Crc32c
-from ._core_rows import RowCheck as RowCheck
-from ._core_rows import join_rows as join_rows
-from ._core_rows import merge_parts as merge_parts
-from ._core_rows import merge_rows as merge_rows
-
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
@@ -375,3 +365,129 @@ class RocksTier(Tier):
             """Pack up to max_rows rows of one bucket into rows: (bucket, how many), 0 at the end."""
         def close(self) -> None:
             """Let go of the databases; `next` raises from then on."""
+
+Segment = tuple[U64, U32 | None, int | I64 | None]
+FeatureSegment = tuple[U64, U32, I64, U32, int]  # with features and their batch
+
+class Batch:
+    """The unique rows of one or several lookups.
+
+    Positions number the ids of all segments one after another. Unique rows are ordered by bucket, then by first
+    occurrence. What follows from the ids alone is read-only.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment | FeatureSegment],
+        num_tables: int,
+        padding: int | None,
+        last_ids: U64 | None = None,
+        drops: Sequence[bool] = (),
+    ) -> None:
+        """Each segment is the ids of one lookup: (keys [n], table ids, bags).
+
+        `bags`: None where each id is a bag of its own, the length of every bag, or offsets [bags + 1] that ascend from
+        0 to n. Table ids [bags], or None where bag i is of table i % num_tables.
+
+        With features, offsets are [features * batch + 1] of all features, one after another, and (features [columns]
+        uint32, batch) follow: the features that are looked up, each once. Table ids are [columns], and bag
+        b * columns + c is of sample b and feature features[c].
+
+        last_ids [num_tables]: the last legal id of each table. A larger one is taken as padding; it is counted in
+        `dropped` where `drops` of its table is set, and else a mistake. `drops` may be empty: none is.
+
+        Keys equal to `padding` (as unsigned 64 bits) are no rows. A table id >= num_tables raises IndexError naming
+        its position.
+        """
+    size: int  # positions, padding included
+    sources: int  # bags of all segments: the rows of their outputs
+    unique: int  # unique rows
+    dropped: list[int]  # [num_tables] ids that were dropped; empty without last_ids
+    illegal: tuple[int, int] | None  # (table, key) of the first id that is a mistake
+    keys: U64  # [unique]
+    tables: U32  # [unique]
+    inverse: NDArray[np.int32]  # [size], the unique row of each position, -1 for padding
+    lines: U64  # [unique], addresses, writable; zero until pinned or peeked
+    views: U64  # [unique], where `gather` reads: the lines, or copies of rows that `settle` brought up to date
+    occurrences: U32  # [size - padding], positions grouped by unique row, ascending within one
+    offsets: U32  # [unique + 1], where each row's occurrences start
+
+    own_lines: U64  # [unique], the lines of rows that `Ledger.admit` refused, 0 for others; empty where it refused none
+
+    def sibling(self) -> Batch:
+        """A batch of the same ids for another table: it shares what follows from them, and has lines of its own."""
+    def allocate(self, n: int, layout: Layout) -> U64:
+        """[n], the addresses of fresh lines that live as long as the batch."""
+    def use_own_lines(self) -> None:
+        """Put them in the place of the lines that a tier has for those rows."""
+
+class Layout:
+    """What a line looks like and how a new one begins."""
+
+    def __init__(
+        self,
+        dim: int,
+        states: Sequence[float],
+        state_widths: Sequence[int],
+        seed: int,
+        columns: Sequence[int],
+        kinds: Sequence[int],
+        parameters: F32,
+        quantiles: NDArray[np.float64],
+        dtype: str = "float32",
+        state_dtype: str = "float32",
+        narrow_states: int = 0,
+    ) -> None:
+        """`states`: the initial value of each optimizer state; `state_widths`: its numbers in a row, `dim` or, last, 1.
+
+        `dtype`: of the embedding, `state_dtype`: of the first `narrow_states` states, all others being float32.
+
+        `columns`: widths of the column groups, summing to `dim`.
+
+        For table t and column group c, entry t * len(columns) + c of `kinds`, `parameters` [n, 2], `quantiles` [n, 2]
+        describes the initial
+        values; u is uniform in [0, 1):
+        kind 0 constant a; 1 uniform a + u * (b - a); 2 normal a + b * quantile(q0 + u * (q1 - q0)), with (q0, q1) =
+        (0, 1) untruncated.
+        """
+    dim: int
+    width: int  # words of 4 bytes, states included
+    line_bytes: int
+
+class Crc32c:
+    """The checksum that RocksDB keeps of each file of rows, of bytes that come in pieces."""
+
+    def __init__(self) -> None: ...
+    def update(self, bytes: U8) -> None: ...
+    def finish(self) -> int:
+        """The checksum. Nothing is called after."""
+
+class RowCheck:
+    """What no snapshot holds among the rows of a bucket, or names of rows (table u32, key u64), that come in parts.
+
+    `tables`: how many there are; `int32`: whether keys are; `part`: the owner of the rows among `parts`.
+    """
+
+    def __init__(self, bucket: int, tables: int, int32: bool, part: int, parts: int) -> None: ...
+    def problem(self, rows: U8, row_bytes: int) -> str | None:
+        """What is wrong with rows that follow those before: their order, bucket, part, table, key or record."""
+
+def join_rows(before: U8, after: U8, row_bytes: int) -> tuple[U8, U8]:
+    """Compare packed rows of one bucket, each side in strictly ascending order, until either side has no more.
+
+    Of those of `before` that were compared: 1 where `after` lacks the row. Of those of `after`: 0 where it is the same,
+    1 where its bytes differ, 2 where `before` lacks it.
+    """
+
+def merge_parts(parts: list[U8], more: list[bool], row_bytes: int) -> tuple[U8, list[int]]:
+    """The packed rows of several parts of one bucket, in one order, until a part of which `more` come has no row left.
+
+    Each part is in strictly ascending order, and no row is in two. The rows, and how many of each part were taken.
+    """
+
+def merge_rows(before: U8, after: U8, gone: U8, row_bytes: int) -> tuple[U8, int, int, int, bool]:
+    """The packed rows `before` of one bucket as they are after changes: those of `after`, and without the names `gone`.
+
+    Each side is in strictly ascending order, and is taken up to the least of their last names; a side may be empty. The
+    rows, how many of each side were taken, and whether a name is both in `after` and `gone`.
+    """

@@ -21,21 +21,19 @@ from torch.utils import _pytree as pytree
 from ..embedding.ddp_guard import refuse_around
 from ..embedding.model_snapshots import ModelSnapshots
 from ..embedding.saved_rows import are_apart, rows_apart
+from ..engine.checks import whole
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
-from ..engine.numeric import whole
 from ..engine.optim.base import positive
 from ..engine.signals import uninterrupted
 from ..snapshots.store.selection import Selection
-from .passes.lookahead import Coming
-from .passes.step_end import StepEnd
-from .run.attempt import FailedForSizes
-from .run.compiled import CompiledStep, Forward, compile_step
-from .run.pipeline import AHEAD, Run, forget_announced, iterate
-from .run.progress import Bar, NoProgress
-from .run.steps import Steps
-from .run.together import Together, tell_ranks
-from .run.uneven import make_run
-from .show.drawing import draw
+from .passes.lookups import Coming
+from .passes.step_epilogue import StepEnd
+from .run.compiled_step import CompiledStep, Forward, compile_step
+from .run.loop import AHEAD, Bar, NoProgress, Run, forget_announced, iterate, make_run
+from .run.rank_step import Together, tell_ranks
+from .run.rollback import FailedForSizes
+from .run.step_cache import Steps, tell_uncompiled
+from .show.listing import draw
 from .show.profile import Profile, Timer, profile
 from .show.why import Compiles, facts
 from .state import checkpoint
@@ -47,12 +45,10 @@ from .state.extra_state import (
     of_this_rank,
     without_rows,
 )
-from .state.optimizers import OptimizerSet
-from .trace.arguments import NONE_OPEN, Call, Dims, Given, open_leaves, tensors_spec
+from .state.optimizer_set import OptimizerSet
 from .trace.built import Built
 from .trace.names import path_of
-from .trace.signature import Structure, call_key
-from .trace.sizes import tell_uncompiled
+from .trace.signature import NONE_OPEN, Call, Dims, Given, Structure, call_key, open_leaves, tensors_spec
 from .trace.swap import one_trace
 from .trace.trace import trace
 

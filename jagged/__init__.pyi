@@ -1,9 +1,9 @@
-from .collections.bag_collection import EmbeddingBagCollection as EmbeddingBagCollection
-from .collections.collection import EmbeddingCollection as EmbeddingCollection
-from .collections.collection import Padded as Padded
 from .collections.configs import EmbeddingBagConfig as EmbeddingBagConfig
 from .collections.configs import EmbeddingConfig as EmbeddingConfig
 from .collections.configs import PoolingType as PoolingType
+from .collections.embedding_collections import EmbeddingBagCollection as EmbeddingBagCollection
+from .collections.embedding_collections import EmbeddingCollection as EmbeddingCollection
+from .collections.embedding_collections import Padded as Padded
 from .collections.position_weighted import PositionWeighted as PositionWeighted
 from .tbe.enums import BoundsCheckMode as BoundsCheckMode
 from .tbe.enums import CacheAlgorithm as CacheAlgorithm
@@ -15,7 +15,7 @@ from .tbe.enums import WeightDecayMode as WeightDecayMode
 from .tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags
 from .tensors.jagged_tensor import JaggedTensor as JaggedTensor
 from .tensors.keyed_jagged_tensor import KeyedJaggedTensor as KeyedJaggedTensor
+from .tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor as VariableBatchKeyedJaggedTensor
 from .tensors.keyed_tensor import KeyedTensor as KeyedTensor
-from .tensors.regroup import multi_remap_to_groups as multi_remap_to_groups
-from .tensors.regroup import permute_multi_embedding as permute_multi_embedding
-from .tensors.variable_batch import VariableBatchKeyedJaggedTensor as VariableBatchKeyedJaggedTensor
+from .tensors.keyed_tensor import multi_remap_to_groups as multi_remap_to_groups
+from .tensors.keyed_tensor import permute_multi_embedding as permute_multi_embedding

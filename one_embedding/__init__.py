@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         make_trunc_normal_initializer,
         make_uniform_initializer,
     )
-    from ..engine.options.option_makers import (
+    from ..engine.options.store_options import (
         make_cached_host_mem_store_options,
         make_cached_ssd_store_options,
         make_device_mem_store_options,

@@ -1,10 +1,10 @@
 from . import exchange as exchange
 from .files.format import Manifest as Manifest
 from .files.format import check_name as check_name
+from .files.read_errors import SnapshotError as SnapshotError
 from .files.reader import Listing as Listing
 from .files.reader import Snapshot as Snapshot
 from .files.reader import latest_snapshot as latest_snapshot
 from .files.reader import list_snapshots as list_snapshots
-from .files.unread import SnapshotError as SnapshotError
 from .files.writer import write_incremental as write_incremental
 from .files.writer import write_snapshot as write_snapshot

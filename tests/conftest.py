@@ -114,7 +114,7 @@ def poisoned_memory() -> Iterator[None]:
     import torch  # not where the workers of a run are started
 
     from tierbed.engine import _core
-    from tierbed.engine.ops import segments
+    from tierbed.engine.ops import batch as segments
 
     def scratch(size: int) -> np.ndarray:
         memory = allocate_scratch(size)
@@ -182,7 +182,7 @@ def few_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer sizes of arguments have a step of their own, so that a step for many comes sooner."""
     from support.graphs import FEW
 
-    monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", FEW)
+    monkeypatch.setattr("tierbed.graph.run.step_cache.OWN", FEW)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import OptionError, StoreError
-from ..options.options import CachedHostMemOptions
+from ..options.store_options import CachedHostMemOptions
 from ..row_format import Chunks, Keys, Tables
 from ..store.contract import Asked, Found, Lines, Room, Tier
 from ..store.full import check_room

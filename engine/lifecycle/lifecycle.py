@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import CapacityError
-from ..options.options import StoreOptions
+from ..options.store_options import StoreOptions
 from ..row_format import Chunks, Keys, Tables
 from ..store.table_counts import Counts, counted
 

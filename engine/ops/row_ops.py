@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..options.inputs import Lookup
+    from ..options.lookup import Lookup
     from .rows_contract import Pinned, Rows, SharedPinned
 
 

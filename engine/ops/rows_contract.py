@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ..optim.optimizers import RowOptimizer
-    from ..options.inputs import Lookup
-    from ..options.options import StoreOptions
+    from ..optim.row_optimizer import RowOptimizer
+    from ..options.lookup import Lookup
+    from ..options.store_options import StoreOptions
     from ..options.table_spec import TableSpec
 
 

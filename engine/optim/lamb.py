@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from .arithmetic import row_sum
+from .base import OwnAdam, hyper, row_mean
 from .kernel import Kernel
-from .own_adam import OwnAdam, hyper, row_mean
 from .rule import Group, Row, Rule, decayed, quotient
 
 LAMB_KERNEL = Kernel(

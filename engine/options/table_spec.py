@@ -15,14 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from .. import _core
+from ..checks import is_folder_name, whole, whole_option
 from ..errors import OptionError
-from ..numeric import whole, whole_option
-from ..optim.optimizers import RowOptimizer
+from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..row_format import STATE_TYPES, RowForm, overflows
 from .initializers import TABLE_FACTS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
-from .names import is_folder_name
-from .tables import FIELD, check_distinct, labels_of
+from .table_names import FIELD, check_distinct, labels_of
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # of stored numbers
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}

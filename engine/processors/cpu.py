@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .. import _core
 from ..cache.cached import CachedStore
-from ..ops.segments import array_of, batch_of, empty, flat
-from ..options.inputs import OUTPUT_DTYPES, Gradients, Lookup
-from ..options.options import CachedHostMemOptions, mib
+from ..ops.batch import array_of, batch_of, empty, flat
+from ..options.lookup import OUTPUT_DTYPES, Gradients, Lookup
+from ..options.store_options import CachedHostMemOptions, mib
 from ..store.contract import Tier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts

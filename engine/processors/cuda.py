@@ -19,12 +19,11 @@ from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
 from ..host_memory import FreeMemory
 from ..ops.cuda import step as kernels
-from ..ops.cuda.batch import Batch, Ids, Segment
+from ..ops.cuda.batch import CHANGED, Batch, Faults, Ids, Segment
 from ..ops.cuda.device import Device, Event
-from ..ops.cuda.faults import CHANGED, Faults
 from ..ops.cuda.layout import Layout
-from ..options.inputs import Gradients, Lookup
-from ..options.options import CachedHostMemOptions, StoreOptions, mib
+from ..options.lookup import Gradients, Lookup
+from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts

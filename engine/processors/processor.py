@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import _core
 from ..errors import TierbedError
 from ..host_memory import FreeMemory
-from ..options.inputs import Gradients, Lookup
-from ..options.options import CachedHostMemOptions
+from ..options.lookup import Gradients, Lookup
+from ..options.store_options import CachedHostMemOptions
 from ..store.contract import FullStore, Store, Table, Tier
 from ..store.table_counts import Counts
 

@@ -12,7 +12,7 @@ import numpy as np
 from .. import _core
 from ..durable import fsync_dir, make_folder, remedy_for
 from ..errors import OptionError, StoreError
-from ..options.rocksdb_options import CACHE_MB, require_rocksdb
+from ..options.store_options import CACHE_MB, require_rocksdb
 from ..row_format import Chunks, Keys, Tables, row_dtype
 from .contract import Found, Lines
 

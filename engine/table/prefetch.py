@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..options.inputs import Lookup
+from ..options.lookup import Lookup
 from ..store.contract import Store
 from ..threads import Thread, wait_for
 

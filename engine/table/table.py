@@ -1,11 +1,11 @@
-"""The open table of an embedding: the way of one batch through its tiers."""
+"""The open table of an embedding: the path of one batch through its tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import RLock
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,27 +14,208 @@ from torch import Tensor
 
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
-from ..ops.segments import rows_of
-from ..optim.optimizers import RowOptimizer
+from ..ops.batch import rows_of
+from ..ops.exact_sum import partial, total
+from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
-from ..options.inputs import Gradients, Lookup
+from ..options.lookup import Gradients, Lookup, checked_gradients
 from ..options.table_spec import TableSpec
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, Tables
 from ..signals import uninterrupted
 from ..store.contract import Room, Store
 from ..store.rocksdb import RocksDB
-from ..store.table_counts import Counts, counted
-from .between_steps import BetweenSteps
-from .counts import RowCounts
-from .erasure import Erasure
-from .pinned import PinnedBatch
+from ..store.table_counts import Counts, counted, counted_chunks
+from .change_observers import Watch
 from .prefetch import Prefetcher
-from .scanned import locked
-from .small_caches import FIRST_STEP, SmallCaches
-from .stack import Stack
-from .watch import Watch
+from .row_scan import checked_rows, locked
+from .stack import FIRST_STEP, SmallCaches, Stack
+from .step_gate import BetweenSteps
+
+
+class Steps(Protocol):
+    """What a step needs of the table that pinned its rows."""
+
+    lock: RLock
+    processor: Processor[Any]
+    spec: TableSpec
+    watch: Watch
+    refused: bool
+
+    @property
+    def rule(self) -> str:
+        """The rule that the next update follows. OptimizerError."""
+
+    def check_pinned(self, pinned: PinnedBatch) -> None:
+        """Raise StoreError where the rows of the batch were let go."""
+
+    def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class PinnedBatch:
+    """A `Pinned` for the rows of one table. The table's `release` ends the pin as well."""
+
+    def __init__(self, table: Steps, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
+        self.core = core  # the processor's batch
+        self.lookups = lookups
+        self.dtype = dtype
+        self.table = table
+
+    def gather(self, index: int, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
+
+        weights: float32 of the shape of its ids, or None. out: a contiguous tensor of the result's elements, to be
+        written and returned.
+        """
+        with self.table.lock:
+            self.table.check_pinned(self)
+            return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
+
+    def weights_grad(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
+        with self.table.lock:
+            self.table.check_pinned(self)
+            return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
+
+    def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
+        """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
+        return total([self.partial_squares(grads, weights)])
+
+    def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
+        """The same as a partial sum of engine/ops/exact_sum.py, to be added to those of other ranks."""
+        gradients = self.gradients(grads, weights)
+        with self.table.lock:
+            self.table.check_pinned(self)
+            return partial(self.table.processor.square_gradients(self.core, gradients).cpu().numpy())
+
+    def update(
+        self,
+        grads: list[Tensor],
+        weights: list[Tensor | None] | None = None,
+        scale: float = 1.0,
+        clip_value: float | None = None,
+    ) -> None:
+        """Apply the optimizer. For each lookup: the gradient of its result, and the weights that it was pooled with.
+
+        A row's summed gradient is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
+        """
+        try:
+            self.table.update(self, self.gradients(grads, weights), scale, clip_value)
+        except BaseException:
+            self.table.refused = True
+            raise
+
+    def release(self) -> None:
+        """End the pin; the rows stay as they are."""
+        self.table.release()
+
+    def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
+        """The gradients of a step, checked. `grads` and `weights` are as in `update`. Raises InputError."""
+        given = weights or [None] * len(self.lookups)
+        return checked_gradients(self.table.spec, self.lookups, grads, given, self.dtype)
+
+
+class Erasure:
+    """The erasing of rows from a table. Where a tier has no room to erase, the next call of the table tries again.
+
+    `before_write(step)` is called before a tier is written at that step.
+    """
+
+    def __init__(
+        self, counts: RowCounts, lifecycle: Lifecycle, watch: Watch, before_write: Callable[[int], None]
+    ) -> None:
+        self._counts, self._lifecycle, self._watch, self._before_write = counts, lifecycle, watch, before_write
+        self.asked: tuple[Tables, Keys, Counts, str] | None = None  # the rows to erase: some may be in a tier yet
+
+    def ask(self, tables: Tables, keys: Keys, there: Counts, cause: str, step: int) -> None:
+        """Ask for rows to leave by the next `finish`. there: by table, how many were written. Raises StoreError."""
+        self._before_write(step)  # first: where there is no room to write, the rows can still be read
+        self.asked = tables, keys, there, cause
+        self._counts.leaving = there  # they count as gone
+
+    def prepare(self, step: int) -> None:
+        """Tell the watchers of the rows to erase, before any tier changes; `finish` comes next. StoreError."""
+        assert self.asked is not None
+        self._watch.before_erase(*self.asked[:2])
+        self._before_write(step)
+
+    def finish(self, store: Store[Any]) -> None:
+        """Take the rows out of every tier. After a StoreError some are out, and no tier may be used before all are."""
+        assert self.asked is not None
+        tables, keys, there, cause = self.asked
+        store.erase(tables, keys)
+        self._lifecycle.left(tables, keys, there, cause)
+        self.asked = self._counts.leaving = None
+
+
+class RowCounts:
+    """The number of rows in each table of an embedding: rows that were written and did not leave since.
+
+    `stored_rows` is the number at the opening. `stored` is the same by table, or None where it is not known by table.
+    `leaving` is the number by table of rows that are being erased, or None.
+    """
+
+    def __init__(self, num_tables: int, processor: Processor[Any], lifecycle: Lifecycle) -> None:
+        self._num_tables, self._processor, self._lifecycle = num_tables, processor, lifecycle
+        self.stored_rows = 0
+        self.stored: Counts | None = np.zeros(num_tables, np.int64)
+        self.leaving: Counts | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are, all tables together; may wait for the device."""
+        return self.stored_rows + int(self._change.sum())
+
+    @property
+    def known_by_table(self) -> Counts | None:
+        """How many rows each table has, where it is known without a scan."""
+        return None if self.stored is None else self.stored + self._change
+
+    def by_table(self, scan: Callable[[], Chunks]) -> Counts:
+        """How many rows each table has; all are scanned once where that is not known. StoreError, SnapshotError."""
+        if self.stored is None:
+            chunks = checked_rows(scan(), self._num_tables)
+            self.stored = counted_chunks(chunks, self._num_tables) - self._change
+        return self.stored + self._change
+
+    @property
+    def _change(self) -> Counts:
+        """How many rows of each table came since it was opened and did not leave."""
+        leaving = self.leaving  # read once: another thread may change it, since `status` holds no lock
+        change = self._processor.written - self._lifecycle.gone
+        return change if leaving is None else change - leaving
+
+
+def unique_rows(table: OpenTable, lookups: list[Lookup]) -> Lookup:
+    """A lookup of the rows of a coming call, each once. InputError for ids that the host finds wrong."""
+    with table.lock:
+        table.opened()
+        return table.processor.unique_rows(table.processor.batch(lookups, ahead=True))
+
+
+def sum_gradients(
+    table: OpenTable, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
+) -> tuple[Lookup, Tensor]:
+    """The rows of a call [n], each once, and the gradient [n, dim] float32 of each; dtype: of `grads`. InputError."""
+    gradients = checked_gradients(table.spec, lookups, grads, weights, dtype)
+    with table.lock:
+        table.opened()
+        batch = table.processor.batch(lookups)
+        return table.processor.unique_rows(batch), table.processor.sum_gradients(batch, gradients)
+
+
+def square_gradients(
+    table: OpenTable, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
+) -> float:
+    """The sum of the squares of the gradients of all rows, as that of a pinned batch; dtype: of `grads`. InputError."""
+    gradients = checked_gradients(table.spec, lookups, grads, weights, dtype)
+    with table.lock:
+        table.opened()
+        batch = table.processor.batch(lookups)
+        return total([partial(table.processor.square_gradients(batch, gradients).cpu().numpy())])
 
 
 class OpenTable:

@@ -1,19 +1,135 @@
-"""The pass that turns recorded lookups and their gradients into pin, gather and update."""
+"""The passes over lookups: pin, gather and update; one deduplication of ids that embeddings share; announced lookups.
+
+For the last, the ops that make the ids of training lookups are cut from a compiled step and run on the inputs of a
+batch to come. They are hints: each step computes its ids itself.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ...embedding import lookup_op as recorded
 from ...engine.errors import GraphError
 from ...engine.ops import row_ops
-from ...engine.options.inputs import Lookup
-from ..trace.alias import is_random, memory, stable, storages, written
+from ...engine.ops.rows_contract import Rows
+from ...engine.options.lookup import Lookup
+from ..trace.alias import external, is_random, memory, stable, storages, written
+from .step_epilogue import accumulate
+
+
+def share_batches(module: fx.GraphModule) -> None:
+    """Let a pin take the unique rows of an earlier pin of the same lookups by another embedding.
+
+    Lookups are the same where the same ops of torch make their tensors of the same tensors. Nothing may write to these
+    tensors anywhere in the step. Embeddings must agree in their number of tables, key type, padding
+    and legal ids.
+    """
+    changed = set().union(*map(written, module.graph.nodes))
+    values: dict[Hashable, int] = {}
+    value_of: dict[fx.Node, int] = {}
+    first: dict[Hashable, fx.Node] = {}
+    for node in module.graph.nodes:
+        is_constant = not memory((node, *node.all_input_nodes)) & changed
+        if is_constant and node.target is row_ops.pin:
+            embedding, lookups = node.args
+            spec = getattr(module, embedding.target).spec
+            key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _key(lookups, value_of))
+            earlier = first.setdefault(key, node)
+            if earlier is not node:
+                node.args = (embedding, earlier.args[1], earlier)
+        same: Hashable = (node.op, node.target) if node.op == "get_attr" else node
+        if is_constant and _is_pure(node):
+            same = (node.target, _key((node.args, *node.kwargs.items()), value_of))
+        value_of[node] = values.setdefault(same, len(values))
+
+
+def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
+    """A key that is equal for arguments of equal values. A node goes by its value, a number by its type as well."""
+    if isinstance(argument, fx.Node):
+        return fx.Node, value_of[argument]
+    if isinstance(argument, list | tuple):
+        return tuple(_key(part, value_of) for part in argument)
+    return type(argument), argument
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt):
+        return True  # a size that the trace left open, or a number made of one
+    is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
+    return is_torch and not is_random(node.target, node.args)
+
+
+Coming = list[tuple[Rows, list[Lookup]]]
+
+
+def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
+    """A module with the placeholders of the compiled `module`, which returns (embedding, lookups) for all it trains.
+
+    A lookup is the tuple of its fields there, since a module of torch 2.11 returns no NamedTuple. Left out
+    are lookups whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an op that
+    is not torch's own. None where nothing is left.
+    """
+    known = known_ahead(module)
+    if not known:
+        return None
+    needed = set().union(*(sources_of(node, lookups) for node, lookups in known))
+    cut = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copies[node] = cut.node_copy(node, copies.__getitem__)
+    found = [(rows, [tuple(lookup) for lookup in lookups]) for _, (rows, lookups) in known]
+    cut.output(fx.map_arg(found, copies.__getitem__))
+    return fx.GraphModule(module, cut)
+
+
+def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
+    """The nodes that pin rows which can be brought up before the step runs, with their (embedding, lookups)."""
+    trained: list[tuple[fx.Node, Any]] = []
+    for node in module.graph.find_nodes(op="call_function", target=row_ops.pin):
+        trained.append((node, node.args[:2]))
+    for node in module.graph.find_nodes(op="call_function", target=accumulate):
+        rows: Any = node.args[1]
+        trained += [(node, row[:2]) for row in rows]
+    outside = external(module.graph)
+    return [
+        (node, lookups)
+        for node, lookups in trained
+        if all(is_repeatable(source, outside) for source in sources_of(node, lookups))
+    ]
+
+
+def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
+    """The nodes that make these arguments of `user`, and the nodes that wrote to their memory before `user`."""
+    writers: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in user.graph.nodes:
+        if node is user:
+            break
+        for storage in written(node):
+            writers[storage].append(node)
+    sources: set[fx.Node] = set()
+    pending = [node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node not in sources:
+            sources.add(node)
+            pending += node.all_input_nodes
+            pending += [writer for storage in storages(node) for writer in writers[storage]]
+    return sources
+
+
+def is_repeatable(node: fx.Node, outside: set[int]) -> bool:
+    if node.op != "call_function" or isinstance(node.meta.get("val"), torch.SymInt):
+        return True
+    is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
+    return is_torch and not (is_random(node.target, node.args) or written(node) & outside)
+
 
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default

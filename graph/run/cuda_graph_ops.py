@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...embedding.saved_rows import SavedRows
-from ...engine.options.inputs import Gradients, Lookup
+from ...engine.options.lookup import Gradients, Lookup
 from ...engine.signals import uninterrupted
-from ...engine.table.pinned import PinnedBatch
-from ...engine.table.table import OpenTable
+from ...engine.table.table import OpenTable, PinnedBatch
 
 
 def pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:

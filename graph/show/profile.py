@@ -1,6 +1,7 @@
 """`Graph.profile`: steps of a run with a clock after each op, as tables and as a Chrome trace.
 
-A profiled step is the compiled step with the clock read in between, so it computes what the plain step does.
+A profiled step is the compiled step with the clock read in between, so it computes what the plain step does. It also
+says how long threads of this process waited for a core, and the remedy if idle threads hold the cores.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -15,18 +18,56 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from ...engine.checks import whole
 from ...engine.errors import InputError
-from ...engine.numeric import whole
 from ..trace.names import path_of
-from .listing import describe
-from .stages import STAGES, stages
-from .waiting import Waiting
+from .listing import STAGES, describe, stages
 from .why import Compiles
+
+_WAITING_SHARE = 0.1  # the share of the time that passed, from which on there is advice
+
+
+class Waiting:
+    """The time that threads waited for a core during `watch`: `seconds` of all threads, of `passed` seconds.
+
+    Both stay 0 where the system does not count, as on any but Linux.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.passed = 0.0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        before, begin = _waited(), perf_counter_ns()
+        yield
+        waited = sum(ns - before.get(thread, 0) for thread, ns in _waited().items())
+        self.seconds, self.passed = waited / 1e9, (perf_counter_ns() - begin) / 1e9
+
+    @property
+    def advice(self) -> str:
+        """A line of advice where spinning threads of torch may hold the cores; else an empty string."""
+        spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
+        if not spin or self.seconds <= _WAITING_SHARE * self.passed:
+            return ""
+        return (
+            f"threads waited {self.seconds:.2f} s for a core, and those of torch hold theirs while they have no work: "
+            "start the process with OMP_WAIT_POLICY=PASSIVE"
+        )
+
+
+def _waited() -> dict[str, int]:
+    """By thread of this process, the nanoseconds that it could have run and had no core."""
+    waited = {}
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError, IndexError):  # the thread has ended, or this system does not count
+            waited[thread.name] = int((thread / "schedstat").read_text().split()[1])
+    return waited
+
 
 _CLOCK = "_clock"
 _AROUND = "Python around"
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
-_SHARE = 0.25  # the share of a step that ops which fuse take, from which on there is advice
+_FUSED_SHARE = 0.25  # the share of a step that ops which fuse take, from which on there is advice
 
 
 class Op(NamedTuple):
@@ -153,7 +194,7 @@ class Profile:
 
     def _compile_advice(self, seconds: float) -> str:
         fused = sum(span.end - span.begin for step in self._steps for op, span in step.ops if op.fuses) / 1e9
-        if not self._may_compile or fused <= _SHARE * seconds:
+        if not self._may_compile or fused <= _FUSED_SHARE * seconds:
             return ""
         return (
             f"{fused / seconds:.0%} went to ops of the dense part that TorchInductor can fuse: try compile_dense(); "

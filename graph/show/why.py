@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..passes.step_end import StepEnd
-from ..trace.arguments import Call, Dims, argument_names
+from ..passes.step_epilogue import StepEnd
 from ..trace.built import Built
 from ..trace.names import tensor_names
+from ..trace.signature import Call, Dims, argument_names
 
 _SHOWN = 6  # the most differences that are shown of one step
 _NO_TENSOR = "no tensor"

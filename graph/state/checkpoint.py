@@ -1,4 +1,4 @@
-"""All that training goes on from, in one folder: parameters, buffers, optimizers, schedules, random state, and rows.
+"""All that training continues from, in one folder: parameters, buffers, optimizers, schedules, random state, and rows.
 
 `graph.save` writes one of a graph, `save_checkpoint` one of a plain loop:
 
@@ -7,10 +7,11 @@
         tensors.safetensors    those tensors; a parameter or buffer by its name. Its checksum is in graph.msgpack
         rows/<number>/<name>   the snapshot of each embedding, in the order of the graph's modules
 
-The folder is made aside and renamed when all of it is on the disk, so it is there whole or not at all. A folder that
-replaces another is exchanged with it at one instant, and the old folder is removed after that.
+States of optimizers and schedulers are plain values and named tensors, so that loading them runs no code.
+The folder is written under a temporary name and renamed when all of it is on the disk, so it is complete or absent. A
+folder that replaces another is exchanged with it atomically, and the old folder is removed after that.
 
-Where ranks share rows, each of them writes its part of these, and rank 0 the rest, after checksums of all ranks agreed.
+If ranks share rows, each of them writes its shard of these, and rank 0 the rest, after checksums of all ranks agreed.
 Buffers are those of rank 0; `ranks` in graph.msgpack has the random state of each of the others.
 
 Format 1 numbered the tensors. Format 3 is of plain loops alone, and has `of`: "loop".
@@ -22,37 +23,234 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 import time
-from collections import OrderedDict
+import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgpack  # type: ignore[import-untyped]
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as as_safetensors
 from torch import Tensor, nn
 
 from ...embedding.model_snapshots import load_rows, save_rows
 from ...embedding.saved_rows import EXTRA, SavedRows
+from ...engine.checks import is_folder_name
 from ...engine.durable import (
     UnsyncedError,
+    aside,
     check_exchange,
     fsync_file,
+    made_aside,
     read_record,
     seal,
     unseal,
 )
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
-from ...engine.options.names import is_folder_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
-from ..passes.ranks import refuse_worlds
+from ..passes.collectives import refuse_worlds
 from ..trace.names import path_of
 from .kept import CALLS, FORMATS, ROWS, STATE, TENSORS, checksum, read_format
-from .optimizers import embeddings_of
-from .plain_state import decode, encode
-from .saving import Saving
+from .optimizer_set import embeddings_of
+
+if TYPE_CHECKING:
+    from ...distributed.rank_group import Group
+
+
+_KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
+_TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
+_PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+_TAKEN = ("", "__metadata__")  # names that no tensor in a safetensors file has
+_ITEMS = 1 << 16  # the most items of a container that `unseal` reads
+_REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
+
+
+def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -> Any:
+    """`value` with containers as [tag, items] and tensors as ["tensor", name]; tensors are added to `tensors`.
+
+    A name is the keys that lead to the tensor, with dots between. GraphError for any other value, naming its place.
+    """
+    if isinstance(value, Tensor):
+        _check_tensor(value, where)
+        while name in tensors or name in _TAKEN:
+            name += "'"
+        tensors[name] = value.detach()
+        return ["tensor", name]
+    if value is None:
+        return None
+    if type(value) in _TAGS:
+        if len(value) > _ITEMS:
+            raise GraphError(
+                f"{where} has {len(value)} items, and a container in a checkpoint at most {_ITEMS}; keep them in a "
+                "tensor, or in several containers"
+            )
+        if isinstance(value, dict):
+            items = [
+                [_key(key, where), encode(item, tensors, f"{where}[{key!r}]", _join(name, key))]
+                for key, item in value.items()
+            ]
+        else:
+            items = [encode(item, tensors, f"{where}[{i}]", _join(name, i)) for i, item in enumerate(value)]
+        return [_TAGS[type(value)], items]
+    for kind in _PLAIN:  # a subclass, such as NumPy's float64, becomes the plain type
+        if isinstance(value, kind) and (kind is not int or _is_held(value)):
+            return kind(value)
+    raise GraphError(
+        f"{where} is a {type(value).__name__}{' of over 64 bits' * isinstance(value, int)}, which a checkpoint cannot "
+        f"hold; {_REMEDY}"
+    )
+
+
+def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value that `encode` was given. ValueError, KeyError for what `encode` does not make."""
+    if not isinstance(value, list):
+        return value
+    tag, content = value
+    if tag == "tensor":
+        return tensors[str(content)]  # format 1 of checkpoints had numbers as names
+    if tag not in _KINDS:
+        raise ValueError(f"unknown kind {tag!r}")
+    if tag in ("list", "tuple"):
+        return _KINDS[tag](decode(item, tensors) for item in content)
+    return _KINDS[tag]({key: decode(item, tensors) for key, item in content})
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _key(key: Any, where: str) -> Any:
+    if type(key) is str or (type(key) is int and _is_held(key)):
+        return key
+    raise GraphError(
+        f"{where} has the key {key!r}, and a checkpoint holds strings and whole numbers of 64 bits as keys; {_REMEDY}"
+    )
+
+
+def _is_held(number: int) -> bool:
+    return -(1 << 63) <= number < 1 << 64
+
+
+def _check_tensor(tensor: Tensor, where: str) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not _is_held_dtype(tensor.dtype):
+        raise GraphError(
+            f"{where} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which a checkpoint cannot "
+            f"hold; make it a dense one of another dtype, register a buffer with persistent=False, or {_REMEDY}"
+        )
+
+
+@cache
+def _is_held_dtype(dtype: torch.dtype) -> bool:
+    try:
+        as_safetensors({"": torch.empty(0, dtype=dtype)})
+    except (KeyError, RuntimeError, TypeError, ValueError):  # its versions know different ones
+        return False
+    return True
+
+
+Random = list[Tensor]  # the states of a process's generators of random numbers
+
+
+class Saving:
+    """One save or load of a graph. `world` is None for one process; then every method does its call and no more."""
+
+    def __init__(self, world: Group | None, what: str) -> None:
+        """what: names the save or load in messages."""
+        self._world, self._what = world, what
+
+    def each(self, step: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
+        """The result of a call of this rank. What one rank raises is raised on all. same: equal on all ranks."""
+        if self._world is None:
+            return call()
+        from ...distributed.agreement import agree, attempt
+
+        result, error = attempt(call)
+        agree(self._world, f"{self._what}: {step}", error, same)
+        return result
+
+    def first(self, step: str, call: Callable[[], Any]) -> Any:
+        """The result of a call of rank 0, plain values, on all ranks."""
+        if self._world is None:
+            return call()
+        from ...distributed.agreement import told
+
+        rank = self._world.rank
+        return told(self._world, f"{self._what}: {step}", lambda: call() if rank == 0 else None)[0]
+
+    @contextmanager
+    def made_aside(self, folder: Path, overwrite: bool, errors: Callable[[], Any]) -> Iterator[Path]:
+        """`durable.made_aside`, done by rank 0. errors: makes a block that tells an error of the system."""
+        block = ExitStack()
+
+        def begin() -> None:
+            with errors():
+                block.enter_context(made_aside(folder, overwrite))
+
+        def end() -> None:
+            with errors():
+                block.close()
+
+        self.first("its folder", begin)
+        try:
+            yield aside(folder)
+        except BaseException:
+            block.__exit__(*sys.exc_info())
+            raise
+        self.first("in place", end)
+
+    def check_equal(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Raises GraphError on all ranks where a value that training keeps equal differs between them."""
+        if self._world is None:
+            return
+        from ...distributed.agreement import told
+
+        names = [*tensors]
+        sums = told(self._world, f"{self._what}: state", lambda: [_checksum(plain), *map(_bytes, tensors.values())])
+        if any(len(one) != len(sums[0]) for one in sums):
+            differ = ["the number of tensors"]
+        else:
+            differ = [name for i, name in enumerate(["what is no tensor", *names]) if len({one[i] for one in sums}) > 1]
+        if differ:
+            raise GraphError(
+                f"{self._what}: ranks have other values of {', '.join(differ[:5])}{' and more' * (len(differ) > 5)}; a "
+                "checkpoint holds those of one: train what differs by an optimizer of the graph, or keep it in a buffer"
+            )
+
+    def others_random(self, own: Random) -> list[Random]:
+        """The random state of every rank but the first."""
+        if self._world is None:
+            return []
+        from ...distributed.agreement import told
+
+        sent = [state.cpu().numpy().tobytes() for state in own]
+        ranks: list[list[bytes]] = told(self._world, f"{self._what}: random numbers", lambda: sent)
+        return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
+
+    def own_random(self, first: Random, others: list[Random]) -> Random:
+        """The random state of this rank in a checkpoint. A rank that it has none of keeps its own."""
+        rank = 0 if self._world is None else self._world.rank
+        if rank == 0:
+            return first
+        return others[rank - 1] if rank <= len(others) else [torch.get_rng_state()]
+
+
+def _checksum(plain: Any) -> int:
+    return zlib.crc32(msgpack.packb(plain))
+
+
+def _bytes(tensor: Tensor) -> int:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(data.numpy().data)
+
 
 log = logging.getLogger("tierbed")
 

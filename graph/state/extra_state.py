@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from ...embedding.rows_reference import SavedAs
 from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.errors import GraphError
-from ..passes.ranks import refuse_worlds
-from ..passes.step_end import StepEnd
-from .optimizers import OptimizerSet, embeddings_of
-from .saving import Saving
+from ..passes.collectives import refuse_worlds
+from ..passes.step_epilogue import StepEnd
+from .checkpoint import Saving
+from .optimizer_set import OptimizerSet, embeddings_of
 
 
 def extra_state(optimizers: OptimizerSet, end: StepEnd) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import TRACED
 from .alias import is_random
-from .arguments import Call, Dims, argument_names
 from .built import Built
 from .names import name_of, tensor_names
-from .signature import is_plain, registered
-from .sizes import Fits
+from .signature import Call, Dims, argument_names, is_plain, registered
 from .swap import changed_setting, swapped, unused_grads
 
 _LIBRARIES = tuple(
@@ -53,6 +51,8 @@ _COMMON = 64
 _SEED = 0x7165_7262_6564
 BACKWARD = "backward"  # marks, in their meta, nodes that autograd recorded
 LIVE = "live"  # marks, in their meta, placeholders that are parameters or buffers
+
+Fits = Callable[[Sequence[Tensor]], bool]  # whether a step serves inputs of these sizes
 
 
 @dataclass(frozen=True)

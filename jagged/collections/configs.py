@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...engine.checks import is_folder_name, whole
 from ...engine.errors import OptionError
-from ...engine.numeric import whole
 from ...engine.options.initializers import (
     AnyTableOptions,
     make_normal_initializer,
     make_table_options,
     make_uniform_initializer,
 )
-from ...engine.options.names import is_folder_name
-from ...engine.options.tables import is_table_name
+from ...engine.options.table_names import is_table_name
 
 
 @unique

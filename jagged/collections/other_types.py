@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ...engine.options.options import StoreOptions
+from ...engine.options.store_options import StoreOptions
+from ...engine.options.table_names import Names, names_in
 from ...engine.options.table_spec import DTYPES
-from ...engine.options.tables import Names, names_in
 from ...snapshots.store.folder_state import FolderState
 
 log = logging.getLogger("tierbed")

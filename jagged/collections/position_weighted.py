@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...engine.checks import whole
 from ...engine.errors import InputError, OptionError
-from ...engine.numeric import whole
-from ..tensors.checks import is_traced
-from ..tensors.keyed_jagged import KeyedJagged
-from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor
-from .bag_collection import features_of
+from ..tensors.keyed_jagged_tensor import KeyedJagged, KeyedJaggedTensor
+from ..tensors.validation import is_traced
+from .embedding_collections import features_of
 
 
 class PositionWeighted(nn.Module):

@@ -18,11 +18,11 @@ from ...embedding.model_snapshots import ModelSnapshots
 from ...embedding.saved_rows import SavedRows
 from ...embedding.training_group import train_together
 from ...engine.errors import InputError, OptionError
-from ...engine.options.options import StoreOptions
+from ...engine.options.store_options import StoreOptions
 from ...engine.options.table_spec import check_state_dtype
 from .configs import EmbeddingConfig, config_of, suffix_of
-from .division import Need, stores_of, stores_text
 from .other_types import warn_of_other_types
+from .store_split import Need, stores_of, stores_text
 
 
 class Tables(ModelSnapshots, nn.Module):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...engine.errors import OptionError
-from ...engine.options.inputs import OUTPUT_DTYPES
+from ...engine.options.lookup import OUTPUT_DTYPES
 
 
 class EmbeddingLocation(IntEnum):

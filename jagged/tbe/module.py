@@ -1,28 +1,334 @@
-"""FBGEMM's table-batched embedding on tiered tables."""
+"""FBGEMM's table-batched embedding on tiered tables: the embeddings that hold them, and their rows as whole tensors.
+
+Such a tensor is a copy that refuses to be written: a write into FBGEMM's is one into the table, and here it is not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch.utils import _pytree as pytree
 
+from ...embedding.embedding import MultiTableEmbedding
 from ...embedding.handle_contract import Ranks
-from ...engine.errors import GraphError, InputError, OptionError
-from ...engine.numeric import real
-from ...engine.options.table_spec import DTYPES, check_seed, check_state_dtype
-from .bounds import Bounds
-from .calls import Call, checked_call
+from ...embedding.model_snapshots import ModelSnapshots
+from ...embedding.training_group import train_together
+from ...engine.checks import real
+from ...engine.errors import GraphError, InputError, OptionError, StoreError
+from ...engine.optim.row_optimizer import RowOptimizer
+from ...engine.options.initializers import (
+    AnyTableOptions,
+    make_constant_initializer,
+    make_table_options,
+    make_uniform_initializer,
+)
+from ...engine.options.store_options import StoreOptions
+from ...engine.options.table_names import choices, table_number
+from ...engine.options.table_spec import DTYPES, check_reach, check_seed, check_state_dtype
+from ...engine.table.table_report import settled
+from ..collections.store_split import stores_text
+from .call_arguments import CONSTRUCTOR, Call, checked_call, refuse, refuse_call
+from .dispatch import Plan, Trainer
 from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, taken, taken_dtype
-from .lookups import Plan
-from .refused import CONSTRUCTOR, refuse, refuse_call
 from .settings import DEFAULTS, Settings, ShiftedOptimizer, checked_state_dtype, checked_step
-from .specs import LOAD_FACTOR, Caching, checked_features, checked_tables, device_of, parts_of, stores_for
-from .tables import TablesInEmbeddings
-from .update import Trainer
+from .specs import (
+    LOAD_FACTOR,
+    Bounds,
+    Caching,
+    Part,
+    Table,
+    checked_features,
+    checked_tables,
+    device_of,
+    parts_of,
+    stores_for,
+)
+
+CHUNK = 1 << 16  # rows
+
+
+def copied_weights(embedding: MultiTableEmbedding, number: int, rows: int) -> Tensor:
+    """The rows [rows, dim] of one table, those that were never written as they begin."""
+    with torch.inference_mode(False):
+        weights = torch.empty(rows, embedding.dim, device=embedding.device)
+    for first in range(0, rows, CHUNK):
+        keys = torch.arange(first, min(first + CHUNK, rows))
+        weights[first : first + CHUNK] = embedding.get(keys, number)
+    return weights
+
+
+def fill_uniform(embedding: MultiTableEmbedding, number: int, rows: int, low: float, high: float) -> None:
+    """Write all rows of one table, uniform over [low, high], drawn in the order of the rows."""
+    for first in range(0, rows, CHUNK):
+        keys = torch.arange(first, min(first + CHUNK, rows))
+        embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(low, high), number)
+
+
+def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer: RowOptimizer) -> list[list[Tensor]]:
+    """For each table each state of its rows, [rows, dim], or [rows] where a row has one number.
+
+    rows: of each table.
+    """
+    state = optimizer.row_state(embedding.dim)
+    of_rows = [width == 1 for width in optimizer.row_state(2).widths]  # a dim of 1 does not tell
+    with torch.inference_mode(False):  # a read-only copy tells a write by the tensor's version
+        states = [
+            [
+                torch.full((count, width), value, dtype=torch.float32)
+                for width, value in zip(state.widths, state.initial, strict=True)
+            ]
+            for count in rows
+        ]
+    if state.names:
+        table = embedding.opened().own_table
+        for _, chunk in settled(table):
+            values = [torch.from_numpy(table.form.numbers(chunk, name).copy()) for name in state.names]
+            for number, count in enumerate(rows):
+                chosen = (chunk["table"] == number) & (chunk["key"] < count)
+                keys, here = torch.from_numpy(chunk["key"][chosen].astype("i8")), torch.from_numpy(chosen)
+                for copied, value in zip(states[number], values, strict=True):
+                    copied[keys] = value[here]
+    device = embedding.device
+    with torch.inference_mode(False):
+        return [
+            [
+                (copied.flatten() if of_row else copied).to(device)
+                for copied, of_row in zip(of_table, of_rows, strict=True)
+            ]
+            for of_table in states
+        ]
+
+
+WRITES = (  # beside those whose name ends in _
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+)
+
+
+class ReadOnlyCopy(Tensor):
+    """A tensor whose in-place operations raise InputError, and those of its views. Tensors computed of it are plain.
+
+    So are views that code of torch.compile makes within: a write into such a view changes the copy without an error.
+    """
+
+    remedy: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, remedy: str) -> ReadOnlyCopy:
+        """The same memory. remedy: the message of the error."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = tensor.as_subclass(cls)
+        made.remedy = remedy
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo traces this method, and knows neither versions nor memory
+            if func.__name__ in WRITES or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
+                raise InputError("not in compiled code: Dynamo runs the write as it is, and there it is refused")
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            own = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            if own and func is Tensor.__format__:
+                return Tensor.__format__(own[0].as_subclass(Tensor), *args[1:])  # of a subclass it refuses formats
+            versions = [one._version for one in own]
+            found = func(*args, **(kwargs or {}))
+            for one, version in zip(own, versions, strict=True):
+                if one._version != version:
+                    raise InputError(one.remedy)
+        if isinstance(found, np.ndarray):
+            found.flags.writeable = False
+        if type(found) in (list, tuple):
+            return type(found)(_same_memory(one, own) for one in found)
+        return _same_memory(found, own)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+
+def _same_memory(found: Any, own: Sequence[ReadOnlyCopy]) -> Any:
+    """What an operation returned: read-only as well, if it is a view of one of these."""
+    if type(found) is not Tensor or found.layout != torch.strided:
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        memory = found.untyped_storage()._cdata
+        copy = next((one for one in own if one.untyped_storage()._cdata == memory), None)
+    return found if copy is None else ReadOnlyCopy.of(found, copy.remedy)
+
+
+T = TypeVar("T")
+
+
+class TablesInEmbeddings(ModelSnapshots, nn.Module):
+    """Tables, and the embeddings that hold them.
+
+    parts, stores: what each embedding has, and by its name where it lives. rows: the optimizer of all of them. dtype:
+    of outputs. world: the ranks that share the rows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tables: Sequence[Table],
+        parts: Sequence[Part],
+        stores: Mapping[str, StoreOptions],
+        bounds: Bounds,
+        rows: ShiftedOptimizer,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        seed: int,
+        world: Ranks | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.tables = tables
+        self._parts, self._bounds, self._rows = parts, bounds, rows
+        self.embeddings = nn.ModuleDict()
+        for part in parts:
+            embedding = MultiTableEmbedding(
+                part.name,
+                tables[part.tables[0]].dim,
+                weights_dtype,
+                torch.int64,
+                self._options(part, make_constant_initializer(0.0)),
+                stores[part.name],
+                # rows of one seed, table and key begin alike in all embeddings; where they live does not matter
+                seed=(seed + crc32(tables[part.tables[0]].name.encode())) % 2**63,
+                output_dtype=dtype,
+                world=world,
+                state_dtype=state_dtype,
+            )
+            embedding.shadow.requires_grad_(False)  # no EagerOptimizer and no graph trains it
+            embedding.use_optimizer(rows)
+            self.embeddings[part.name] = embedding
+        train_together(self.embeddings.values())
+
+    def _options(self, part: Part, initializer: Mapping[str, Any]) -> list[AnyTableOptions]:
+        tables = [self.tables[number] for number in part.tables]
+        return [make_table_options(initializer, table.name, **self._bounds.options(table.rows)) for table in tables]
+
+    def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
+        """Let all rows be uniform over [min_val, max_val].
+
+        Before the first use nothing is written: rows begin so, and rows that a store folder has stay. Later all rows
+        are written, drawn from torch's generator; optimizer state stays. Raises OptionError, also for values beyond the
+        largest number of `weights_precision`.
+        """
+        uniform = make_uniform_initializer(min_val, max_val)
+        for part, embedding in self.each():
+            check_reach(self._options(part, uniform), embedding.spec.dtype)
+        for part, embedding in self.each():
+            if embedding.is_open:
+                for number, table in enumerate(part.tables):
+                    fill_uniform(embedding, number, self.tables[table].rows, min_val, max_val)
+            else:
+                embedding.spec = replace(embedding.spec, tables=tuple(self._options(part, uniform)))
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """The rows of each table [rows, dim], copied: an in-place write into them raises InputError.
+
+        `embedding_of(table).put(keys, rows, table)` writes, and `clone()` gives a tensor of your own.
+        """
+        copies = self._by_table(lambda embedding, rows: [copied_weights(embedding, i, n) for i, n in enumerate(rows)])
+        return [
+            ReadOnlyCopy.of(
+                weights,
+                f"split_embedding_weights of {self.name!r} copies rows, so writing into those of table {table.name!r} "
+                f"changes none that is stored; call embedding_of({table.name!r}).put(torch.arange({table.rows}), rows, "
+                f"{table.name!r}), or clone() them for a tensor of your own",
+            )
+            for weights, table in zip(copies, self.tables, strict=True)
+        ]
+
+    def split_optimizer_states(self) -> list[list[Tensor]]:
+        """The optimizer's states of each table, copied: an in-place write into them raises InputError.
+
+        [rows, dim] each, of EXACT_ROWWISE_ADAGRAD [rows]. EXACT_SGD has none, and gives an empty list. Raises
+        StoreError where ranks share the rows.
+        """
+        if not self._rows.states:
+            return []
+        for _, embedding in self.each():
+            if embedding.world is not None:
+                raise StoreError(
+                    f"split_optimizer_states of {self.name!r}: ranks share the rows, and no call gathers their states; "
+                    "save a snapshot, whose files have them"
+                )
+        copies = self._by_table(lambda embedding, rows: copied_states(embedding, rows, self._rows))
+        return [
+            [
+                ReadOnlyCopy.of(
+                    state,
+                    f"split_optimizer_states of {self.name!r} copies them, so writing into that of table "
+                    f"{table.name!r} changes no row; load a snapshot or state_dict() that has the state, or clone() it "
+                    "for a tensor of your own",
+                )
+                for state in states
+            ]
+            for states, table in zip(copies, self.tables, strict=True)
+        ]
+
+    def embedding_of(self, table: int | str) -> MultiTableEmbedding:
+        """The embedding that has a table, where the table goes by its name: for put, get, snapshots. InputError."""
+        names = [one.name for one in self.tables]
+        number = table_number(table, names)
+        if number is None:
+            raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(names)}")
+        return next(embedding for part, embedding in self.each() if number in part.tables)
+
+    def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By the name of each embedding, its metrics: docs/metrics.md explains them."""
+        return {part.name: embedding.metrics() for part, embedding in self.each()}
+
+    def stores(self) -> None:
+        """Print how the memory of stores is divided between the embeddings."""
+        print(stores_text({part.name: embedding.store_options for part, embedding in self.each()}))
+
+    def close(self) -> None:
+        """Bring all rows down and close the stores. May be called again; a use raises ClosedError."""
+        with ExitStack() as stack:  # an error in one leaves none open
+            for _, embedding in self.each():
+                stack.callback(embedding.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def each(self) -> Iterator[tuple[Part, MultiTableEmbedding]]:
+        """The embeddings, with what each has."""
+        return zip(self._parts, cast(Iterable[MultiTableEmbedding], self.embeddings.values()), strict=True)
+
+    def _by_table(self, copy: Callable[[MultiTableEmbedding, list[int]], list[T]]) -> list[T]:
+        """What `copy` gives for the tables of each embedding, in the order of embedding_specs."""
+        found: dict[int, T] = {}
+        for part, embedding in self.each():
+            rows = [self.tables[number].rows for number in part.tables]
+            found.update(zip(part.tables, copy(embedding, rows), strict=True))
+        return [found[number] for number in range(len(self.tables))]
+
 
 POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
 

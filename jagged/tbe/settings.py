@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...engine.checks import real, whole_option
 from ...engine.errors import OptimizerError, OptionError
-from ...engine.numeric import real, whole_option
 from ...engine.optim.base import LARGEST, SMALLEST
 from ...engine.optim.lamb import LAMB, PartialRowWiseLAMB
 from ...engine.optim.lars_sgd import LarsSGD
-from ...engine.optim.optimizers import RowOptimizer
 from ...engine.optim.partial_rowwise_adam import PartialRowWiseAdam
+from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
 from ...engine.row_format import LAST_STEP
 from .enums import OptimType, WeightDecayMode, taken_dtype

@@ -1,4 +1,4 @@
-"""What a table-batched embedding is made of: its tables, its features, and the embeddings that hold the tables."""
+"""What a table-batched embedding is made of: its tables, features and embeddings, and what it does with bad indices."""
 
 from __future__ import annotations
 
@@ -10,26 +10,63 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...embedding.embedding import MultiTableEmbedding
 from ...engine._core import WAYS
-from ...engine.cache.division import BESIDE_BYTES, MB
+from ...engine.cache.memory_split import BESIDE_BYTES, MB
+from ...engine.checks import real, whole
 from ...engine.errors import OptionError
-from ...engine.numeric import real, whole
-from ...engine.options.option_makers import (
+from ...engine.options.store_options import (
+    StoreOptions,
     make_cached_host_mem_store_options,
     make_device_mem_store_options,
     make_host_mem_store_options,
 )
-from ...engine.options.options import StoreOptions
+from ...engine.options.table_names import check_distinct, check_table_name
 from ...engine.options.table_spec import check_name
-from ...engine.options.tables import check_distinct, check_table_name
 from ..collections.configs import suffix_of
-from ..collections.division import Need, stores_of
 from ..collections.other_types import warn_of_other_types
-from .enums import CacheAlgorithm, ComputeDevice, EmbeddingLocation, taken
-
-LOAD_FACTOR = 0.2  # FBGEMM's default
+from ..collections.store_split import Need, stores_of
+from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, taken
 
 log = logging.getLogger("tierbed")
+
+_BAD_IDS = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
+
+
+class Bounds:
+    """A bounds check mode: the options of a table that follow from it, and its warning."""
+
+    def __init__(self, mode: BoundsCheckMode, name: str) -> None:
+        self._name = name
+        self._mode = mode.name.removeprefix("V2_")
+        self._warns = self._mode == "WARNING"
+        self._calls = 0
+
+    def options(self, rows: int) -> dict[str, Any]:
+        """Of a table of so many rows, what `make_table_options` takes."""
+        return {} if self._mode == "NONE" else {"ids": rows, "bad_ids": _BAD_IDS[self._mode]}
+
+    def warn(self, embeddings: Sequence[MultiTableEmbedding]) -> None:
+        """Log, once, which tables dropped indices. A GPU tells at calls 1, 2, 4, 8 and so on, as each has to wait."""
+        if not self._warns:
+            return
+        self._calls += 1
+        for embedding in embeddings:
+            if embedding.device.type != "cpu" and self._calls & (self._calls - 1):
+                continue
+            dropped = embedding.opened().own_table.processor.dropped
+            tables = [name for name, count in zip(embedding.spec.labels, dropped, strict=True) if count]
+            if tables:
+                self._warns = False
+                log.warning(
+                    "TableBatchedEmbeddingBags %r: indices of table %s were negative or beyond its rows, and were "
+                    "dropped; metrics() counts them from here on without a warning",
+                    self._name,
+                    ", ".join(map(repr, tables)),
+                )
+
+
+LOAD_FACTOR = 0.2  # FBGEMM's default
 
 
 class Table(NamedTuple):

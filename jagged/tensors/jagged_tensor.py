@@ -1,18 +1,197 @@
-"""`JaggedTensor`: one feature of a batch, with as many values in each sample as there are."""
+"""`JaggedTensor`: one feature of a batch, of any length in each sample; and what containers share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .checks import refuse_trace
-from .jagged import Jagged
-from .nested import jagged_parts
-from .padding import padded
+from .validation import check_ascending, check_offsets, check_values, is_traced, refuse_trace
+
+
+class Carrier:
+    """An object that holds tensors in `_fields`, some of them None, and else what `_context` gives.
+
+    open_leaves: which of the fields change their first dimension from batch to batch.
+    """
+
+    _fields: ClassVar[tuple[str, ...]]
+    open_leaves: ClassVar[frozenset[int]] = frozenset()
+
+    def __init_subclass__(cls, registered: bool = True) -> None:
+        super().__init_subclass__()
+        if registered:
+            pytree.register_pytree_node(
+                cls,
+                cls._flatten,
+                cls._unflatten,
+                serialized_type_name=f"tierbed.jagged.{cls.__name__}",
+                flatten_with_keys_fn=cls._flatten_with_keys,
+            )
+
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        device: torch.device = getattr(self, self._fields[0]).device
+        return device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The same on another device."""
+        return self._each(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The same in page-locked memory, from where a GPU copies it without waiting."""
+        return self._each(Tensor.pin_memory)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until what `stream` has been given to do is done."""
+        for tensor in self._tensors():
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """A copy with every tensor changed."""
+        made = copy(self)
+        for field, tensor in zip(self._fields, self._tensors(), strict=True):
+            setattr(made, field, None if tensor is None else change(tensor))
+        return made
+
+    def _tensors(self) -> list[Tensor | None]:
+        return [getattr(self, field) for field in self._fields]
+
+    def _context(self) -> Any:
+        """What is no tensor."""
+        return None
+
+    def _set_context(self, context: Any) -> None:
+        """Take what `_context` gave."""
+
+    def _flatten(self) -> tuple[list[Any], Any]:
+        return self._tensors(), self._context()
+
+    def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        names = [pytree.GetAttrKey(field.removeprefix("_")) for field in self._fields]
+        return list(zip(names, self._tensors(), strict=True)), self._context()
+
+    @classmethod
+    def _unflatten(cls, tensors: Any, context: Any) -> Self:
+        """Of whatever a tree holds in the place of tensors, unchecked."""
+        made = cls.__new__(cls)
+        for field, tensor in zip(cls._fields, tensors, strict=True):
+            setattr(made, field, tensor)
+        made._set_context(context)
+        return made
+
+
+def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
+    """The values [n, ...] and offsets [batch + 1] of a nested tensor of layout torch.jagged. InputError for others."""
+    if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
+        raise InputError(
+            f"{name}: give a nested tensor of layout torch.jagged: torch.nested.as_nested_tensor(..., "
+            "layout=torch.jagged)"
+        )
+    if not nested.is_contiguous():
+        raise InputError(
+            f"{name}: the nested tensor has gaps, or its second dimension is not the ragged one; give "
+            f"{name}.contiguous()"
+        )
+    values, offsets = nested.values(), nested.offsets()  # type: ignore[attr-defined]
+    return values, offsets
+
+
+def is_value(offsets: Tensor, length: int) -> Tensor:
+    """Which places of bags padded to `length` hold values: bool [bags, length]."""
+    return torch.arange(length, device=offsets.device) < offsets.diff().unsqueeze(1)
+
+
+def padded(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0) -> Tensor:
+    """The first `length` of each bag's values, then padding_value: [bags, length, ...]. Reads no value. InputError."""
+    if not values.is_floating_point() and padding_value != int(padding_value):
+        raise InputError(f"padding_value={padding_value}: values are of {values.dtype}; give a whole number")
+    padding = values.new_full((1, *values.shape[1:]), padding_value)
+    places = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
+    rows = torch.cat([padding, values])
+    # an embedding's backward leaves the row of padding_idx out, and adds each other one once
+    taken = F.embedding(places * is_value(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
+    return taken.view(*places.shape, *values.shape[1:])
+
+
+class Jagged(Carrier, registered=False):
+    """Values [n, ...], where bag b is values[offsets[b]:offsets[b + 1]], and maybe a weight for each."""
+
+    _fields: ClassVar[tuple[str, ...]] = ("_values", "_weights", "_offsets")
+    open_leaves: ClassVar[frozenset[int]] = frozenset({0, 1})
+    _values: Tensor
+    _weights: Tensor | None
+    _offsets: Tensor
+
+    def __init__(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        check_values(values, weights)
+        self._values, self._weights = values, weights
+        self._offsets = check_offsets(values, lengths, offsets)
+
+    def values(self) -> Tensor:
+        """All values [n, ...], those of a bag together."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """A weight for each of the values [n]. InputError where there are none."""
+        if self._weights is None:
+            raise InputError(f"this {type(self).__name__} has no weights; give weights= when it is made")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """A weight for each of the values [n], if it has them."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """How many values each bag has, int64 [bags]."""
+        return self._offsets.diff()
+
+    def offsets(self) -> Tensor:
+        """Where each bag begins, and at last where they end: int64 [bags + 1]."""
+        return self._offsets
+
+    def lengths_or_none(self) -> Tensor:
+        """TorchRec's name for `lengths`, which are always known here."""
+        return self.lengths()
+
+    def offsets_or_none(self) -> Tensor:
+        """TorchRec's name for `offsets`, which are always known here."""
+        return self.offsets()
+
+    def validate(self) -> None:
+        """Read the offsets: InputError unless they ascend from 0 to the number of values."""
+        refuse_trace("validate", "call it on what the graph is given")
+        check_ascending(self._offsets.tolist(), self._values.shape[0], self._bags())
+
+    def check_bags(self) -> None:
+        """What `validate` does, on a CPU alone, and not while a graph records: it waits for nothing."""
+        if self._offsets.device.type != "cpu" or is_traced():
+            return
+        begins, ends = self._offsets[0] == 0, self._offsets[-1] == self._values.shape[0]
+        if not (begins and ends and (self._offsets.diff() >= 0).all()):
+            self.validate()
+
+    def _bags(self) -> Sequence[str] | None:
+        """What a message calls each bag."""
+        return None
+
+    def _told(self) -> str:
+        weighted = "" if self._weights is None else ", weighted"
+        return f"values {list(self._values.shape)} of {self._values.dtype}{weighted}"
+
 
 _PAD = "give desired_length, to_padded_dense(50)"
 

@@ -1,18 +1,255 @@
-"""`KeyedJaggedTensor`: the features of a batch, each with as many values in each sample as there are."""
+"""`KeyedJaggedTensor`: the features of a batch, each with as many values in each sample as there are.
+
+`VariableBatchKeyedJaggedTensor` is of features whose samples share bags.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from ...engine.errors import InputError
-from .checks import offsets_of, refuse_trace, surely
-from .jagged_tensor import JaggedTensor
-from .keyed_jagged import KeyedJagged
-from .variable_batch import VariableBatchKeyedJaggedTensor
+from .jagged_tensor import Jagged, JaggedTensor
+from .validation import INTEGERS, check_ascending, check_keys, offsets_of, refuse_trace, surely
+
+_APART = (
+    "give the graph a dict of JaggedTensors, one for each key, or let an EmbeddingCollection have that feature padded, "
+    "padded={key: length}"
+)
+
+
+class KeyedJagged(Jagged, registered=False):
+    """Features of a batch: the bags of the first key, then those of the second, and so on."""
+
+    _keys: tuple[str, ...]
+    _batch: int | None = None  # of a part that does not say it by itself: how many samples the whole has
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        super().__init__(values, weights, lengths, offsets)
+        self._keys = check_keys(keys)
+
+    @abstractmethod
+    def stride(self) -> int:
+        """How many samples the batch has."""
+
+    @abstractmethod
+    def stride_per_key(self) -> list[int]:
+        """How many bags each key has."""
+
+    @abstractmethod
+    def variable_stride_per_key(self) -> bool:
+        """Whether keys differ in their numbers of bags."""
+
+    @abstractmethod
+    def offsets_of_keys(self) -> Sequence[Tensor]:
+        """The offsets of each key, from 0 on: int64 [bags of it + 1]."""
+
+    @abstractmethod
+    def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Self:
+        """Such a tensor of the keys of these numbers, of the same batch."""
+
+    def keys(self) -> list[str]:
+        """The names of the features, in their order."""
+        return list(self._keys)
+
+    def length_per_key(self) -> list[int]:
+        """How many values each key has."""
+        return [end - begin for begin, end in pairwise(self._bounds)]
+
+    def offset_per_key(self) -> list[int]:
+        """Where the values of each key begin, and at last where they end."""
+        return list(self._bounds)
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """One feature, a view. KeyError where there is none."""
+        if key not in self._index:
+            raise KeyError(f"{key!r} is no key; there are {', '.join(self._keys)}")
+        at = self._index[key]
+        begin, end = self._bounds[at : at + 2]
+        weights = None if self._weights is None else self._weights[begin:end]
+        return JaggedTensor(self._values[begin:end], weights, offsets=self._offsets_of(at, at + 1))
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        """Each feature by its key, views of one split."""
+        parts = zip(*self._split(self.length_per_key()), self.offsets_of_keys(), strict=True)
+        made = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of what was checked
+        return dict(zip(self._keys, made, strict=True))
+
+    def split(self, segments: Sequence[int]) -> list[Self]:
+        """Views of the first segments[0] keys, of the next segments[1], and so on, to the last. InputError."""
+        if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
+            raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is {len(self._keys)}")
+        spans = [*pairwise(accumulate(segments, initial=0))]
+        sizes = [self._bounds[end] - self._bounds[begin] for begin, end in spans]
+        parts = zip(spans, *self._split(sizes), strict=True)
+        return [
+            self._part([*range(begin, end)], values, weights, self._offsets_of(begin, end))
+            for (begin, end), values, weights in parts
+        ]
+
+    def permute(self, indices: Sequence[int]) -> Self:
+        """A copy with the keys of these numbers, in this order, each once. InputError.
+
+        No lookup needs it: a collection takes its features from any keys in any order.
+        """
+        chosen = [range(len(self._keys))[index] for index in indices]
+        check_keys([self._keys[index] for index in chosen])
+        sizes = self.length_per_key()
+        values = _taken(self._values, sizes, chosen)
+        weights = None if self._weights is None else _taken(self._weights, sizes, chosen)
+        lengths = _taken(self.lengths(), self.stride_per_key(), chosen)
+        return self._part(chosen, values, weights, offsets_of(lengths))
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {key: at for at, key in enumerate(self._keys)}
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """Which bag is the first of each key, and at last how many there are."""
+        return [*accumulate(self.stride_per_key(), initial=0)]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Where the values of each key begin, and at last where they end."""
+        refuse_trace("the number of values of one key", _APART)
+        bounds: list[int] = self._offsets[self._firsts].tolist()
+        try:
+            check_ascending(bounds, self._values.shape[0])
+        except InputError:
+            self.validate()  # which tells the bag
+        return bounds
+
+    def _split(self, sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Values and weights in parts of these sizes."""
+        values = self._values.split(sizes) if sizes else ()
+        return values, [None] * len(values) if self._weights is None else self._weights.split(sizes) if sizes else ()
+
+    def _offsets_of(self, begin: int, end: int) -> Tensor:
+        """The offsets of keys number `begin` to `end`, from 0 on."""
+        return self._offsets[self._firsts[begin] : self._firsts[end] + 1] - self._bounds[begin]
+
+    def _bags(self) -> list[str]:
+        counts = zip(self._keys, self.stride_per_key(), strict=True)
+        return [f"key {key!r}, sample {sample}" for key, count in counts for sample in range(count)]
+
+    def _context(self) -> tuple[tuple[str, ...], int | None]:
+        return self._keys, self._batch
+
+    def _set_context(self, context: tuple[tuple[str, ...], int | None]) -> None:
+        self._keys, self._batch = context
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._told()})"
+
+
+def _taken(tensor: Tensor, sizes: list[int], chosen: list[int]) -> Tensor:
+    """The chosen ones of parts of these sizes."""
+    parts = tensor.split(sizes) if sizes else ()
+    return torch.cat([tensor[:0], *(parts[at] for at in chosen)])
+
+
+class VariableBatchKeyedJaggedTensor(KeyedJagged):
+    """Features of a batch, each with its own number of bags: what TorchRec calls a variable stride per key.
+
+    keys, values, weights, lengths, offsets: as of a KeyedJaggedTensor, with stride_per_key[f] bags of key f.
+    stride_per_key: how many bags each key has. inverse_indices: names, and for each of them which of its bags each
+    sample has, integers [names, batch]; a collection needs it, to give each sample its rows. InputError.
+    """
+
+    _fields = ("_values", "_weights", "_offsets", "_strides", "_inverse")
+    open_leaves: ClassVar[frozenset[int]] = frozenset({0, 1, 2})
+    _strides: Tensor
+    _inverse: Tensor | None
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor | None,
+        offsets: Tensor | None,
+        stride_per_key: Sequence[int],
+        inverse_indices: tuple[Sequence[str], Tensor] | None = None,
+    ) -> None:
+        super().__init__(keys, values, weights, lengths, offsets)
+        strides, bags = list(stride_per_key), self._offsets.shape[0] - 1
+        if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != bags:
+            raise InputError(f"stride_per_key={strides}: give one for each of {self.keys()}, {bags} in all, as lengths")
+        self._strides = torch.tensor(strides, dtype=torch.int64, device=values.device)
+        self._inverse = None if inverse_indices is None else self._in_order(*inverse_indices)
+
+    def validate(self) -> None:
+        """Read offsets and inverse indices: InputError unless offsets ascend and each sample has a bag of its key."""
+        super().validate()
+        if self._inverse is None:
+            return
+        wrong = (self._inverse < 0) | (self._inverse >= self._strides[:, None])
+        for at, sample in wrong.nonzero().tolist()[:1]:
+            raise InputError(
+                f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}; give "
+                f"the number of one of its {int(self._strides[at])} bags, from 0 on"
+            )
+
+    def stride(self) -> int:
+        """How many samples the batch has; without inverse indices, the most bags of a key, in the whole of a part."""
+        if self._inverse is not None:
+            return self._inverse.shape[1]
+        return max(self.stride_per_key(), default=0) if self._batch is None else self._batch
+
+    def stride_per_key(self) -> list[int]:
+        refuse_trace("stride_per_key", "use strides()")
+        strides: list[int] = self._strides.tolist()
+        return strides
+
+    def strides(self) -> Tensor:
+        """How many bags each key has, int64 [keys]."""
+        return self._strides
+
+    def variable_stride_per_key(self) -> bool:
+        return True
+
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
+        """The keys, and for each which of its bags each sample has, int64 [keys, batch], if that is known."""
+        return None if self._inverse is None else (self.keys(), self._inverse)
+
+    def offsets_of_keys(self) -> Sequence[Tensor]:
+        return [self._offsets_of(at, at + 1) for at in range(len(self._keys))]
+
+    def _in_order(self, names: Sequence[str], indices: Tensor) -> Tensor:
+        """The rows of indices in the order of keys, as int64."""
+        if not isinstance(indices, Tensor) or indices.dim() != 2 or indices.shape[0] != len(names):
+            raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each of them")
+        if indices.dtype not in INTEGERS:
+            raise InputError(f"inverse_indices: a tensor of {indices.dtype}; give integers")
+        rows = {name: row for row, name in enumerate(names)}
+        if missing := [key for key in self._keys if key not in rows]:
+            raise InputError(f"inverse_indices have no row for {missing}; give one for each key")
+        order = [rows[key] for key in self._keys]
+        if order != [*range(len(names))]:
+            indices = indices[order]
+        return indices.to(torch.int64)
+
+    def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Any:
+        keys, strides = [self._keys[at] for at in chosen], self.stride_per_key()
+        inverse = None if self._inverse is None else (keys, self._inverse[chosen])
+        kind = VariableBatchKeyedJaggedTensor
+        part = kind(keys, values, weights, None, offsets, [strides[at] for at in chosen], inverse)
+        part._batch = self.stride()
+        return part
 
 
 class KeyedJaggedTensor(KeyedJagged):

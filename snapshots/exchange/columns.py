@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError, SnapshotError
-from ...engine.options.tables import choices, names_in, table_number
+from ...engine.options.table_names import choices, names_in, table_number
 from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowForm, overflows
 

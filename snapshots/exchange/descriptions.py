@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...engine.errors import InputError, OptimizerError, OptionError
-from ...engine.optim.optimizers import RowOptimizer
+from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
 from ...engine.options.table_spec import table_spec

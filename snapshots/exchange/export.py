@@ -11,17 +11,15 @@ from typing import Any
 
 from ...engine.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
 from ...engine.errors import InputError, SnapshotError
-from ...engine.options.tables import Names, choices, names_in, table_number
+from ...engine.options.table_names import Names, choices, names_in, table_number
 from ...engine.row_format import Chunks
 from ..files.reader import Snapshot
 from ..files.writer import Progress, write_snapshot
 from ..store.selection import LoadReport, Selection
-from .aside import ColumnsAside
+from .array_files import ColumnsAside, write_npz, write_safetensors
 from .columns import Columns
-from .npz import write_npz
 from .parquet import write_parquet
 from .sources import path_of
-from .tensors import write_safetensors
 
 FORMATS = ("parquet", "npz", "safetensors", "snapshot")
 

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...engine.errors import InputError
+from ...engine.options.table_names import FIELD, OF_TENSORS, Names, are_names, names_in
 from ...engine.options.table_spec import check_dtype
-from ...engine.options.tables import FIELD, OF_TENSORS, Names, are_names, names_in
 from ...engine.row_format import RowForm
 from ..files.format import Manifest, check_name
 from ..files.writer import Progress, check_free, write_snapshot
-from ..store.converted import converted_description, types_of
 from ..store.folder import StoreFolder
+from ..store.selection import converted_description, types_of
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError, OptionError
+from .array_files import METADATA
 from .columns import TABLE, TABLE_NAME, Columns
-from .named_arrays import METADATA
 
 _GROUP_ROWS = 1 << 18
 _GROUP_BYTES = 1 << 25

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import ClosedError, InputError, OptionError
 from ...engine.options.table_spec import KEY_TYPES, check_key_type
-from ...engine.table.scanned import settled
+from ...engine.table.row_scan import settled
 from ..files.format import check_name
 from ..files.reader import Snapshot
 from ..files.writer import check_free, write_snapshot

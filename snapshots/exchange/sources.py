@@ -21,15 +21,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...engine.errors import InputError, SnapshotError, TierbedError
-from ...engine.options.tables import is_table_name
+from ...engine.options.table_names import is_table_name
 from ...engine.row_format import NUMBERS
 from ..files.reader import Snapshot
+from .array_files import ArrayColumn, Column, NamedArrays, TensorColumn, opened_npz, opened_safetensors
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
-from .named_arrays import ArrayColumn, Column, NamedArrays, TensorColumn
-from .npz import opened_npz
 from .parquet import opened_parquet
-from .tensors import opened_safetensors
 
 Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
 

@@ -1,25 +1,197 @@
-"""Writing a snapshot: streamed into a temporary folder, synced, renamed into place."""
+"""Writing a snapshot: streamed into a temporary folder, synced, renamed into place.
+
+Several writers can share one snapshot, each with its own part of all rows, in a folder that all of them see. One of
+them begins it by `new_snapshot`, and holds that block while each writer calls `write_part`, or `write_changed_part`,
+for `place_of` the snapshot. When all have returned, it calls `commit` and ends the block. If a writer fails, it lets
+the block raise, which removes what all have written.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...engine.durable import Commit, UnsyncedError, made_aside
+import numpy as np
+
+from ...engine import _core
+from ...engine.durable import Commit, UnsyncedError, aside, check_exchange, fsync_dir, made_aside
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Change, RowForm, Rows
-from .format import LAST_SEQUENCE, MANIFEST, Kind, Manifest, Parent, RocksDBFiles, check_description, check_name
-from .may_replace import check_replaceable
+from ...engine.row_format import BUCKETS, Change, RowForm, Rows
+from .format import (
+    LAST_SEQUENCE,
+    MANIFEST,
+    Kind,
+    Manifest,
+    Parent,
+    Part,
+    RocksDBFiles,
+    RowFile,
+    bucket_file,
+    check_description,
+    check_name,
+    deleted_file,
+    dtype_of,
+    file_bytes,
+    header_bytes,
+    is_deleted,
+    npy_header,
+    row_check,
+    snapshot_id,
+)
+from .pipeline import Behind
 from .reader import Snapshot, list_snapshots
-from .row_files import RowFile, is_deleted
-from .row_writer import Progress as Progress
-from .row_writer import write_changes, write_rows
 from .versions import Saved
+
+Progress = Callable[[int], None]
+
+
+def write_rows(
+    folder: Path,
+    description: dict[str, Any],
+    chunks: Iterable[tuple[int, Rows]],
+    progress: Progress | None = None,
+    part: Part | None = None,
+) -> dict[str, RowFile]:
+    """Write rows, as `write_snapshot` takes them, to files in `folder`, or those of one part. They are durable.
+
+    Their names are not, until the folder is synced. Raises SnapshotError for rows that are not valid, OSError.
+    """
+    return _write_files(folder, bucket_file, description, chunks, progress, part)
+
+
+def write_changes(
+    folder: Path,
+    description: dict[str, Any],
+    changes: Iterable[Change],
+    progress: Progress | None = None,
+    part: Part | None = None,
+) -> dict[str, RowFile]:
+    """Write changes, as `write_incremental` takes them, in the way of `write_rows`."""
+    deleted: dict[int, list[Rows]] = {}
+    files = write_rows(folder, description, _without_deleted(changes, deleted), progress, part)
+    keys = ((bucket, held) for bucket in sorted(deleted) for held in deleted[bucket])
+    return files | _write_files(folder, deleted_file, description, keys, progress, part)
+
+
+def _without_deleted(changes: Iterable[Change], deleted: dict[int, list[Rows]]) -> Iterator[tuple[int, Rows]]:
+    for bucket, rows, keys in changes:
+        if len(keys):
+            deleted.setdefault(bucket, []).append(keys)
+        if len(rows):
+            yield bucket, rows
+
+
+def _write_files(
+    folder: Path,
+    name_of: Callable[[int, int | None], str],
+    description: dict[str, Any],
+    chunks: Iterable[tuple[int, Rows]],
+    progress: Progress | None,
+    part: Part | None,
+) -> dict[str, RowFile]:
+    """Write each bucket's rows to its file. The next chunk is made while earlier ones are written and synced."""
+    files: dict[str, _File] = {}
+    previous, form = -1, RowForm.described(description)
+    with ExitStack() as opened, Behind() as syncing, Behind() as writing:
+        for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
+            if not previous < bucket < BUCKETS:
+                raise SnapshotError(
+                    f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}"
+                )
+            previous, name = bucket, name_of(bucket, None if part is None else part.number)
+            file = None
+            for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, part), group):
+                if file is None:
+                    file = files[name] = opened.enter_context(closing(_File(folder / name, rows.dtype)))
+                writing.do(partial(file.write, rows))
+                if progress is not None:
+                    progress(len(rows))
+            if file is not None:
+                writing.do(partial(file.finish, syncing))
+    return {name: file.entry for name, file in files.items()}
+
+
+class _File:
+    """A file of rows that is being written: `write` each part, then `finish`."""
+
+    def __init__(self, path: Path, dtype: np.dtype[np.void]) -> None:
+        self._dtype = dtype
+        self._file = path.open("xb")
+        self._file.write(bytes(header_bytes(dtype)))  # room for the header, which needs the count
+        self._count = self._checksum = 0
+
+    def write(self, rows: Rows) -> None:
+        data = rows.view(np.uint8).data
+        self._file.write(data)
+        self._checksum = zlib.crc32(data, self._checksum)
+        self._count += len(rows)
+
+    def finish(self, syncing: Behind) -> None:
+        """Write the header, and let `syncing` make the file durable."""
+        self._file.seek(0)
+        self._file.write(npy_header(self._dtype, self._count))
+        self._file.flush()
+        syncing.do(self._sync)
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def entry(self) -> RowFile:
+        return RowFile(self._count, file_bytes(self._dtype, self._count), self._checksum)
+
+
+def _checked(
+    bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, Rows]]
+) -> Iterator[Rows]:
+    """The non-empty chunks of a bucket, contiguous, their rows checked."""
+    for _, rows in group:
+        if rows.dtype != dtype or rows.ndim != 1:
+            raise SnapshotError(f"bucket {bucket} came as {rows.dtype} {rows.shape}, not as {dtype}")
+        if len(rows) == 0:
+            continue
+        whole = np.ascontiguousarray(rows)
+        if problem := check.problem(whole.view(np.uint8), dtype.itemsize):
+            raise SnapshotError(f"bucket {bucket} cannot be written: {problem}")
+        yield whole
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises SnapshotError where `folder` is no snapshot, or others go over it, or it cannot be exchanged."""
+    if not os.path.lexists(folder / MANIFEST):
+        raise SnapshotError(f"{str(folder)!r} is no snapshot, and nothing else is overwritten: choose another name")
+    over = ", ".join(map(repr, going_over(folder)))
+    if over:
+        raise SnapshotError(
+            f"snapshot {str(folder)!r} cannot be overwritten: {over} would lack what it goes over. Choose another "
+            f"name, or remove {over} first"
+        )
+    try:
+        check_exchange(folder)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {str(folder)!r} cannot be overwritten: {error}. Choose another name") from error
+
+
+def going_over(folder: Path) -> list[str]:
+    """Names of the snapshots beside `folder` that go over it. SnapshotError where a snapshot there cannot be read."""
+    held, listing = snapshot_id(folder), list_snapshots(folder.parent)
+    for name, error in listing.damaged.items():
+        if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):
+            raise SnapshotError(f"it is unknown whether {name!r} goes over {folder.name!r}: {error}") from error
+    parents = ((snapshot.name, snapshot.manifest.parent) for snapshot in listing.snapshots)
+    return [name for name, over in parents if over and over.name == folder.name and held in ("", over.id)]
 
 
 class Together(NamedTuple):
@@ -175,3 +347,65 @@ def finish(
         file.flush()
         os.fsync(file.fileno())
     return manifest
+
+
+Files = dict[str, RowFile]
+
+
+def place_of(folder: Path) -> Path:
+    """Where the parts of the snapshot `folder` are written until it has all of them."""
+    return aside(folder)
+
+
+def write_part(
+    place: Path,
+    description: dict[str, Any],
+    part: Part,
+    chunks: Iterable[tuple[int, Rows]],
+    progress: Progress | None = None,
+) -> Files:
+    """Write the rows of a part, durably. `chunks`, `progress`: as of `write_snapshot`. Returns the files, for `commit`.
+
+    Raises SnapshotError, also for rows of another part; what `chunks` raises passes through.
+    """
+    return _written(place, part, lambda: write_rows(place, description, chunks, progress, part))
+
+
+def write_changed_part(
+    place: Path,
+    description: dict[str, Any],
+    part: Part,
+    changes: Iterable[Change],
+    progress: Progress | None = None,
+) -> Files:
+    """Write the changes of a part, durably, as `write_part`. `changes`: as of `write_incremental`."""
+    return _written(place, part, lambda: write_changes(place, description, changes, progress, part))
+
+
+def commit(
+    place: Path,
+    description: dict[str, Any],
+    rows: int,
+    parts: Sequence[Files],
+    parent: Snapshot | None = None,
+    together: Together | None = None,
+) -> Manifest:
+    """Write the manifest of a snapshot whose parts are all durable. It goes over `parent`, or is full without one.
+
+    rows: of the whole table. parts: the files of each part, in order. Raises OSError, SnapshotError.
+    """
+    files = dict(sorted((name, file) for part in parts for name, file in part.items()))
+    over = None if parent is None else Parent(parent.name, parent.manifest.id)
+    kind: Kind = "full" if parent is None else "incremental"
+    return finish(place, kind, description, rows, files=files, parent=over, parts=len(parts), together=together)
+
+
+def _written(place: Path, part: Part, write: Callable[[], Files]) -> Files:
+    try:
+        files = write()
+        fsync_dir(place)
+        return files
+    except OSError as error:
+        raise SnapshotError(
+            f"part {part.number} of {part.of} of a snapshot was not written to {str(place.parent)!r}: {error}"
+        ) from error

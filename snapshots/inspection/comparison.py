@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import SnapshotError
-from ...engine.options.tables import Names, labels_of, names_in, names_of_both
+from ...engine.options.table_names import Names, labels_of, names_in, names_of_both
+from ...engine.row_format import Rows
 from ..exchange.columns import EMBEDDING, Columns
-from ..files.aligned import Rows, aligned, among, sort_keys
 from ..files.format import with_named_hyper
+from ..files.merging import aligned, among, sort_keys
 from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]

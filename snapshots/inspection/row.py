@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
-from ...engine.options.tables import choices, names_in, numbered, table_number
+from ...engine.options.table_names import choices, names_in, numbered, table_number
 from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.contract import Store, Tier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from ..files.format import SHARE
+from ..files.format import SHARE, bucket_file, deleted_file
 from ..files.reader import Snapshot
-from ..files.row_files import bucket_file, deleted_file
 from ..store.closed_store import marked
 from ..store.folder import StoreFolder
 from ..store.folder_state import share_folder

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engine.errors import OptionError
+from ...engine.options.table_names import Names, labels_of
 from ...engine.row_format import EMBEDDING, RowForm
 from ..files.reader import Snapshot
 
@@ -89,3 +94,96 @@ def _spread(counter: Counter[int]) -> dict[str, int] | None:
     half = (counter.total() + 1) // 2
     median = next(v for v, below in zip(values, accumulate(counter[v] for v in values), strict=True) if below >= half)
     return {"min": values[0], "median": median, "max": values[-1]}
+
+
+_BARS = 60
+
+
+def check_plot(path: Path) -> None:
+    """Raises OptionError where no picture can be drawn to `path`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OptionError(f"a plot needs matplotlib: pip install 'tierbed[plot]' ({error})") from None
+    formats = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in formats:
+        raise OptionError(f"{str(path)!r} names no picture: give one that ends with .{', .'.join(formats)}")
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"{str(path)!r} is in a folder that is not there: make it first")
+
+
+def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
+    """Draw row norms, update counts and rows of each table, side by side. Raises OptionError where it cannot.
+
+    names: of the tables.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    figure.suptitle(f"{title}: {summary.tables.total():,} rows")
+    norms, updates, tables = figure.subplots(1, 3)
+    _norms(norms, summary)
+    _bars(updates, summary.updates, "updates of a row", "How often rows were updated")
+    _bars(tables, summary.tables, "table", "Rows of each table")
+    if any(names) and len(names) <= _BARS:
+        tables.set_xticks(range(len(names)), labels_of(names), rotation=45, ha="right")
+    for axes in (norms, updates, tables):
+        _count_rows(axes)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
+    try:
+        path.write_bytes(picture.getvalue())
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()  # a part of the picture
+        raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
+
+
+def _norms(axes: Any, summary: Summary) -> None:
+    axes.set(xlabel="Euclidean norm of the embedding", ylabel="rows", title="Row norms")
+    filled = np.flatnonzero(summary.norms)
+    if len(filled) == 0:
+        _say_empty(axes)
+        return
+    middle = (NORM_EDGES[filled] + NORM_EDGES[filled + 1]) / 2
+    low, high = float(middle[0]), float(middle[-1])
+    wide = low > 0 and high / low > 100
+    if wide:
+        edges = np.geomspace(low * 0.999, high * 1.001, _BARS + 1)
+        axes.set_xscale("log")
+    else:
+        margin = (high - low) / _BARS or high / 10 or 1.0
+        edges = np.linspace(max(low - margin / 2, 0), high + margin / 2, _BARS + 1)
+    axes.hist(middle, edges, weights=summary.norms[filled])
+    if summary.not_finite:
+        axes.set_title(f"Row norms; {summary.not_finite:,} rows are not finite")
+
+
+def _bars(axes: Any, counter: Any, label: str, title: str) -> None:
+    """Draw a bar for each value, or for each range of values where there are many."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel=label, title=title)
+    if not counter:
+        _say_empty(axes)
+        return
+    values: NDArray[np.int64] = np.array(sorted(counter))
+    counts = [counter[int(value)] for value in values]
+    low, high = int(values[0]), int(values[-1])
+    if high - low < 2 * _BARS:
+        axes.bar(values, counts)
+        axes.set_xlim(low - 1, high + 1)
+    else:
+        axes.hist(values, np.linspace(low - 0.5, high + 0.5, _BARS + 1), weights=counts)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _count_rows(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _say_empty(axes: Any) -> None:
+    axes.text(0.5, 0.5, "no rows", ha="center", va="center", transform=axes.transAxes)

@@ -7,12 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from ...engine.checks import whole_option
 from ...engine.errors import SnapshotError
-from ...engine.numeric import whole_option
 from ..files.format import snapshot_id
-from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
 from ..files.versions import Version
+from ..files.writer import going_over
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .instants import needed_snapshots, rows_of

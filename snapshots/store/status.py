@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.options.tables import labels_of, names_in
+from ...engine.options.table_names import labels_of, names_in
 from ...engine.store.table_counts import counts_in
 from ..files.format import MANIFEST
 from ..files.reader import Snapshot, list_snapshots
-from .closed_ranks import mark_of_ranks
+from .closed_store import mark_of_ranks
 from .folder_state import RANKS, SNAPSHOTS, FolderState, holder, marks_in, share_folder
 from .instants import Group, no_instant
 

@@ -22,7 +22,7 @@ from support.together import Model, killed, killed_at
 from tierbed.cli import main
 from tierbed.embedding.group_snapshots import save_together
 from tierbed.embedding.training_group import train_together
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control import server as serving
 from tierbed.snapshots.control.client import ask_save, ask_status

@@ -13,7 +13,7 @@ from support.shell import Cli
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding
 from tierbed.engine import _core
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 

@@ -20,7 +20,7 @@ from support.lifecycle_model import Model, Row, Written
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.distributed import World
-from tierbed.engine.lines import naive as rounding
+from tierbed.engine.ops import naive
 from tierbed.engine.ops.naive import hash_row
 from tierbed.engine.row_format import EMBEDDING, RowForm
 
@@ -128,9 +128,9 @@ class History:
         old = np.array([begun[row[0]] if written[row].updates == 1 else before[row] for row in batch])
         momentum = old[:, DIM:] + gradients(keys)
         weights = old[:, :DIM] - np.float32(RATE) * momentum
-        noise = rounding.noise(SEED, np.array([hash_row(*row) for row in batch], np.uint64), step, 2 * DIM)
-        weights = rounding.trained(weights, self.types[0], noise[:, :DIM])
-        momentum = rounding.trained(momentum, self.types[1], noise[:, DIM:])
+        noise = naive.noise(SEED, np.array([hash_row(*row) for row in batch], np.uint64), step, 2 * DIM)
+        weights = naive.trained(weights, self.types[0], noise[:, :DIM])
+        momentum = naive.trained(momentum, self.types[1], noise[:, DIM:])
         self._written.append(dict(written))
         self._numbers.append(before | dict(zip(batch, np.hstack([weights, momentum]), strict=True)))
 

@@ -17,7 +17,7 @@ from support.ranks import run_ranks
 from tierbed import GroupError, MultiTableEmbedding
 from tierbed.distributed import World
 from tierbed.engine.errors import StoreError
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 from .model_plan import NAMES, ModelRound, ModelSession, as_orders, options_of
 from .model_rounds import Allowed, ModelRounds

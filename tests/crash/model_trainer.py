@@ -25,7 +25,7 @@ from tierbed.embedding.model_snapshots import ModelSnapshots
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.durable import fsync_dir, fsync_file
 from tierbed.engine.errors import StoreError
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot, list_snapshots
 
 from .model_expected import Steps

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tierbed import GroupError, MultiTableEmbedding, StoreError
 from tierbed.distributed import World
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 from .history import History, Types, gradients
 from .rank_plan import WEIGHTS, draw_stores

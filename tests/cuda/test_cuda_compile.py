@@ -10,8 +10,7 @@ import pytest
 from support import nvrtc
 from support.cells import rotated
 from tierbed.engine.errors import StoreError
-from tierbed.engine.ops.cuda.compiler import compiled
-from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program
+from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program, compiled
 from tierbed.engine.ops.cuda.step import struct_name
 from tierbed.engine.optim.kernel import declared
 from tierbed.engine.row_format import line_bytes_of, words_of

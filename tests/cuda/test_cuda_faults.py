@@ -18,7 +18,7 @@ from support.embeddings import DIM, contents, make, train
 from support.stores import options
 from tierbed import CapacityError, InputError, MultiTableEmbedding, OptionError, StoreError
 from tierbed.engine.ops.cuda.device import Device, cuda_device
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,10 @@ from support.embeddings import DIM, contents, make, train
 from support.images import check_image, joined, small_chunks, table_of
 from support.stores import options
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.row_format import Chunks, row_dtype
-from tierbed.engine.store.cuda import changed_lines, image
+from tierbed.engine.store.cuda import changed_lines
+from tierbed.engine.store.cuda import full as image
 from tierbed.engine.store.image import MemoryImage
 from tierbed.snapshots import Snapshot
 

@@ -20,7 +20,7 @@ from support.embeddings import contents, make, train
 from support.stores import STORES, options
 from tierbed import CapacityError, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots.files.reader import Snapshot
 
 STEPS = 10

@@ -15,8 +15,8 @@ from tierbed.engine.cache.cuda.cached import CachedStore
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.errors import CapacityError, InputError
 from tierbed.engine.ops.cuda import step as cuda
+from tierbed.engine.ops.cuda.batch import Faults
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.ops.cuda.faults import Faults
 from tierbed.engine.row_format import Chunks
 from tierbed.engine.store.cuda.full import CudaFullStore
 from tierbed.engine.store.full import CpuFullStore

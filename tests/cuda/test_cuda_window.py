@@ -18,9 +18,8 @@ from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.cache.cuda.cached import CachedStore
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch
+from tierbed.engine.ops.cuda.batch import Batch, Faults
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.ops.cuda.faults import Faults
 from tierbed.engine.store.cuda.full import CudaFullStore
 from tierbed.engine.store.full import CpuFullStore
 

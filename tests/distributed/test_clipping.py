@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from support.ranks import run_ranks
 from tierbed import Graph, MultiTableEmbedding, World, make_host_mem_store_options
-from tierbed.engine.squares import sum_of_squares
+from tierbed.engine.ops.exact_sum import sum_of_squares
 
 # numbers whose norm torch rounds otherwise with two threads than with one
 GRADIENT = ((torch.arange(460_051) * 7919 + 51) % 100_003 * 0.37e-3 - 11).half()

@@ -15,8 +15,8 @@ import pytest
 
 from support.limits import descriptors
 from tierbed import GroupError
-from tierbed.distributed import connections
-from tierbed.distributed.connections import ADDRESS, HELLO, MAX_SILENT, Connected, connect
+from tierbed.distributed import peer_monitor
+from tierbed.distributed.peer_monitor import ADDRESS, HELLO, MAX_SILENT, Connected, connect
 
 RANKS = 3
 
@@ -104,7 +104,7 @@ class Start:
 
     def __init__(self, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        monkeypatch.setattr(connections, "monotonic", lambda: self.now)
+        monkeypatch.setattr(peer_monitor, "monotonic", lambda: self.now)
         self.now = 0.0
         place: Future[tuple[str, int, str]] = Future()
 

@@ -25,7 +25,7 @@ from tierbed import (
     World,
     make_host_mem_store_options,
 )
-from tierbed.distributed.pinned import ShardedBatch
+from tierbed.distributed.sharded_table import ShardedBatch
 
 STEPS, DIM = 6, 4
 KEYS = torch.arange(40)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from support.ranks import fails, run_ranks
 from tierbed import EagerOptimizer, GroupError, StoreError, TierbedError, World, make_host_mem_store_options
-from tierbed.distributed.pinned import ShardedBatch
-from tierbed.engine.table.pinned import PinnedBatch
+from tierbed.distributed.sharded_table import ShardedBatch
+from tierbed.engine.table.table import PinnedBatch
 from tierbed.jagged import (
     ComputeDevice,
     EmbeddingBagCollection,

@@ -14,7 +14,7 @@ from support.lost import Heard, calls, end_after, heard
 from support.ranks import run_ranks, started, survivors
 from support.stores import options
 from tierbed import MultiTableEmbedding, World, list_snapshots
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 EXCHANGES = {"save": 12, "load": 13, "close": 0}  # of two ranks
 

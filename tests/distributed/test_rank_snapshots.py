@@ -31,7 +31,7 @@ from tierbed import (
 )
 from tierbed.distributed import World
 from tierbed.engine import _core
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.table.background_save import BackgroundSave
 from tierbed.snapshots.store.selection import Selection

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from tierbed import GroupError
-from tierbed.distributed.rendezvous import of_this_start
+from tierbed.distributed.world import of_this_start
 
 RANKS = 3
 LONG = timedelta(seconds=60)

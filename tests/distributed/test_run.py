@@ -14,7 +14,7 @@ from torch import Tensor
 from support.ranked import LOSS, Ranked, assert_equal, batch, state
 from support.ranks import run_ranks
 from tierbed import InputError, TierbedError, World, make_cached_ssd_store_options
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 COUNTS = [8, 3, 4]  # batches of each rank, of which one has more to spare than a run looks ahead
 AHEAD = pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -19,10 +19,9 @@ from support.live_rows import step as step_alone
 from support.ranked import BACKWARD, BETWEEN, IDS, LATE, LOSS, NOWHERE, Ranked, assert_equal, batch, state
 from support.ranks import run_ranks
 from tierbed import GroupError, TierbedError, World, make_host_mem_store_options
-from tierbed.distributed.pinned import ShardedBatch
-from tierbed.distributed.table import ShardedTable
-from tierbed.engine.table.pinned import PinnedBatch
-from tierbed.graph.trace import sizes
+from tierbed.distributed.sharded_table import ShardedBatch, ShardedTable
+from tierbed.engine.table.table import PinnedBatch
+from tierbed.graph.run import step_cache
 
 PLACES = [IDS, BETWEEN, LOSS, BACKWARD, LATE]
 
@@ -145,7 +144,7 @@ def test_graphs_that_differ_are_refused_on_all_ranks(attribute: str, text: str) 
 
 
 def of_many_sizes(world: World) -> tuple[list[str], list[float], bool, dict[str, Tensor]]:
-    sizes.OWN = 2  # this process ends with the test
+    step_cache.OWN = 2  # this process ends with the test
     graph, told, losses, many = Ranked(world), [], [], False
     for step, size in enumerate([5, 6, 7, 8, 8]):
         at = LOSS if step == 3 and world.rank == 1 else NOWHERE

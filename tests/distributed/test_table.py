@@ -27,7 +27,7 @@ from tierbed import (
     make_host_mem_store_options,
     make_table_options,
 )
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 DIM = 5
 Run = Callable[..., list[Any]]

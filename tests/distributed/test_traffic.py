@@ -16,7 +16,7 @@ from tierbed import (
     make_table_options,
 )
 from tierbed.embedding.plan import plan
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 RANKS, DIM = 3, 6
 

@@ -24,7 +24,7 @@ from tierbed import (
     StoreError,
     TierbedError,
 )
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 GOOD = {
     "name": "rows",

@@ -29,7 +29,7 @@ from tierbed import (
 from tierbed.embedding.rows_in_tensors import FIELDS
 from tierbed.engine.ops import naive
 from tierbed.engine.options.initializers import as_arrays, make_column_options, make_table_options
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 
 @pytest.mark.parametrize("columns", [[3], [1, 4, 2], [5, 5]])

@@ -15,7 +15,7 @@ from support.embeddings import DIM, contents
 from support.stores import options
 from tierbed import InputError, MultiTableEmbedding, OptionError
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 START = tierbed.make_constant_initializer(1.0)
 

@@ -16,7 +16,7 @@ from support.optimizers import OPTIMIZERS
 from support.small_snapshots import flip_bit
 from support.stores import STORES, options
 from tierbed import ClosedError, MultiTableEmbedding, OptimizerError, SnapshotError, StoreError, TierbedError
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.store import rocksdb
 from tierbed.snapshots.store.folder import StoreFolder
 

@@ -18,11 +18,11 @@ from tierbed import StoreError
 from tierbed.embedding.recovery import Found, Opening, Share
 from tierbed.embedding.table_handle import HeldTable
 from tierbed.engine import _core
-from tierbed.engine.optim.optimizers import row_optimizer
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.optim.row_optimizer import row_optimizer
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.options.table_spec import table_spec
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.row_files import Part
+from tierbed.snapshots.files.format import Part
 
 SHARE = Share(1, 3)
 every_kind = pytest.mark.parametrize("store", ["host", "ssd"])

@@ -22,7 +22,7 @@ from tierbed import (
     make_table_options,
 )
 from tierbed.engine import _core
-from tierbed.engine.options.tables import misplaced, names_of_both
+from tierbed.engine.options.table_names import misplaced, names_of_both
 from tierbed.snapshots import Snapshot
 
 on_memory_and_disk = pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
 from support.table_names import opened
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.difference import changes_between
 from tierbed.snapshots.files.format import FORMAT, KINDS
+from tierbed.snapshots.files.merging import changes_between
 
 NAMES = ("user", None, "Straße 7")
 PARTS = 3

@@ -88,7 +88,7 @@ def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(totals: list[in
         with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=FEATURES) as rows:
             if own:
                 steps_of_their_own(patched)
-                patched.setattr("tierbed.graph.trace.sizes.OWN", 99)
+                patched.setattr("tierbed.graph.run.step_cache.OWN", 99)
             graph = Bags(rows, positions)
             torch.manual_seed(5)
             results = list(graph.run(batches(totals, weighted=not positions)))
@@ -261,7 +261,7 @@ def test_signatures_whose_sizes_cannot_stay_open_are_forgotten_with_their_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tierbed.graph.graph.STEPS", 2)
-    monkeypatch.setattr("tierbed.graph.trace.sizes.FAMILIES", 2)
+    monkeypatch.setattr("tierbed.graph.run.step_cache.FAMILIES", 2)
 
     class Split(Graph):
         def build(self, features: Jagged, scale: Callable[[Tensor], Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from support.graphs import id_batches
 from support.stores import STORES, options
 from tierbed import CapacityError, Graph, MultiTableEmbedding
 from tierbed.engine.ops import naive
-from tierbed.engine.optim.optimizers import row_optimizer
+from tierbed.engine.optim.row_optimizer import row_optimizer
 
 PADDING = 3
 DTYPES = [torch.float32, torch.bfloat16]

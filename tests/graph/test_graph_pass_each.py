@@ -12,12 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.graphs import embedding
 from tierbed.engine.ops import row_ops
-from tierbed.engine.options.inputs import Lookup
-from tierbed.graph.passes import common as passes
-from tierbed.graph.passes.dense import dense_step
-from tierbed.graph.passes.lookahead import cut_lookups
-from tierbed.graph.passes.sharing import share_batches
-from tierbed.graph.passes.step_end import StepEnd, accumulate, end_step, schedule
+from tierbed.engine.options.lookup import Lookup
+from tierbed.graph.passes import rewrite
+from tierbed.graph.passes.lookups import cut_lookups, share_batches
+from tierbed.graph.passes.step_epilogue import StepEnd, accumulate, dense_step, end_step, schedule
 
 aten = torch.ops.aten
 ROWS = embedding()
@@ -91,7 +89,7 @@ def test_end_together_takes_every_update_and_dense_step_into_one_node() -> None:
     dense(sketch)
     module, end = sketch.end(), StepEnd()
     end.max_norm = 1.0
-    last = passes.end_together(module, end)
+    last = rewrite.end_together(module, end)
     assert targets(module.graph) == [row_ops.pin, row_ops.gather, aten.mul.Tensor, end_step]
     arguments: Any = last.args
     held, rows, dense_grads = arguments
@@ -107,7 +105,7 @@ def test_end_together_lets_accumulated_lookups_read() -> None:
     dense(sketch)
     module, end = sketch.end(), StepEnd()
     end.every = 2
-    last = passes.end_together(module, end)
+    last = rewrite.end_together(module, end)
     assert targets(module.graph) == [row_ops.read, aten.mul.Tensor, accumulate]
     arguments: Any = last.args
     assert arguments[1][0][:2] == (sketch.rows, [Lookup(sketch.ids)])
@@ -119,10 +117,10 @@ def test_schedules_come_last_and_hear_whether_there_was_a_step() -> None:
     dense(sketch)
     module = sketch.end()
     steps = {"steplr": torch.optim.lr_scheduler.StepLR(module.sgd, 1)}
-    passes.add_schedules(module, steps, None)
+    rewrite.add_schedules(module, steps, None)
     assert targets(module.graph) == [dense_step, schedule]
     ended = module.graph.find_nodes(op="call_function", target=dense_step)[0]
-    passes.add_schedules(module, steps, ended)
+    rewrite.add_schedules(module, steps, ended)
     assert [node.args[1:] for node in module.graph.find_nodes(op="call_function", target=schedule)] == [(), (ended,)]
 
 
@@ -164,7 +162,7 @@ def test_cut_lookups_of_an_accumulated_step_and_ids_that_change_later() -> None:
     sketch.call(aten.remainder_.Scalar, shifted, 2)
     module, end = sketch.end(), StepEnd()
     end.every = 2
-    kept = passes.end_together(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
+    kept = rewrite.end_together(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
     assert kept.target is aten.clone.default
     cut = cut_lookups(module)
     assert cut is not None
@@ -179,8 +177,8 @@ def test_drop_dead_keeps_the_end_of_a_step_and_its_schedule() -> None:
     unread = sketch.call(aten.mul.Tensor, sketch.weight, 3.0)
     module, end = sketch.end(), StepEnd()
     end.clip_value = 1.0
-    passes.end_together(module, end)
-    passes.drop_dead(module.graph)
+    rewrite.end_together(module, end)
+    rewrite.drop_dead(module.graph)
     assert unread not in module.graph.nodes
     assert targets(module.graph)[-1] is end_step
 
@@ -192,7 +190,7 @@ def test_a_prefetch_of_the_same_ids_takes_the_earlier_batch() -> None:
     other = sketch.train(sketch.call(aten.remainder.Scalar, sketch.ids, 9), "padded")
     module = sketch.end()
     share_batches(module)
-    passes.drop_dead(module.graph)
+    rewrite.drop_dead(module.graph)
     module.graph.lint()
     assert second.args == (second.args[0], first.args[1], first)
     assert [len(node.args) for node in (first, other)] == [2, 2]

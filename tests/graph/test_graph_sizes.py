@@ -15,7 +15,7 @@ from support.embeddings import contents, make
 from support.graphs import FEW, Train, assert_same_state, batches, compiled_steps, eager_step, mlp
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
-from tierbed.graph.trace.sizes import OWN, TRIES
+from tierbed.graph.run.step_cache import OWN, TRIES
 
 
 class Bags(Graph):
@@ -51,7 +51,7 @@ def test_one_step_for_many_sizes_has_the_bits_of_one_for_each(sizes: list[tuple[
     found = []
     for own in (2, OWN):
         with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=2) as rows:
-            patched.setattr("tierbed.graph.trace.sizes.OWN", own)
+            patched.setattr("tierbed.graph.run.step_cache.OWN", own)
             graph = Bags(rows)
             torch.manual_seed(5)
             losses = torch.stack(list(graph.run([bags(*size) for size in sizes])))

@@ -18,7 +18,7 @@ from support.embeddings import contents, make
 from support.graphs import dense_copy, embedding, graph_of, id_batches
 from support.stores import options
 from tierbed import Graph, GraphError, MultiTableEmbedding, OptimizerError
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 STEPS = 8
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tierbed
 from tierbed.engine.errors import OptionError
-from tierbed.jagged.collections.division import BUDGETS, Need, divided, stores_of, stores_text
+from tierbed.jagged.collections.store_split import BUDGETS, Need, divided, stores_of, stores_text
 
 NEEDS = {"ebc-d8": Need(8, 1000), "ebc-d120": Need(120, 3000)}
 

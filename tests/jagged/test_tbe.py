@@ -13,7 +13,7 @@ import tierbed
 from support.tbe import MAP, TABLES, batch, fill, ours
 from tierbed import Graph
 from tierbed.engine.errors import ClosedError, GraphError, InputError, OptionError
-from tierbed.engine.table.pinned import PinnedBatch
+from tierbed.engine.table.table import PinnedBatch
 from tierbed.jagged import (
     CacheAlgorithm,
     ComputeDevice,

@@ -16,7 +16,7 @@ from support.embeddings import contents, make, train
 from support.lifecycle_model import POLICIES, Model, NoRoomError, batches, written
 from support.stores import STORES, options
 from tierbed import CapacityError, MultiTableEmbedding, StoreError
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 DETERMINED = [name for name in POLICIES if name != "sights"]  # by the rows alone: sights begin anew with each run
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

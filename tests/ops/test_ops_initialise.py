@@ -9,7 +9,7 @@ from support.places import GOLDEN
 from support.rows import INITIALIZERS, SPECIAL_KEYS, Table, any_key, same_bits
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
-from tierbed.engine.options.initial_values import normal_quantile
+from tierbed.engine.options.initializers import normal_quantile
 
 pytestmark = pytest.mark.op
 

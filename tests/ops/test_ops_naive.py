@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierbed.engine.ops import naive
 from tierbed.engine.optim.arithmetic import log_unit
-from tierbed.engine.options.initial_values import NORMAL, UNIFORM, normal_quantile
+from tierbed.engine.options.initializers import NORMAL, UNIFORM, normal_quantile
 
 pytestmark = pytest.mark.op
 

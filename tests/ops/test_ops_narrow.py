@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from support.row_rules import optimizer_of, pinned, table_of
 from support.rows import Table, same_bits
 from tierbed.engine import _core
-from tierbed.engine.lines import naive as rounding
 from tierbed.engine.ops import naive
 from tierbed.engine.row_format import narrowed, widened
 
@@ -57,7 +56,7 @@ def test_a_trained_number_is_one_of_its_neighbours(type: str, numbers: list[floa
     values = np.array([numbers], np.float32) + np.float32(0.0)  # as the row's 0 plus the step has it
     [out] = trained_to(type, values, np.array([key], np.uint64))
     hashes = np.array([naive.hash_row(0, key)], np.uint64)
-    same_bits(out[None], rounding.trained(values, type, rounding.noise(7, hashes, 1, len(numbers))))
+    same_bits(out[None], naive.trained(values, type, naive.noise(7, hashes, 1, len(numbers))))
     with np.errstate(over="ignore"):
         low, high = neighbours(values[0], type)
     finite = np.isfinite(values[0])
@@ -86,8 +85,8 @@ def test_the_mean_of_trained_numbers_is_the_number(type: str, x: float, over: st
     if over == "keys":
         out = trained_to(type, np.full((MANY, 1), value), np.arange(MANY, dtype=np.uint64))
     else:
-        noise = rounding.noise(7, np.full(MANY, 12345, np.uint64), np.arange(MANY, dtype=np.uint32), 1)
-        out = rounding.trained(np.full((MANY, 1), value), type, noise)
+        noise = naive.noise(7, np.full(MANY, 12345, np.uint64), np.arange(MANY, dtype=np.uint32), 1)
+        out = naive.trained(np.full((MANY, 1), value), type, noise)
     low, high = (float(side[0]) for side in neighbours(np.array([value]), type))
     chance = (float(value) - low) / (high - low)
     error = abs(high - low) * np.sqrt(chance * (1 - chance) / MANY)
@@ -95,28 +94,28 @@ def test_the_mean_of_trained_numbers_is_the_number(type: str, x: float, over: st
 
 
 def of_columns() -> tuple[np.ndarray, np.ndarray]:
-    noise = rounding.noise(7, _hashes(MANY), 3, 2)
+    noise = naive.noise(7, _hashes(MANY), 3, 2)
     return noise[:, 0], noise[:, 1]
 
 
 def of_keys() -> tuple[np.ndarray, np.ndarray]:
-    noise = rounding.noise(7, _hashes(MANY + 1), 3, 1)[:, 0]
+    noise = naive.noise(7, _hashes(MANY + 1), 3, 1)[:, 0]
     return noise[:-1], noise[1:]
 
 
 def of_steps() -> tuple[np.ndarray, np.ndarray]:
     hashes = _hashes(MANY)
-    return rounding.noise(7, hashes, 3, 1)[:, 0], rounding.noise(7, hashes, 4, 1)[:, 0]
+    return naive.noise(7, hashes, 3, 1)[:, 0], naive.noise(7, hashes, 4, 1)[:, 0]
 
 
 def of_steps_of_one_row() -> tuple[np.ndarray, np.ndarray]:
-    noise = rounding.noise(7, np.repeat(_hashes(1), MANY + 1), np.arange(MANY + 1, dtype=np.uint32), 1)[:, 0]
+    noise = naive.noise(7, np.repeat(_hashes(1), MANY + 1), np.arange(MANY + 1, dtype=np.uint32), 1)[:, 0]
     return noise[:-1], noise[1:]
 
 
 def of_seeds() -> tuple[np.ndarray, np.ndarray]:
     hashes = _hashes(MANY)
-    return rounding.noise(7, hashes, 3, 1)[:, 0], rounding.noise(8, hashes, 3, 1)[:, 0]
+    return naive.noise(7, hashes, 3, 1)[:, 0], naive.noise(8, hashes, 3, 1)[:, 0]
 
 
 def _hashes(count: int) -> np.ndarray:

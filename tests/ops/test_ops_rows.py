@@ -14,7 +14,7 @@ from support.stores import options
 from tierbed import Graph, GraphError
 from tierbed.embedding import lookup_op as ops
 from tierbed.engine.ops.rows_contract import Rows
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 
 class Frozen(Rows):

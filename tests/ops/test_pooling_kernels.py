@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from support.rows import Table, same_bits
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
-from tierbed.engine.optim.optimizers import row_optimizer
+from tierbed.engine.optim.row_optimizer import row_optimizer
 
 pytestmark = pytest.mark.op
 

@@ -17,7 +17,7 @@ from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.options.inputs import Gradients, Lookup
+from tierbed.engine.options.lookup import Gradients, Lookup
 from tierbed.engine.options.table_spec import table_spec
 from tierbed.engine.processors.cpu import CpuProcessor
 from tierbed.engine.processors.processor import ByOwner

@@ -16,7 +16,7 @@ from tierbed import MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optim.catch_up_adam import ALL, terms
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.optimizer
 

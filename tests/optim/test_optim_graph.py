@@ -13,7 +13,7 @@ import torch
 from support.graphs import DIM, Rating, dense_copy, embedding, id_batches, mlp, train
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
-from tierbed.engine.optim.optimizers import row_optimizer
+from tierbed.engine.optim.row_optimizer import row_optimizer
 
 pytestmark = pytest.mark.optimizer
 

@@ -25,7 +25,7 @@ from tierbed.engine.optim import (
     RowWiseAdagrad,
 )
 from tierbed.engine.optim.arithmetic import power
-from tierbed.engine.optim.optimizers import row_optimizer
+from tierbed.engine.optim.row_optimizer import row_optimizer
 
 pytestmark = pytest.mark.optimizer
 

@@ -17,7 +17,7 @@ from tierbed.engine import _core
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.ops import naive
 from tierbed.engine.optim import CatchUpAdam
-from tierbed.engine.optim.optimizers import RowOptimizer, row_optimizer
+from tierbed.engine.optim.row_optimizer import RowOptimizer, row_optimizer
 from tierbed.engine.optim.rule import all_rules
 
 pytestmark = pytest.mark.optimizer

@@ -18,11 +18,11 @@ from support.cuda_emulation import EmulatedDevice
 from support.embeddings import attach, contents, make, train
 from support.places import BENCHMARKS, environment
 from tierbed import OptionError, plan
-from tierbed.engine.cache.division import LEAST, MB, divide
+from tierbed.engine.cache.memory_split import LEAST, MB, divide
 from tierbed.engine.optim.row_state import RowState
-from tierbed.engine.processors.choose import processor_of
 from tierbed.engine.processors.cuda import on_device
-from tierbed.engine.table.auto_budgets import AutoBudgets
+from tierbed.engine.table.budgets import AutoBudgets
+from tierbed.engine.table.stack import processor_of
 
 sys.path.insert(0, str(BENCHMARKS))
 from disk.memory_limit import may_limit, memory_limit

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierbed.engine.exact_sum import partial, total
+from tierbed.engine.ops.exact_sum import partial, total
 
 LARGEST, LEAST = float(np.finfo(np.float32).max), 2.0**-149
 numbers = st.floats(0, width=32, allow_infinity=False) | st.sampled_from([0.0, LEAST, 2.0**-126, 1.0, LARGEST])

@@ -19,7 +19,7 @@ from support.stores import options
 from tierbed import plan
 from tierbed.embedding.embedding import MultiTableEmbedding
 from tierbed.engine.errors import OptionError, TierbedError
-from tierbed.engine.options.inputs import check_row
+from tierbed.engine.options.lookup import check_row
 from tierbed.engine.options.table_spec import check_columns
 from tierbed.snapshots.store.retention import plan_prune
 

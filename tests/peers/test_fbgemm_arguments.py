@@ -22,8 +22,8 @@ from tierbed.jagged import (
     TableBatchedEmbeddingBags,
     WeightDecayMode,
 )
+from tierbed.jagged.tbe.call_arguments import CALL, CONSTRUCTOR
 from tierbed.jagged.tbe.enums import taken, taken_dtype
-from tierbed.jagged.tbe.refused import CALL, CONSTRUCTOR
 
 ENUMS = [
     BoundsCheckMode,

@@ -11,8 +11,8 @@ from support.embeddings import make, train
 from support.small_snapshots import chunked, description, make_buckets, save
 from support.stores import options
 from tierbed.snapshots import Snapshot, write_snapshot
-from tierbed.snapshots.files.soundness import chains_of, verify_all
-from tierbed.snapshots.files.unread import UnreadError
+from tierbed.snapshots.files.read_errors import UnreadError
+from tierbed.snapshots.files.verify import chains_of, verify_all
 
 REPLACED = r"x' was replaced by another while it was read: read it again"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.small_snapshots import chunked, description, make_buckets, save
 from tierbed.snapshots import write_snapshot
-from tierbed.snapshots.files.may_replace import check_replaceable
+from tierbed.snapshots.files.writer import check_replaceable
 
 
 def test_asking_whether_a_snapshot_can_be_replaced_fails_no_save_that_replaces_it(tmp_path: Path) -> None:

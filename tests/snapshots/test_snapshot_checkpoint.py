@@ -22,11 +22,11 @@ from support.small_snapshots import description, files, flip_bit, joined, make_r
 from support.stores import STORES
 from tierbed import SnapshotError, StoreError
 from tierbed.engine import _core
-from tierbed.engine.options.rocksdb_options import options_text
+from tierbed.engine.options.store_options import options_text
 from tierbed.engine.store.rocksdb import RocksDB
-from tierbed.engine.table.scanned import line_addresses
+from tierbed.engine.table.row_scan import line_addresses
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
-from tierbed.snapshots.files.checkpoint import write_checkpoint
+from tierbed.snapshots.files.rocksdb_checkpoint import write_checkpoint
 from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks
 
 __all__ = ["disk_path"]

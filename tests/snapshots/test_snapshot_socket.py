@@ -27,7 +27,7 @@ from support.stores import STORES, options
 from support.warm import Child
 from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control import protocol as channel
 from tierbed.snapshots.control import server as serving

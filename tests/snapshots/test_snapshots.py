@@ -28,9 +28,9 @@ from support.small_snapshots import (
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import RowForm, row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
-from tierbed.snapshots.files.row_files import npy_header
-from tierbed.snapshots.store.converted import Types
+from tierbed.snapshots.files.format import npy_header
 from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.selection import Types
 
 MANIFEST = "manifest.msgpack"
 

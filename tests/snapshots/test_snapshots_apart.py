@@ -15,7 +15,7 @@ from support.embeddings import contents, make, train
 from support.stores import options
 from tierbed.cli import main
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.unread import UnreadError
+from tierbed.snapshots.files.read_errors import UnreadError
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.writer import check_over
 from tierbed.snapshots.inspection.comparison import compare
 from tierbed.snapshots.store.closed_store import load_live
-from tierbed.snapshots.store.converted import Types
 from tierbed.snapshots.store.folder import StoreFolder
-from tierbed.snapshots.store.selection import LoadReport, Selection
+from tierbed.snapshots.store.selection import LoadReport, Selection, Types
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SPECIAL = [0, 1, 0x33000000, 0x33000001, 0x387FE000, 0x477FEFFF, 0x477FF000, 0x477FF001, 0x7F7F7FFF, 0x7F7F8000]

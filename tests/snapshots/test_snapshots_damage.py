@@ -16,8 +16,8 @@ from tierbed.engine.durable import seal, unseal
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.row_files import npy_header
-from tierbed.snapshots.store.converted import Types
+from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.store.selection import Types
 
 MANIFEST = "manifest.msgpack"
 

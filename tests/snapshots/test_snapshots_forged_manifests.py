@@ -22,7 +22,7 @@ from tierbed import OptimizerError, SnapshotError, StoreError, TierbedError
 from tierbed.engine import _core
 from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots.files.format import LAST_SEQUENCE
-from tierbed.snapshots.store.converted import Types
+from tierbed.snapshots.store.selection import Types
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 

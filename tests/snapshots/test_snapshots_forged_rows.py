@@ -33,8 +33,8 @@ from tierbed import MultiTableEmbedding
 from tierbed.engine import _core
 from tierbed.engine.row_format import KEY
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.difference import changes_between
-from tierbed.snapshots.store.converted import Types
+from tierbed.snapshots.files.merging import changes_between
+from tierbed.snapshots.store.selection import Types
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 

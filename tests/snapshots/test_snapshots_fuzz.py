@@ -27,8 +27,8 @@ from support.stores import options
 from tierbed import SnapshotError, TierbedError
 from tierbed.engine.durable import MAX_SEALED, seal, unseal
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
-from tierbed.snapshots.files.difference import changes_between
-from tierbed.snapshots.files.row_files import npy_header
+from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.files.merging import changes_between
 
 MANIFEST = "manifest.msgpack"
 MB = 1 << 20

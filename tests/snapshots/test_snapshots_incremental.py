@@ -18,9 +18,9 @@ from support.snapshot_parts import in_parts
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
-from tierbed.snapshots.files.aligned import aligned, among, sort_keys
+from tierbed.snapshots.files.merging import aligned, among, sort_keys
 from tierbed.snapshots.files.reader import LONGEST_CHAIN
-from tierbed.snapshots.files.soundness import chains_of, verify_all
+from tierbed.snapshots.files.verify import chains_of, verify_all
 
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
 Table = dict[Row, float]

@@ -15,7 +15,7 @@ from support.stores import STORES, options
 from tierbed.engine.errors import InputError, OptionError, SnapshotError
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files import reader
-from tierbed.snapshots.store import saving
+from tierbed.snapshots.store import save as saving
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.status import store_status
 

@@ -28,8 +28,8 @@ from tierbed.snapshots.exchange.persistent_table import make_persistent_table_re
 from tierbed.snapshots.files.writer import write_incremental
 from tierbed.snapshots.inspection.row import live_row, plain_row, snapshot_row
 from tierbed.snapshots.inspection.summary import summarise
-from tierbed.snapshots.store.converted import Types
 from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.selection import Types
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

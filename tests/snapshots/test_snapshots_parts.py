@@ -24,11 +24,9 @@ from tierbed.engine import _core
 from tierbed.engine.row_format import KEY, Rows, keys_of, row_dtype
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
-from tierbed.snapshots.files.may_replace import going_over
-from tierbed.snapshots.files.merged import merged
-from tierbed.snapshots.files.parts import place_of, write_part
-from tierbed.snapshots.files.row_files import MOST_PARTS, Part, part_of
-from tierbed.snapshots.files.writer import new_snapshot
+from tierbed.snapshots.files.format import MOST_PARTS, Part, part_of
+from tierbed.snapshots.files.merging import merged
+from tierbed.snapshots.files.writer import going_over, new_snapshot, place_of, write_part
 from tierbed.snapshots.inspection.row import snapshot_row
 
 COUNTS = {0: 20, 5: 1, 17: 40, 63: 9}

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from tierbed.snapshots.files.threads import Behind, ahead
+from tierbed.snapshots.files.pipeline import Behind, ahead
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_a_block_that_failed_is_held_by_nobody() -> None:
 def test_at_the_end_of_the_interpreter_the_caller_does_it() -> None:
     script = """
 import atexit
-from tierbed.snapshots.files.threads import Behind, ahead
+from tierbed.snapshots.files.pipeline import Behind, ahead
 
 def last():
     done = []

@@ -16,7 +16,7 @@ from support.images import change, check_image, in_memory, joined, small_chunks,
 from support.lifecycle_model import POLICIES, batches
 from support.stores import STORES, options
 from tierbed import ClosedError, StoreError
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.store.image import MemoryImage
 

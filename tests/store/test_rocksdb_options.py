@@ -14,7 +14,7 @@ from support.embeddings import DIM, attach, contents, make, train
 from support.rows import Table
 from support.stores import options
 from tierbed import ClosedError, OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
-from tierbed.engine.options.option_makers import store_options_from_dict
+from tierbed.engine.options.store_options import store_options_from_dict
 from tierbed.engine.store.rocksdb import RocksDB
 
 

@@ -16,7 +16,7 @@ from support.stores import ONE_SET_MB, STORES, options
 from tierbed import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine._core import WAYS
 from tierbed.engine.ops import naive
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.store import rocksdb
 
 pytestmark = pytest.mark.tier

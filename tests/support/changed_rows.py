@@ -14,7 +14,7 @@ from support.embeddings import contents, make, train
 from tierbed import CapacityError, MultiTableEmbedding
 from tierbed.engine.ops import naive
 from tierbed.engine.row_format import KEY, Change, row_dtype
-from tierbed.engine.table import changes
+from tierbed.engine.table import change_observers
 
 Row = tuple[int, int]  # table, key as 64 bits without sign
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
@@ -65,7 +65,7 @@ def call(embedding: MultiTableEmbedding, kind: str, rows: list[Row]) -> None:
 @contextlib.contextmanager
 def in_small_chunks(rows: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(changes, "CHUNK_BYTES", rows * row_dtype(10).itemsize)
+        patch.setattr(change_observers, "CHUNK_BYTES", rows * row_dtype(10).itemsize)
         yield
 
 

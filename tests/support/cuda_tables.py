@@ -18,9 +18,9 @@ from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import Layout
 from tierbed.engine.options.initializers import InitialValues
-from tierbed.engine.processors.choose import PROCESSORS
 from tierbed.engine.processors.cuda import on_device
-from tierbed.engine.store.cuda.table import CudaFullTable
+from tierbed.engine.store.cuda.full_table import CudaFullTable
+from tierbed.engine.table.stack import PROCESSORS
 
 NO_GPU = "no NVIDIA GPU" if not torch.cuda.is_available() else ""
 EMULATED = [

@@ -13,7 +13,7 @@ from torch import Tensor
 import tierbed
 from support.optimizers import OPTIMIZERS
 from tierbed import MultiTableEmbedding
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.table.table import OpenTable
 
 DIM = 5

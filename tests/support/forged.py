@@ -22,8 +22,8 @@ from tierbed import MultiTableEmbedding, SnapshotError
 from tierbed.cli import main
 from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
-from tierbed.snapshots.files.row_files import npy_header
-from tierbed.snapshots.store.converted import Types
+from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.store.selection import Types
 
 MANIFEST = "manifest.msgpack"
 KINDS = ["full", "incremental", "checkpoint"]

@@ -35,7 +35,7 @@ def step(embedding: MultiTableEmbedding, number: int) -> None:
 
 
 def _lookup(ids: Tensor, number: int) -> Any:
-    from tierbed.engine.options.inputs import Lookup
+    from tierbed.engine.options.lookup import Lookup
 
     return Lookup(ids, torch.full_like(ids, number % 2))
 

@@ -16,7 +16,7 @@ from tierbed.engine.optim import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
-from tierbed.engine.optim.optimizers import RowOptimizer, row_optimizer
+from tierbed.engine.optim.row_optimizer import RowOptimizer, row_optimizer
 
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
-from tierbed.engine.lines import naive as rounding
 from tierbed.engine.ops import naive
 from tierbed.engine.options.initializers import (
     as_arrays,
@@ -107,8 +106,8 @@ class Table:
     ) -> NDArray[np.float32]:
         """values [n, dim and all states] of rows, as they are stored when they are trained."""
         hashes = np.array([naive.hash_row(*row) for row in zip(tables.tolist(), keys.tolist(), strict=True)], np.uint64)
-        noise = rounding.noise(self.seed, hashes, step, values.shape[1])
-        return self._by_field(values, lambda part, type, place: rounding.trained(part, type, noise[:, place]))
+        noise = naive.noise(self.seed, hashes, step, values.shape[1])
+        return self._by_field(values, lambda part, type, place: naive.trained(part, type, noise[:, place]))
 
     def _by_field(
         self, values: NDArray[np.float32], change: Callable[[NDArray[np.float32], str, slice], NDArray[np.float32]]

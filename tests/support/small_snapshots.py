@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tierbed.engine import _core
 from tierbed.engine.row_format import LAST_STEP, RowForm
 from tierbed.snapshots import Manifest, write_snapshot
-from tierbed.snapshots.store.converted import Types, converted_description
+from tierbed.snapshots.store.selection import Types, converted_description
 
 Chunk = tuple[int, NDArray[np.void]]
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from tierbed.engine.row_format import Change
 from tierbed.snapshots import Manifest, Snapshot
-from tierbed.snapshots.files.parts import commit, place_of, write_changed_part, write_part
-from tierbed.snapshots.files.row_files import Part
-from tierbed.snapshots.files.writer import check_over, new_snapshot
+from tierbed.snapshots.files.format import Part
+from tierbed.snapshots.files.writer import check_over, commit, new_snapshot, place_of, write_changed_part, write_part
 
 from .small_snapshots import Chunk
 

@@ -21,7 +21,7 @@ from support.stores import STORES, options
 from tierbed import StoreError
 from tierbed.engine import _core
 from tierbed.engine.row_format import KEY, row_dtype
-from tierbed.snapshots.files.difference import changes_between, difference
+from tierbed.snapshots.files.merging import changes_between, difference
 
 Rows = NDArray[np.void]
 

@@ -19,7 +19,7 @@ from support.examples import examples
 from support.stores import STORES, options
 from tierbed import CapacityError, ClosedError, InputError, MultiTableEmbedding, StoreError
 from tierbed.engine import _core
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 stores = pytest.mark.parametrize("store", STORES)
 some_rows = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([*range(60), -1, 2**63 - 1, -(2**63)])), max_size=40)

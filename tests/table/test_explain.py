@@ -97,7 +97,7 @@ def test_a_row_that_was_never_written_is_initial(store: str, tmp_path: Path) -> 
 
 
 def test_a_pinned_row_is_pinned_until_its_step_ends(tmp_path: Path) -> None:
-    from tierbed.engine.options.inputs import Lookup
+    from tierbed.engine.options.lookup import Lookup
 
     with opened("cached_host", tmp_path) as embedding:
         train(embedding, [5])

@@ -31,7 +31,7 @@ from support.small_snapshots import files
 from support.stores import ONE_SET_MB, STORES, options
 from support.table_model import KEYS, NUMBERS, Full, Model, N, Places, Policy
 from tierbed import CapacityError
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 
 BUDGETS = [ONE_SET_MB, 3 * ONE_SET_MB, 1.0]  # a set or two, a few, and one that holds every row
 

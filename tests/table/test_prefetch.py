@@ -20,7 +20,7 @@ from support.examples import examples
 from support.forked import in_process
 from support.stores import STORES, options
 from tierbed import InputError, MultiTableEmbedding, OptimizerError, StoreError
-from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.table.prefetch import QUEUE, WINDOW, Prefetcher
 
 STEPS = 12

@@ -18,8 +18,8 @@ from support.examples import examples
 from support.stores import STORES, options
 from tierbed import CapacityError, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.options.inputs import Lookup
-from tierbed.engine.table.pinned import PinnedBatch
+from tierbed.engine.options.lookup import Lookup
+from tierbed.engine.table.table import PinnedBatch
 
 CPU = torch.device("cpu")
 PADDING = 3

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.cuda.batch import Batch, keys_of
+from ...ops.cuda.batch import Batch, Faults, keys_of
 from ...ops.cuda.device import launch
-from ...ops.cuda.faults import Faults
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import copy_present, count_new
@@ -19,8 +18,7 @@ from ...store.contract import Asked, Found, Lines, Room, Tier
 from ...store.cuda.changed_lines import WrittenBelow
 from ...store.cuda.full import SCAN_ROWS
 from ...store.full import check_room
-from .cache import Admission, Cache
-from .top import CacheTop
+from .cache import Admission, Cache, CacheTop
 
 
 class CachedStore:

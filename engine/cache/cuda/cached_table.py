@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from ..._core import GROUP
-from ...ops.cuda.batch import Batch
+from ...ops.cuda.batch import NO_ROOM, Batch, Faults
 from ...ops.cuda.device import Argument, launch
-from ...ops.cuda.faults import NO_ROOM, Faults
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
 from ...row_format import Chunks, Keys, Tables
 from ...store.contract import Asked, Found, Lines, Room
 from ...store.cuda.changed_lines import ChangedLines
 from ...store.cuda.full import CudaFullStore
-from .cache import Admission, Cache
-from .top import CacheTop
+from .cache import Admission, Cache, CacheTop
 
 
 class CachedTable:

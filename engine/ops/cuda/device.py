@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StoreError
-from .compiler import compiled
-from .program import Program
+from .program import Program, compiled
 
 THREADS = 256  # of a block
 Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value

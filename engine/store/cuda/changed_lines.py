@@ -10,7 +10,7 @@ import torch
 from ... import _core
 from ...ops.cuda.batch import Batch, keys_of
 from ...row_format import BUCKETS, Keys, Tables
-from .table import CudaFullTable
+from .full_table import CudaFullTable
 
 
 class ChangedLines:

@@ -1,4 +1,4 @@
-// The binding of what works on packed rows as snapshots hold them; engine/_core_rows.pyi is the contract.
+// The binding of what works on packed rows as snapshots hold them; engine/_core.pyi is the contract.
 #include "ops/native/bind.h"
 
 #include <algorithm>

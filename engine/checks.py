@@ -1,0 +1,80 @@
+"""Checks of what users give: numbers, names that are folders as well, and paths with `~` and environment variables."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from .errors import OptionError
+
+
+def whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
+    """A whole number from `least` to `most` as an int; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    number = int(value)
+    return number if least <= number <= most else None
+
+
+def real(value: Any) -> float | None:
+    """A number as a float, or as an int where it is whole; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def whole_option(name: str, value: Any, wanted: str, least: float = -math.inf, most: float = math.inf) -> int:
+    """The option `name` as an int from `least` to `most`. OptionError for anything else, with what is `wanted`."""
+    number = whole(value, least, most)
+    if number is None:
+        raise OptionError(f"{name}={value!r}: give {wanted}")
+    return number
+
+
+def budget_option(name: str, value: Any, zero: bool, otherwise: str = "") -> float:
+    """The option `name`, a number of MiB. zero: whether it may be 0. otherwise: another remedy. OptionError."""
+    number = real(value)
+    if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
+        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0{otherwise}")
+    return number
+
+
+def auto_budget_option(name: str, value: Any, zero: bool) -> float | Literal["auto"]:
+    """The option `name`, a number of MiB as `budget_option` takes it, or "auto". Raises OptionError."""
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    return budget_option(name, value, zero, otherwise=', or "auto"')
+
+
+def is_folder_name(name: Any) -> bool:
+    """Whether `name` is 1 to 200 printable bytes of UTF-8, without separators and without a leading dot."""
+    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
+    return plain and 1 <= len(name.encode()) <= 200
+
+
+_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
+
+
+def expanded(option: str, path: str) -> str:
+    """The path with `${NAME}`, `$NAME` and a leading `~` replaced. `option` names it in errors.
+
+    Raises OptionError for a variable that is not set or empty, and for an unknown user: no folder has such a name by
+    mistake.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] if match[2] is None else match[2]
+        if found := os.environ.get(name):
+            return found
+        raise OptionError(
+            f"{option}={path!r}: the environment variable {name!r} is not set, or empty; set it, or give the folder"
+        )
+
+    result = os.path.expanduser(_VARIABLE.sub(value, path))
+    if result.startswith("~"):
+        user = result.partition("/")[0]
+        raise OptionError(f"{option}={path!r}: {user!r} is no user here; give './{user}' for a folder of that name")
+    return result

@@ -1,1 +1,0 @@
-"""Ids that are made of other things than whole numbers."""

@@ -1,0 +1,163 @@
+"""Lookups as the native core sees them: segments of a batch, flat arrays in and out.
+
+Here are the checks of values, which a trace cannot make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import _core
+from ..errors import InputError
+from ..options.lookup import Lookup
+from ..options.table_spec import TableSpec
+
+LARGE = 1 << 20  # bytes: the system clears newly allocated memory of this size page by page
+
+# keys [n]; table ids of the bags, or None; None for no bags, their length, or offsets [bags + 1]
+Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
+# the same with the features of columns [columns] and their batch
+FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
+
+
+def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
+    """A segment of `_core.Batch`. Raises InputError for offsets and table ids that are out of range."""
+    keys, places = _keys(lookup.ids), lookup.places
+    if places is None:
+        return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(spec, lookup)
+    assert lookup.offsets is not None
+    batch, columns = lookup.shape
+    tables = _in_order(columns, spec.num_tables) if lookup.table_ids is None else _tables(spec, lookup.table_ids)
+    return keys, tables, _offsets(spec, lookup.offsets, len(keys)), features_of(places), batch
+
+
+@cache
+def features_of(places: tuple[int, ...]) -> NDArray[np.uint32]:
+    """The feature of each column [columns] of a lookup with these `Lookup.places`."""
+    columns = {column: feature for feature, column in enumerate(places)}
+    return np.array([columns[column] for column in range(len(places) - places.count(-1))], np.uint32)
+
+
+@cache
+def _in_order(columns: int, num_tables: int) -> NDArray[np.uint32]:
+    """The tables of columns [columns] that are given without table ids: the one table, or all in order."""
+    return np.zeros(columns, np.uint32) if num_tables == 1 else np.arange(columns, dtype=np.uint32)
+
+
+def batch_of(spec: TableSpec, lookups: Sequence[Lookup]) -> _core.Batch:
+    """The unique rows of lookups on the CPU. InputError for table ids, offsets and ids that cannot be."""
+    segments = [segment(spec, lookup) for lookup in lookups]
+    batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, spec.drops)
+    if spec.last_ids is not None and batch.illegal is not None:
+        raise illegal_id(spec, *batch.illegal)
+    return batch
+
+
+def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
+    """The error for an id that its table does not have. key: the 64 bits of the id."""
+    assert spec.last_ids is not None
+    last = int(spec.last_ids[table])
+    id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
+    return InputError(
+        f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
+        "correct the ids, or make the table with more of them (ids, or num_embeddings in a config; None takes any id), "
+        "or with bad_ids='drop', which leaves such ids out"
+    )
+
+
+def check_legal(spec: TableSpec, lookup: Lookup) -> None:
+    """InputError for an id of a lookup without bags, on any device, that its table does not have."""
+    if spec.last_ids is not None:
+        strict = _core.Batch(
+            [segment(spec, _on_host(lookup))],
+            spec.num_tables,
+            spec.padding_key,
+            spec.last_ids,
+        )
+        if strict.illegal is not None:
+            raise illegal_id(spec, *strict.illegal)
+
+
+def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    """The unique rows of a lookup without bags, on any device: tables [n] and keys [n]. Raises InputError."""
+    batch = batch_of(spec, [_on_host(lookup)])
+    return batch.tables.copy(), batch.keys.copy()
+
+
+def _on_host(lookup: Lookup) -> Lookup:
+    return Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor; the memory of a large one is used again for a later tensor."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(_core.scratch(size)).view(dtype).view(shape)
+
+
+def array_of(tensor: Tensor) -> NDArray[Any]:
+    """Rows of an output dtype as an array for the core: [n, dim], 16-bit floats as uint16. Shares contiguous memory."""
+    if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor.numpy().reshape(-1, tensor.shape[-1])
+    rows = tensor.detach().contiguous()
+    rows = rows.view(-1, rows.shape[-1])
+    return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+
+
+def flat(weights: Tensor) -> NDArray[np.float32]:
+    """Weights as an array [n], one number for each id. Shares contiguous memory."""
+    return weights.detach().contiguous().view(-1).numpy()
+
+
+def _keys(ids: Tensor) -> NDArray[np.uint64]:
+    """Ids as the 64 bits that identify a row; int32 is sign-extended, so -1 is the same row in either type."""
+    if ids.dtype == torch.int64 and ids.is_contiguous():
+        return ids.numpy().reshape(-1).view(np.uint64)
+    flat = ids.detach().reshape(-1)
+    if flat.dtype == torch.int32:
+        flat = flat.to(torch.int64)
+    return flat.contiguous().numpy().view(np.uint64)
+
+
+def _tables(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
+    flat = table_ids.detach().reshape(-1).to(torch.int64)
+    outside = (flat < 0) | (flat >= spec.num_tables)
+    if outside.any():
+        position = int(outside.nonzero()[0])
+        raise InputError(
+            f"table_ids of embedding {spec.name!r}: table id {int(flat[position])} at position {position}; "
+            f"they run from 0 to {spec.num_tables - 1}"
+        )
+    return flat.to(torch.int32).numpy().view(np.uint32)
+
+
+def _bags(spec: TableSpec, lookup: Lookup) -> int | NDArray[np.int64] | None:
+    if lookup.pooling is None:
+        return None
+    if lookup.offsets is not None:
+        return _offsets(spec, lookup.offsets, lookup.ids.shape[0])
+    # bags of no ids are counted by their offsets
+    return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
+
+
+def _offsets(spec: TableSpec, offsets: Tensor, ids: int) -> NDArray[np.int64]:
+    flat = offsets.detach().to(torch.int64).contiguous().numpy()
+    where = f"offsets of embedding {spec.name!r}"
+    if flat[0] != 0 or flat[-1] != ids:
+        raise InputError(
+            f"{where}: they run from {flat[0]} to {flat[-1]}; give bags + 1 of them, from 0 to the number of ids, {ids}"
+        )
+    down = np.flatnonzero(flat[1:] < flat[:-1])
+    if len(down):
+        at = int(down[0])
+        raise InputError(f"{where}: {flat[at]} at position {at} is followed by {flat[at + 1]}; give them ascending")
+    return flat

@@ -1,0 +1,161 @@
+"""How the rows of an embedding follow an optimizer of torch, or one of `engine.optim`; docs/optimizers.md.
+
+Rows are lazy: a row and its optimizer state move only in steps whose batch holds it. NaN gradients make NaN rows, as in
+torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ..checks import real
+from ..errors import OptimizerError
+from .base import LARGEST, SMALLEST, betas, number
+from .kernel import LIMITS
+from .row_state import RowState
+from .rule import Group, Rule, all_rules
+
+_REFUSED = ("amsgrad", "centered", "differentiable")
+# what torch, its schedulers and users write into a group that changes no step
+_LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0, in every optimizer that has them
+
+
+class RowOptimizer:
+    """One param group of an optimizer as rows see it. Settings are read from the group at each step.
+
+    Attributes: `rule`, the name that `_core.update` takes; `states`, the names of the states that a row carries;
+    `initial`, the value each of them begins with.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
+        self._optimizer = optimizer
+        # by place: load_state_dict replaces the dict itself
+        self._index = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
+        self._rule = _rule_of(optimizer, group)
+        self.rule = self._rule.kernel.name
+        self.states = self._rule.kernel.states
+        self._names = self._rule.kernel.all_hypers
+        values = self._rule.initial(group)
+        self.initial = [float(values.get(state, 0.0)) for state in self.states]
+        self._checked: dict[str, Any] | None = None  # the settings that were checked last, and are right
+        self._limits = [0.0] * len(LIMITS)  # those in these settings
+        self.hyper(1)  # reports what is wrong with the group now
+
+    def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
+        """The numbers that the rule takes at the embedding's step `step`, which counts from 1; limits at the end.
+
+        A `max_row_norm` that is none is left out. clip_value: a clip of this step, beside the group's own.
+
+        Raises OptimizerError where the group now asks for another rule than at the start, or has a wrong setting.
+        """
+        group = self._optimizer.param_groups[self._index]
+        settings = {name: value for name, value in group.items() if name != "params"}
+        if settings != self._checked:
+            self._check(group, settings)
+        values = self._rule.hyper(group, step)
+        value, norm, row_norm = self._limits
+        if clip_value is not None:
+            value = min(clip_value, value or clip_value)
+        limits = [value, norm, row_norm] if row_norm else [value, norm]
+        return [*(float(values[name]) for name in self._names), *limits]
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """The numbers of `hyper` by name, as `lr`."""
+        return dict(zip((*self._names, *LIMITS), self.hyper(step), strict=False))
+
+    def _check(self, group: Group, settings: dict[str, Any]) -> None:
+        rule = _rule_of(self._optimizer, group)
+        if rule.kernel.name != self.rule:
+            raise OptimizerError(
+                f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now asks for {rule.kernel.name!r}, "
+                "whose state the rows lack; keep momentum (zero or not) and decoupled_weight_decay as they were"
+            )
+        _check(self._optimizer, group)
+        self._limits = [_limit(group, name) for name in LIMITS]
+        changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
+        self._checked = None if changes_inside else settings
+
+    def row_state(self, dim: int, state_type: str = "float32") -> RowState:
+        """The state that a row of `dim` elements carries. state_type: of the numbers of states that elements have."""
+        kernel = self._rule.kernel
+        types = (state_type,) * len(kernel.element_states) + ("float32",) * len(kernel.row_states)
+        narrow = state_type != "float32" and bool(kernel.element_states)
+        return RowState(self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types if narrow else ())
+
+
+def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
+    """The row optimizer of one of `optimizer.param_groups`.
+
+    Raises OptimizerError for any but torch's SGD, Adagrad, Adam, AdamW and RMSprop and those of `engine.optim`, by
+    exact type; for amsgrad, centered or differentiable; for limits that are no positive numbers of float32; for keys
+    of the group that the optimizer does not have.
+    """
+    return RowOptimizer(optimizer, group)
+
+
+def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises OptimizerError for a class of torchrec.optim that stands for a fused optimizer, and has no step."""
+    if not hasattr(optimizer, "param_groups"):
+        raise _refusal(type(optimizer))
+
+
+def _refusal(kind: type) -> OptimizerError:
+    names = list(dict.fromkeys(_name(rule.optimizer) for rule in all_rules()))
+    ours = [name for name in names if name.rpartition(".")[2] == kind.__name__]
+    if ours and kind.__module__.partition(".")[0] == "torchrec":
+        return OptimizerError(f"optimizer {_name(kind)} cannot update rows; use {ours[0]}, which has its formula")
+    return OptimizerError(
+        f"optimizer {_name(kind)} cannot update rows; use one of {', '.join(names)}, not a subclass, which may change "
+        "the formula"
+    )
+
+
+def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
+    kind = type(optimizer)
+    rules = [rule for rule in all_rules() if rule.optimizer is kind]
+    if not rules:
+        raise _refusal(kind)
+    for option in _REFUSED:
+        if group.get(option):
+            raise OptimizerError(f"{kind.__name__}: {option}=True is not supported; use {option}=False")
+    return next(rule for rule in rules if rule.when(group))
+
+
+def _name(kind: type) -> str:
+    """The name by which users import a class, from the outermost package that has it."""
+    parts = kind.__module__.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    exports = (m for m in modules if getattr(sys.modules.get(m), kind.__qualname__, None) is kind)
+    return f"{next(exports, kind.__module__)}.{kind.__qualname__}"
+
+
+def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """Check a group. Torch does so only when an optimizer is made, and never looks for unknown keys."""
+    for name in _NUMBERS:
+        if name in group:
+            number(group, name)
+    if "betas" in group:
+        betas(group)
+    known = (*optimizer.defaults, *LIMITS, *_LABELS)
+    unknown = next((name for name in group if name not in known), None)
+    if unknown is not None:
+        raise OptimizerError(
+            f"param group: {unknown}={group[unknown]!r}; {type(optimizer).__name__} has no such setting, and rows "
+            f"ignore it: leave it out of the embedding's group (rows are limited by {', '.join(LIMITS)})"
+        )
+
+
+def _limit(group: Group, name: str) -> float:
+    value: Any = group.get(name)
+    if value is None:
+        return 0.0
+    found = real(value)
+    if found is None or not SMALLEST <= found <= LARGEST:
+        raise OptimizerError(
+            f"param group: {name}={value!r}; give a number from {SMALLEST:.3g} to {LARGEST:.2g}, or leave it out"
+        )
+    return float(found)

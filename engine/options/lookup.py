@@ -1,0 +1,347 @@
+"""Checks of what users pass to lookups. The checks look at shapes and dtypes alone, so they hold in a trace as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..checks import whole
+from ..errors import InputError, OptionError
+from ..row_format import overflows
+from .table_names import choices, table_number
+from .table_spec import KEY_TYPES, TableSpec
+
+DEVICES = ("cpu", "cuda")  # that tables live on
+OUTPUT_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class Lookup(NamedTuple):
+    """The checked arguments of a lookup. A bag is a group of ids whose rows are pooled into one row."""
+
+    ids: Tensor  # [...]; pooled [..., L], or [n] with offsets
+    # integers, of the result's shape, or [columns] with places; None: the result's last dimension is the tables
+    table_ids: Tensor | None = None
+    offsets: Tensor | None = None  # [bags + 1], where each bag of ids begins and the last one ends
+    pooling: str | None = None  # "sum" or "mean"
+    # offsets are [features * batch + 1], feature by feature: the column of each feature in the result, -1 for none
+    places: tuple[int, ...] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """ids, table ids and offsets."""
+        return self[:3]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result without its last dimension: of ids, of the bags, or (batch, columns) with places."""
+        if self.offsets is not None:
+            parts = self.offsets.shape[0] - 1
+            places = self.places
+            return (parts,) if places is None else (parts // len(places), len(places) - places.count(-1))
+        return tuple(self.ids.shape if self.pooling is None else self.ids.shape[:-1])
+
+
+class Gradients(NamedTuple):
+    """Gradients of what the lookups of a batch returned. A row's is the sum over its occurrences in all lookups."""
+
+    lookups: Sequence[Lookup]
+    grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
+    weights: Sequence[Tensor | None]  # the weights that each lookup was pooled with
+    dtype: torch.dtype
+
+
+def check_lookup(
+    spec: TableSpec,
+    ids: Any,
+    table_ids: Any = None,
+    offsets: Any = None,
+    pooling: Any = None,
+    features: Any = None,
+    num_features: Any = None,
+) -> Lookup:
+    """The arguments of a lookup, checked, with table ids broadcast to the shape of the result, or of the features.
+
+    table_ids: a tensor, an array or nested lists, also of names. The other arguments stay as they are, and all tensors
+    are of one device. Raises InputError.
+    """
+    where = f"ids of embedding {spec.name!r}"
+    if not isinstance(ids, Tensor):
+        raise InputError(f"{where}: got {type(ids).__name__}; give a torch.Tensor of {spec.key_type}")
+    _refuse_nested(where, "ids", ids)
+    if ids.dtype != spec.key_type:
+        raise InputError(
+            f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; convert them by ids.to({spec.key_type})"
+        )
+    _check_place(where, "ids", ids, ids)
+    _check_bags(spec, ids, offsets, pooling)
+    lookup = Lookup(ids, None, offsets, pooling, _places(spec, offsets, features, num_features))
+    table_ids = _table_ids_from(spec, table_ids, ids.device)
+    if table_ids is None:
+        _check_tables_in_order(spec, lookup)
+        return lookup
+    where = f"table_ids of embedding {spec.name!r}"
+    _refuse_nested(where, "table_ids", table_ids)
+    if table_ids.dtype.is_floating_point or table_ids.dtype.is_complex or table_ids.dtype == torch.bool:
+        raise InputError(f"{where}: got {table_ids.dtype}; give a torch.Tensor of an integer dtype")
+    _check_place(where, "table_ids", table_ids, ids)
+    wanted = lookup.shape if lookup.places is None else lookup.shape[-1:]
+    try:
+        return lookup._replace(table_ids=table_ids.broadcast_to(wanted))
+    except RuntimeError:
+        what, one = ("ids", "id, or for each column") if pooling is None else ("the bags", "bag")
+        if lookup.places is not None:
+            what, one = "features", "of the features"
+        raise InputError(
+            f"{where}: shape {tuple(table_ids.shape)} does not broadcast to that of {what}, {wanted}; "
+            f"give one table id for each {one}"
+        ) from None
+
+
+def _places(spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any) -> tuple[int, ...] | None:
+    """`Lookup.places` for the features that are looked up, in the order of the result's columns. Raises InputError."""
+    where = f"features of embedding {spec.name!r}"
+    if features is None:
+        if num_features is not None:
+            raise InputError(
+                f"num_features of embedding {spec.name!r}: got {num_features!r} without features; give features, the "
+                "numbers of those to look up, or leave num_features out"
+            )
+        return None
+    if offsets is None:
+        raise InputError(f"{where}: they are parts of offsets, and there are none; give offsets, feature by feature")
+    if not isinstance(features, (list, tuple)) or not features:
+        raise InputError(f"{where}: got {features!r}; give a list of whole numbers, one for each column of the result")
+    total = len(features) if num_features is None else whole(num_features, least=1)
+    if total is None:
+        raise InputError(
+            f"num_features of embedding {spec.name!r}: got {num_features!r}; give how many features offsets are of"
+        )
+    columns = dict[int, int]()
+    for column, feature in enumerate(features):
+        number = whole(feature, 0, total - 1)
+        if number is None or columns.setdefault(number, column) != column:
+            raise InputError(
+                f"{where}: {feature!r} at place {column}; give numbers from 0 to {total - 1}, each once, and "
+                "num_features where offsets are of more features than that"
+            )
+    if (offsets.shape[0] - 1) % total:
+        raise InputError(
+            f"offsets of embedding {spec.name!r}: shape {tuple(offsets.shape)} is not (features * batch + 1,) of "
+            f"{total} features; give num_features, where offsets are of more features than are looked up"
+        )
+    return tuple(columns.get(feature, -1) for feature in range(total))
+
+
+def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> None:
+    if pooling is not None and not (isinstance(pooling, str) and pooling in ("sum", "mean")):
+        raise InputError(
+            f"pooling of embedding {spec.name!r}: got {pooling!r}; give 'sum' or 'mean', or None for the row of each id"
+        )
+    if offsets is None:
+        if pooling is not None and ids.dim() == 0:
+            raise InputError(
+                f"ids of embedding {spec.name!r}: pooling={pooling!r} pools over their last dimension, and they have "
+                "none; give (..., L), or 1-D ids with offsets"
+            )
+        return
+    where = f"offsets of embedding {spec.name!r}"
+    if pooling is None:
+        raise InputError(f"{where}: they make bags, and pooling=None pools none; give pooling='sum' or 'mean'")
+    _refuse_nested(where, "offsets", offsets)
+    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
+        got = f"{offsets.dtype} {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise InputError(f"{where}: got {got}; give a 1-D torch.Tensor of int64 or int32")
+    if offsets.shape[0] == 0:
+        raise InputError(f"{where}: shape (0,); give (bags + 1,) of them, [0] for no bag")
+    _check_place(where, "offsets", offsets, ids)
+    if ids.dim() != 1:
+        raise InputError(
+            f"ids of embedding {spec.name!r}: shape {tuple(ids.shape)} with offsets; give the ids of all bags one "
+            "after another, by ids.flatten(), or leave offsets out to pool over the last dimension"
+        )
+
+
+def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
+    if spec.num_tables == 1:
+        return
+    where = f"ids of embedding {spec.name!r}"
+    if lookup.places is not None and lookup.shape[-1] == spec.num_tables:
+        return
+    if lookup.offsets is not None:
+        each = "bag" if lookup.places is None else "of the features"
+        raise InputError(
+            f"{where}: with offsets nothing tells which of {spec.num_tables} tables a bag belongs to; give table_ids, "
+            f"one for each {each}"
+        )
+    last = [] if lookup.pooling is None else ["L"]
+    if lookup.ids.dim() < 2 + len(last) or lookup.shape[-1] != spec.num_tables:
+        wanted = ", ".join(["...", str(spec.num_tables), *last])
+        raise InputError(
+            f"{where}: shape {tuple(lookup.ids.shape)} is not ({wanted}), one column for each table; give that, or "
+            f"table_ids that say which table each {'bag' if last else 'id'} belongs to"
+        )
+
+
+def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
+    """A key and its table; `table` may be None where the embedding has one table. Raises InputError."""
+    if whole(key) is None:
+        raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
+    if table is None and spec.num_tables == 1:
+        table = 0
+    number = table_number(table, spec.table_names)
+    if number is None:
+        raise InputError(
+            f"table of embedding {spec.name!r}: got {table!r}; give the key's, from {choices(spec.table_names)}"
+        )
+    return int(key), number
+
+
+def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
+    """Raises InputError for weights that are not float32 of the shape of ids."""
+    if weights is None:
+        return
+    where = f"weights of embedding {spec.name!r}"
+    if lookup.pooling is None:
+        raise InputError(f"{where}: they weigh the rows of a bag, and pooling=None makes none; give pooling='sum'")
+    _refuse_nested(where, "weights", weights)
+    wanted = tuple(lookup.ids.shape)
+    if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != wanted:
+        got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise InputError(f"{where}: got {got}; give torch.float32 of the shape of ids, {wanted}")
+    _check_place(where, "weights", weights, lookup.ids)
+
+
+def check_grad(spec: TableSpec, lookup: Lookup, grad: Tensor, dtype: torch.dtype) -> None:
+    """Raises InputError for a gradient whose shape or dtype is not that of the lookup's result."""
+    wanted = (*lookup.shape, spec.dim)
+    if grad.dtype != dtype or tuple(grad.shape) != wanted or grad.device != lookup.ids.device:
+        raise InputError(
+            f"gradient of embedding {spec.name!r}: got {grad.dtype} {tuple(grad.shape)} on {grad.device}; give {dtype} "
+            f"{wanted} on {lookup.ids.device}, as the lookup returned"
+        )
+
+
+def checked_gradients(
+    spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
+) -> Gradients:
+    """The gradients of a step's lookups and the weights that pooled them, one each. Raises InputError."""
+    for lookup, grad, given in zip(lookups, grads, weights, strict=True):
+        check_grad(spec, lookup, grad, dtype)
+        check_weights(spec, lookup, given)
+    return Gradients(lookups, grads, weights, dtype)
+
+
+def check_output_dtype(dtype: Any) -> torch.dtype:
+    """Raises OptionError for a dtype that lookups cannot return."""
+    if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
+        raise OptionError(f"output_dtype={dtype!r}: give torch.float32, torch.float16 or torch.bfloat16")
+    return dtype
+
+
+def _check_place(where: str, name: str, values: Tensor, ids: Tensor) -> None:
+    if values.device.type not in DEVICES:
+        raise InputError(
+            f"{where} are on {values.device}; tables live on the CPU or on CUDA devices: give {name}.cpu() or "
+            f"{name}.cuda()"
+        )
+    if values.device != ids.device:
+        raise InputError(f"{where} are on {values.device} and the ids on {ids.device}; give {name}.to(ids.device)")
+    if values.layout != torch.strided:
+        raise InputError(f"{where} are {values.layout}; give {name}.to_dense()")
+
+
+def _refuse_nested(where: str, name: str, values: Any) -> None:
+    """Raises InputError for a nested tensor."""
+    if isinstance(values, Tensor) and values.is_nested:
+        raise InputError(
+            f"{where} are a nested tensor; make it contiguous(), with layout=torch.jagged, and give {name}.values(), "
+            "and for its bags offsets=ids.offsets() with pooling='sum' or 'mean'"
+        )
+
+
+def keys_from(spec: TableSpec, keys: Any) -> Tensor:
+    """Keys, given as an array or nested lists of whole numbers, as a tensor of the key type. Raises InputError."""
+    error = f"keys of embedding {spec.name!r}: give whole numbers that {spec.key_type} can hold"
+    given = _array(keys, error)
+    wanted = given.astype(KEY_TYPES[spec.key_type]) if given.dtype.kind in "iu" or given.size == 0 else None
+    if wanted is None or (wanted.astype(object) != given.astype(object)).any():
+        raise InputError(error)
+    return torch.from_numpy(wanted)
+
+
+def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:
+    """Table ids, given as an array or nested lists, as a tensor."""
+    if table_ids is None or isinstance(table_ids, Tensor):
+        return table_ids
+    error = f"table_ids of embedding {spec.name!r}: give whole numbers, or names of tables"
+    given = _array(table_ids, error, "iuU")
+    if given.dtype.kind == "U":
+        given = _numbers_of(spec, np.asarray(table_ids, object), error)
+    if given.dtype.kind not in "iu" or (given.astype(np.int64) != given).any():
+        raise InputError(error)
+    values = given.astype(np.int64)
+    if values.ndim == 0:
+        return _number(int(values), device)
+    with _disable_current_modes():  # a constant of a traced step: no step has to bring it to the device
+        return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+def _numbers_of(spec: TableSpec, tables: NDArray[np.object_], error: str) -> NDArray[np.int64]:
+    """The numbers of tables; some of `tables` are names."""
+    numbers = [table_number(table, spec.table_names) for table in tables.flat]
+    if None in numbers:
+        unknown = tables.flat[numbers.index(None)]
+        raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is none")
+    return np.array(numbers, np.int64).reshape(tables.shape)
+
+
+@cache
+def _number(value: int, device: torch.device) -> Tensor:
+    """One tensor for each number, so that two lookups are seen to have the same table ids, in a trace as well."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.full((), value, dtype=torch.int64, device=device)
+
+
+def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:
+    """The rows given for keys of `shape` as an array [n, dim]. Raises InputError."""
+    where, wanted = f"rows of embedding {spec.name!r}", (*shape, spec.dim)
+    if isinstance(rows, Tensor):
+        if rows.device.type == "meta":
+            raise InputError(f"{where} are on {rows.device} and have no values; give them on the CPU")
+        given = rows.detach().cpu()
+    else:
+        array = _array(rows, f"{where}: give float32 {wanted}")
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+        # numbers of Python have no dtype of their own
+        given = torch.from_numpy(array if isinstance(rows, np.ndarray) else array.astype(np.float32))
+    if given.dtype != torch.float32 or tuple(given.shape) != wanted:
+        raise InputError(f"{where}: {given.dtype} {tuple(given.shape)}; give float32 {wanted}")
+    return given.reshape(-1, spec.dim).contiguous().numpy()
+
+
+def check_range(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
+    """Raises InputError for a finite number of values [n, dim], of n keys, that rows cannot hold as finite."""
+    if spec.dtype == "float32" or not (flags := overflows(values, spec.dtype)).any():
+        return
+    row, column = np.argwhere(flags)[0].tolist()
+    raise InputError(
+        f"rows of embedding {spec.name!r}: {values[row, column]} for key {keys.flatten()[row].item()} overflows "
+        f"dtype=torch.{spec.dtype}; give smaller numbers, or make the embedding with torch.float32"
+    )
+
+
+def _array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise InputError(error) from None
+    if array.dtype.kind not in kinds:
+        raise InputError(error)
+    return array

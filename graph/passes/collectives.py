@@ -1,0 +1,189 @@
+"""The pass for a step whose rows ranks share: rows and gradients set out as early as they can, and one vote.
+
+The order of a step's exchanges is its script, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ...distributed.dense import Vote, described
+from ...distributed.rank_group import Script
+from ...engine.errors import GraphError
+from ...engine.ops import row_ops
+from ...engine.ops.rows_contract import Rows
+from ..trace.alias import memory, written
+from .lookups import is_repeatable, sources_of
+from .step_epilogue import DenseGrads, RowGrads, StepEnd, accumulate, are_finite, end_step
+
+_EXCHANGES = "exchanges"
+_KINDS: dict[Callable[..., Any] | str, str] = {
+    row_ops.pin: "pin",
+    row_ops.read: "read",
+    row_ops.read_weights_grad: "read",
+    row_ops.send: "send",
+    accumulate: "vote",
+}
+
+
+class Exchange(NamedTuple):
+    """One exchange of a step: `pin`, `rows`, `read` or `send` of an embedding, or the `vote` of all ranks.
+
+    `rows` is where the rows of a pin are waited for.
+    """
+
+    kind: str
+    embedding: Rows | None
+    like: int | None = None  # of a pin: the place in the script of the pin whose ids it takes
+
+
+_FIRST_USES = (row_ops.gather, row_ops.weights_grad, row_ops.send)
+
+
+def sum_over_ranks(
+    exchanges: Any, end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads], present: bool = True
+) -> Vote:
+    """Sum dense gradients over the ranks that are present. Raises on all what made a step fail on one of them."""
+    finite = end.scaler is None or are_finite([grad for part in rows for grad in part.grads])
+    vote: Vote = exchanges.vote(dense, finite=finite, present=present)
+    return vote
+
+
+_KINDS[sum_over_ranks] = "vote"
+
+
+def refuse_worlds(embeddings: dict[str, Rows]) -> Any:
+    """The world of a graph's embeddings, None where they have none. GraphError where they differ."""
+    by_world = {id(embedding.world): (name, embedding.world) for name, embedding in embeddings.items()}
+    if len(by_world) > 1:
+        (one, first), (other, second) = list(by_world.values())[:2]
+        raise GraphError(
+            f"embeddings {one!r} and {other!r}: {_described(first)}, and {_described(second)}; one step is over one "
+            "group: give all embeddings of a graph the same world"
+        )
+    return next((world for _, world in by_world.values()), None)
+
+
+def _described(world: Any) -> str:
+    return "one is in this process alone" if world is None else f"one is over a world of {world.size} ranks"
+
+
+def pin_early(module: fx.GraphModule) -> None:
+    """Move each pin to the top of the step, where its ids are made by torch's pure ops from what nobody writes to.
+
+    A read of the same embedding stays before its pin, which may let rows leave.
+    """
+    graph = module.graph
+    changed = set().union(*map(written, graph.nodes))
+    pins = graph.find_nodes(op="call_function", target=row_ops.pin)
+    last = graph.find_nodes(op="placeholder")[-1] if graph.find_nodes(op="placeholder") else None
+    moved: set[fx.Node] = set()
+    for pin in pins:
+        embedding, lookups, *like = pin.args
+        needed = sources_of(pin, (embedding, lookups))
+        is_free = all(map(_is_pure, needed)) and not memory(needed) & changed
+        if last is None or not is_free or not moved.issuperset(like) or _reads_before(pin, embedding):
+            continue
+        for node in [node for node in graph.nodes if node in needed] + [pin]:
+            if node.op != "placeholder" and node not in moved:
+                last.append(node)
+                last = node
+                moved.add(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    return is_repeatable(node, set()) and not written(node)
+
+
+def _reads_before(pin: fx.Node, embedding: Any) -> bool:
+    reads = {row_ops.read, row_ops.read_weights_grad}
+    node = pin.prev
+    while node.op != "root":
+        if node.target in reads and node.args[0] is embedding:
+            return True
+        node = node.prev
+    return False
+
+
+def exchange(
+    module: fx.GraphModule, exchanges: Any, node: fx.Node | None
+) -> tuple[list[Exchange], list[tuple[str, Tensor]]]:
+    """Let gradients of rows set out where they are complete, and ranks vote before `node`, which ends the step.
+
+    node: `end_step` or `accumulate`, None in a step that trains nothing. exchanges: takes part for the step when it
+    runs. Returns the script, and the trained dense parameters by name. GraphError for a sparse gradient.
+    """
+    graph = module.graph
+    trained: list[tuple[str, Tensor]] = []
+    if node is not None:
+        arguments: Any = node.args
+        end, rows, dense = arguments
+        for _, params, grads in dense:
+            for param, grad in zip(params, grads, strict=True):
+                _refuse_sparse(str(param.target), grad.meta["val"])
+                trained.append((str(param.target), param.meta["val"]))
+        setattr(module, _EXCHANGES, exchanges)
+        with graph.inserting_before(node):
+            own = graph.create_node("get_attr", _EXCHANGES)
+        if node.target is end_step:
+            for part in rows:
+                _send_early(graph, part)
+            with graph.inserting_before(node):
+                vote = graph.call_function(sum_over_ranks, (own, end, rows, dense))
+            node.args = (end, rows, dense, vote)
+        else:
+            node.args = (end, rows, dense, own)
+    return _script(module), trained
+
+
+def _send_early(graph: fx.Graph, part: Any) -> None:
+    batch, grads, weights = part
+    sources = {value for value in (*grads, *weights, batch) if isinstance(value, fx.Node)}
+    used = memory(sources)
+    for node in graph.nodes:
+        if node in sources or written(node) & used:
+            last = node
+    with graph.inserting_after(last):
+        graph.call_function(row_ops.send, (batch, grads, weights))
+
+
+def _script(module: fx.GraphModule) -> list[Exchange]:
+    script: list[Exchange] = []
+    pinned: dict[Any, tuple[int, Rows]] = {}
+    awaited: set[Any] = set()
+    for node in module.graph.nodes:
+        if node.target in _FIRST_USES and node.args[0] not in awaited:
+            awaited.add(node.args[0])
+            script.append(Exchange("rows", pinned[node.args[0]][1]))
+        kind = _KINDS.get(node.target) if node.op == "call_function" else None
+        if kind == "vote":
+            script.append(Exchange(kind, None))
+        elif kind == "send":
+            script.append(Exchange(kind, pinned[node.args[0]][1]))
+        elif kind is not None:
+            embedding = getattr(module, node.args[0].target)
+            like = pinned[node.args[2]][0] if kind == "pin" and node.args[2:] else None
+            pinned[node] = len(script), embedding
+            script.append(Exchange(kind, embedding, like))
+    return script
+
+
+def in_words(script: list[Exchange], trained: list[tuple[str, Tensor]]) -> Script:
+    """The script as ranks compare it. trained: dense parameters by name, in order."""
+    exchanges = [
+        kind + ("" if embedding is None else f" of {embedding.name!r}") + ("" if like is None else f", ids of {like}")
+        for kind, embedding, like in script
+    ]
+    return Script(exchanges, described(trained))
+
+
+def _refuse_sparse(name: str, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise GraphError(
+            f"the gradient of parameter {name!r} is sparse, and ranks sum dense gradients; leave sparse=True out, or "
+            "use an embedding of tierbed with a world"
+        )

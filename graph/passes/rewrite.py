@@ -1,0 +1,241 @@
+"""Passes that turn any trace into a compiled step, over an FX graph whose nodes carry fake tensors in `meta`.
+
+A dynamic-shape step takes all numbers from its inputs' sizes at its beginning. A trace takes a size from the tensor
+where it met that size first, when the size is needed: by then an op may have changed the tensor's shape in place, and a
+stride that a kernel chooses need not be the traced one. The generated code looks each op up once, not at every step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph_module import _exec_with_source
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from ...engine.errors import GraphError
+from ...engine.ops import row_ops
+from ...engine.options.lookup import Lookup
+from ..trace.alias import external, is_reshape, live_nodes, reshaped, stable, storages
+from ..trace.names import identifiers
+from ..trace.trace import LIVE
+from .collectives import sum_over_ranks
+from .step_epilogue import DenseGrads, RowGrads, StepEnd, accumulate, dense_step, end_step, schedule
+
+# the nodes that move rows and parameters
+EFFECTS: set[Callable[..., Any]] = {row_ops.update, sum_over_ranks, dense_step, end_step, accumulate, schedule}
+
+
+def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
+    """Let the printed step show an argument by its name and a parameter by its path."""
+    for node, name in zip(nodes, identifiers(names), strict=True):
+        node._rename(name)
+        node.target = node.name
+
+
+def drop_detach(graph: fx.Graph) -> None:
+    """Remove detach, without autograd the identity, unless its input or its result is reshaped alone.
+
+    A detach of an argument is removed always. The trace made it, and build reshapes the very tensor of the call.
+    """
+    apart = reshaped(graph)
+    detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+    arguments = [n for n in detaches if n.args[0].op == "placeholder" and LIVE not in n.args[0].meta]
+    for node in detaches:
+        if node in arguments or not storages(node) & apart:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def drop_double_transpose(graph: fx.Graph) -> None:
+    """Remove pairs of transposes. The backward of a linear layer has them, for its weight and the weight's gradient."""
+    transpose = torch.ops.aten.t.default
+    apart = reshaped(graph)
+    for node in graph.find_nodes(op="call_function", target=transpose):
+        if node.args[0].target is transpose and not storages(node) & apart:
+            node.replace_all_uses_with(node.args[0].args[0])
+            graph.erase_node(node)
+
+
+def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
+    """Cut the output to its first `count` values, detached from the live tensors, and return the rest."""
+    output = graph.output_node()
+    outside = external(graph)
+    returned: Any = output.args[0]
+    values = list(returned)
+    for i, value in enumerate(values[:count]):
+        if storages(value) & outside:
+            with graph.inserting_before(output):
+                values[i] = graph.call_function(torch.ops.aten.detach.default, (value,))
+    output.args = (values[:count],)
+    return values[count:]
+
+
+def add_dense_steps(
+    module: fx.GraphModule, optimizers: dict[str, Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
+) -> None:
+    """Add a node for each optimizer at the end of the step. grads: each parameter's optimizer, node and gradient."""
+    graph = module.graph
+    with graph.inserting_before(graph.output_node()):
+        for name, optimizer in optimizers.items():
+            setattr(module, name, optimizer)
+            node = graph.create_node("get_attr", name)
+            own = [(parameter, grad) for holder, parameter, grad in grads if holder is optimizer]
+            graph.call_function(dense_step, (node, [p for p, _ in own], [g for _, g in own]))
+
+
+def end_together(module: fx.GraphModule, end: StepEnd) -> fx.Node:
+    """Replace all updates and dense steps by one node, which scales and clips their gradients together."""
+    graph = module.graph
+    accumulates = end.every > 1
+    rows: list[Any] = []
+    dense: list[Any] = []
+    for node in graph.find_nodes(op="call_function", target=row_ops.update):
+        given: Any
+        batch, grads, *given = node.args
+        weights = given[0] if given else [None] * len(grads)
+        if accumulates:
+            embedding, lookups = batch.args
+            kept = [Lookup(*(stable(graph, batch, part) for part in lookup)) for lookup in lookups]
+            rows.append((embedding, kept, grads, weights))
+        else:
+            rows.append(RowGrads(batch, grads, weights))
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=dense_step):
+        optimizer, params, grads = node.args
+        dense.append(DenseGrads(optimizer, params, grads))
+        graph.erase_node(node)
+    module.step_end = end  # type: ignore[assignment]  # torch allows any
+    with graph.inserting_before(graph.output_node()):
+        held = graph.create_node("get_attr", "step_end")
+        last = graph.call_function(accumulate if accumulates else end_step, (held, rows, dense))
+    if accumulates:
+        for node in graph.find_nodes(op="call_function", target=row_ops.pin):
+            _read_instead(graph, node)
+    return last
+
+
+def _read_instead(graph: fx.Graph, pin: fx.Node) -> None:
+    """Let the uses of a pinned batch read instead: accumulated rows are pinned when their gradients are complete."""
+    arguments: Any = pin.args
+    embedding, lookups = arguments
+    reads: dict[Any, Callable[..., Any]] = {
+        row_ops.gather: row_ops.read,
+        row_ops.weights_grad: row_ops.read_weights_grad,
+    }
+    for node in list(pin.users):
+        index: Any = node.args[1]
+        with graph.inserting_before(node):
+            read = graph.call_function(reads[node.target], (embedding, lookups[index], *node.args[2:]))
+        read.meta.update(node.meta)
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+    graph.erase_node(pin)
+
+
+def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], stepped: fx.Node | None) -> None:
+    """Add a step of each learning rate schedule at the end. stepped: a node that says whether optimizers had a step."""
+    graph = module.graph
+    with graph.inserting_before(graph.output_node()):
+        for name, scheduler in schedulers.items():
+            setattr(module, name, scheduler)
+            node = graph.create_node("get_attr", name)
+            graph.call_function(schedule, (node,) if stepped is None else (node, stepped))
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Remove nodes that nothing depends on, and in-place ops on memory that nobody reads, unlike FX's own pass."""
+    live = live_nodes(graph, EFFECTS)
+    for node in reversed(list(graph.nodes)):
+        if node not in live:
+            graph.erase_node(node)
+
+
+def sizes_from_inputs(module: fx.GraphModule) -> None:
+    """Replace nodes that read a size, a stride or an offset of a tensor by numbers made of the placeholders' sizes.
+
+    GraphError where the step changes the shape of an input or of a live tensor in place: no other call has that size.
+    """
+    graph = module.graph
+    if any(is_reshape(node) and node.args[0].op != "call_function" for node in graph.nodes):
+        raise GraphError("build changes the shape of an argument, a parameter or a buffer in place")
+    read = [node for node in graph.nodes if _is_size(node) and _reads_tensor(node)]
+    before = set(graph.nodes)
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        known = _open_sizes(graph)
+        symbols = dict(known)
+        for node in read:
+            expression = node.meta["val"].node.expr
+            if expression not in known:
+                known[expression] = sympy_interp(PythonReferenceAnalysis, symbols, expression)
+            value = known[expression]
+            node.replace_all_uses_with(value.node if isinstance(value, fx.Proxy) else value)
+    for node in read:
+        graph.erase_node(node)
+    for node in graph.nodes:
+        if node not in before and "val" not in node.meta:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _open_sizes(graph: fx.Graph) -> dict[Any, Any]:
+    """The sympy symbols of a recording, each with the proxy of a node that reads it from a placeholder."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    found: dict[Any, Any] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        for dim, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in found:
+                asked = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                asked.meta["val"] = size
+                found[size.node.expr] = fx.Proxy(asked, tracer)
+    return found
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _reads_tensor(node: fx.Node) -> bool:
+    return any(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes)
+
+
+_OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+# the ops of a step, and the methods of their first argument that they call
+_METHODS: dict[Callable[..., Any], str] = {
+    row_ops.pin: "pin",
+    row_ops.gather: "gather",
+    row_ops.weights_grad: "weights_grad",
+    row_ops.send: "send",
+    row_ops.update: "update",
+    row_ops.read: "read",
+    row_ops.read_weights_grad: "read_weights_grad",
+}
+
+
+def bind_ops(module: fx.GraphModule) -> None:
+    """Let `module.forward` call torch's ops by names of their own, and rows by their methods. `recompile` undoes it."""
+    code = module.graph.python_code("self")
+    names: dict[str, Any] = dict(code.globals)
+    taken = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
+
+    def bound(match: re.Match[str]) -> str:
+        space, op, overload = match.groups()
+        name = f"{space}_{op}_{overload}_op"
+        while name in taken:  # a parameter of build may have any name
+            name += "_"
+        names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # without a frame of Python
+        return f"{name}("
+
+    source = _OP.sub(bound, code.src)
+    for name, function in code.globals.items():
+        for op, method in _METHODS.items():
+            if function is op:
+                source = re.sub(rf"\b{name}\((\w+)(?:, )?", rf"\1.{method}(", source)
+    _exec_with_source(source, names)
+    type(module).forward = names["forward"]  # each GraphModule has a class of its own

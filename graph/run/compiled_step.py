@@ -1,0 +1,285 @@
+"""One compiled step: the passes in their order, and how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from ...embedding.gradients import training_step
+from ...embedding.lookup_op import embedding_of
+from ...embedding.training_group import check_failed_step
+from ...engine.errors import OptimizerError, OptionError
+from ...engine.ops.rows_contract import Rows
+from ...engine.optim.row_optimizer import RowOptimizer
+from ...engine.options.lookup import Lookup
+from ...engine.signals import uninterrupted
+from ..passes.collectives import exchange, pin_early, refuse_worlds
+from ..passes.inductor import compile_dense
+from ..passes.lookups import Coming, cut_lookups, expand_reads, expand_trained, refuse_used, share_batches
+from ..passes.rewrite import (
+    add_dense_steps,
+    add_schedules,
+    bind_ops,
+    drop_dead,
+    drop_detach,
+    drop_double_transpose,
+    end_together,
+    keep_outputs,
+    name_placeholders,
+    sizes_from_inputs,
+)
+from ..passes.step_epilogue import DenseGrads, StepEnd
+from ..show.listing import listing
+from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow, embeddings_of
+from ..trace.built import Built
+from ..trace.names import identifiers, tensor_names
+from ..trace.trace import Fits, Trace
+from .cuda_graph_step import Captured
+from .rank_step import Exchanges, Together
+from .rollback import Attempt
+
+# (module, tensors) -> the result of the module
+Forward = Callable[[fx.GraphModule, list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step of the graph `owner`. `module` takes the input tensors of a call, then the graph's live tensors."""
+
+    owner: str
+    module: fx.GraphModule
+    lookups: fx.GraphModule | None  # made by `cut_lookups`
+    trained: list[tuple[Rows, RowOptimizer]]
+    spec: pytree.TreeSpec
+    constants: list[Any]
+    is_tensor: list[bool]
+    captured: Captured | None = None  # set where training steps run as a CUDA graph
+    attempt: Attempt | None = None  # set where the step is for many sizes
+    fits: Fits | None = None  # set with it: whether the step serves inputs of these sizes
+
+    def serves(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the step is right for inputs of its signature. One for a single size has all sizes in its key."""
+        return self.fits is None or self.fits(inputs)
+
+    @property
+    def compiles_dense(self) -> bool:
+        """Whether TorchInductor compiled a part of the step."""
+        return bool(self.module.graph.find_nodes(op="call_module"))
+
+    def coming(self, tensors: list[Tensor]) -> Coming | None:
+        """What a coming run on these tensors trains, as far as it is known. That run raises what is wrong with them."""
+        if self.lookups is None:
+            return None
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                return [(rows, [Lookup(*parts) for parts in found]) for rows, found in self.lookups.forward(*tensors)]
+        except Exception:
+            return None
+
+    def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
+        """Run the step and return what build returned. If an op raises, pins are dropped and the exception goes on.
+
+        forward: runs the step's module on tensors, in place of the module's `forward`.
+
+        GraphError while another thread trains the same rows. FailedForSizes where a step for other sizes may run.
+        """
+        if not self.trained:
+            outputs = self._forward(tensors, forward)
+        else:
+            # Ctrl-C waits: a step is made whole or not at all
+            with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
+                outputs = self._train(tensors, forward)
+        following = iter(outputs)
+        leaves = [
+            next(following) if tensor else constant
+            for tensor, constant in zip(self.is_tensor, self.constants, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def _train(self, tensors: list[Tensor], forward: Forward | None) -> Any:
+        for embedding, rows in self.trained:
+            if embedding.row_optimizer is not rows:
+                embedding.use_optimizer(rows)  # another graph trained the embedding since
+        try:
+            return self._forward(tensors, forward)
+        except BaseException as error:
+            check_failed_step([embedding for embedding, _ in self.trained], error)
+            for embedding, _ in self.trained:
+                embedding.release()
+            raise
+
+    def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
+        # not no_grad: some kernels choose by gradient mode, which has to be the one of the trace
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            if self.attempt is not None:
+                return self.attempt.run(tensors, forward or _plain)
+            if forward is not None:
+                return forward(self.module, tensors)
+            if self.captured is not None:
+                return self.captured.run(tensors, lambda: self.module.forward(*tensors))
+            return self.module.forward(*tensors)
+
+    def code(self) -> str:
+        """The step as Python, one op a line, with shapes, dtypes and stores as comments."""
+        recorded = self.captured is not None and self.captured.recording is not None
+        return ("# recorded as a CUDA graph\n" if recorded else "") + listing(self.module)
+
+
+@dataclass(frozen=True)
+class SharedStep(CompiledStep):
+    """A compiled step of embeddings whose rows ranks share."""
+
+    exchanges: Exchanges = field(kw_only=True)
+    first_values: list[tuple[str, int]] = field(kw_only=True)  # parameters and buffers, by name and place in tensors
+    in_training: bool = field(kw_only=True)  # whether it is for a graph in the mode of `train()`
+    together: Together = field(kw_only=True)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it updates rows or parameters."""
+        return self.exchanges.trains
+
+    def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
+        self.together.runs(self)
+        with uninterrupted(), self.exchanges.step(lambda: [(name, tensors[at]) for name, at in self.first_values]):
+            return super()._forward(tensors, forward) if tensors else self.exchanges.join()
+
+    def join(self) -> None:
+        """Take part in the step without a batch, for ranks that have one."""
+        with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
+            self._train([], None)
+
+
+def _plain(module: fx.GraphModule, tensors: list[Any]) -> Any:
+    return module.forward(*tensors)
+
+
+def compile_step(
+    root: Built,
+    traced: Trace,
+    optimizers: OptimizerSet,
+    end: StepEnd,
+    tensors: list[Tensor],
+    inductor: Mapping[str, Any] | None,
+    cuda_graph: bool,
+    together: Together,
+) -> CompiledStep:
+    """Rewrite a trace into a step that trains if `root.training` and build called backward().
+
+    inductor: options of TorchInductor, where it compiles the dense part. cuda_graph: whether training is recorded.
+
+    OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
+    """
+    module = traced.module
+    graph = module.graph
+    returned = traced.returned
+    embeddings = embeddings_of(root)
+    world = refuse_worlds(embeddings)
+    if world is not None and cuda_graph:
+        raise OptionError(
+            "cuda_graph: rows of a world travel between ranks through host memory, sent by the host in the middle of "
+            "the step, and a recorded step runs without the host; call cuda_graph(False)"
+        )
+    reserved = dir(module)
+    optimizer_names = identifiers([type(optimizer).__name__.lower() for optimizer in optimizers], reserved)
+    embedding_names = identifiers(list(embeddings), [*reserved, *optimizer_names])
+    optimizer_at = dict(zip(optimizer_names, optimizers, strict=True))
+    embedding_at = {m.handle: name for m, name in zip(embeddings.values(), embedding_names, strict=True)}
+
+    def label(handle: int) -> str:
+        return embedding_at.get(handle) or embedding_of(handle).name
+
+    placeholders = graph.find_nodes(op="placeholder")
+    live = placeholders[len(traced.inputs) :]
+    paths = tensor_names(root)
+    name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
+    by_shadow = embeddings_by_shadow(root)
+    drop_detach(graph)
+    if traced.fits is not None:
+        sizes_from_inputs(module)
+    drop_double_transpose(graph)
+    count = sum(returned.is_tensor)
+    with_grad = returned.with_grad if root.training else []
+    optimizers.tell_untrained(root, bool(with_grad))
+    values: Any = graph.output_node().args[0]
+    trained: list[tuple[Rows, RowOptimizer]] = []
+    ended: fx.Node | None = None
+    parts: list[DenseGrads] = []
+    schedulers: list[LRScheduler] = []
+    if with_grad:
+        holders = optimizers.holders()
+        for index, grad in zip(with_grad, values[count:], strict=True):
+            parameter = tensors[index]
+            embedding = by_shadow.get(id(parameter))
+            if id(parameter) not in holders:
+                what = f"embedding {embedding.name!r}" if embedding else f"parameter {paths[id(parameter)]!r}"
+                raise OptimizerError(
+                    f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
+                    "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
+                )
+            if embedding is not None:
+                expand_trained(module, embedding.handle, grad, label)
+                trained.append((embedding, optimizers.rows(embedding)))
+    grads = keep_outputs(graph, count)  # only now: a gradient of weights may be a dense gradient, and was replaced
+    if with_grad:
+        dense = [
+            (holders[id(tensors[index])], live[index], grad)
+            for index, grad in zip(with_grad, grads, strict=True)
+            if id(tensors[index]) not in by_shadow
+        ]
+        add_dense_steps(module, optimizer_at, dense)
+        end.check_scaled(module)
+        if world is not None or not end.is_plain:
+            ended = end_together(module, end)
+        by_optimizer = {o: [tensors[live.index(p)] for holder, p, _ in dense if holder is o] for o in optimizers}
+        parts = [DenseGrads(optimizer, params, params) for optimizer, params in by_optimizer.items()]
+        schedulers = optimizers.schedulers()
+        kinds = [type(scheduler).__name__.lower() for scheduler in schedulers]
+        names = identifiers(kinds, [*reserved, *optimizer_names, *embedding_names])
+        add_schedules(module, dict(zip(names, schedulers, strict=True)), ended)
+    expand_reads(module, label)
+    share_batches(module)
+    drop_dead(graph)
+    shadows = {
+        node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
+    }
+    refuse_used(graph, shadows, label)
+    exchanges: Exchanges | None = None
+    if world is not None:
+        exchanges = Exchanges(world, together, type(root).__name__, end, trains=ended is not None)
+        pin_early(module)
+        script, parameters = exchange(module, exchanges, ended)
+        exchanges.follow(script, parameters, [embedding for embedding, _ in trained], parts, schedulers)
+    graph.lint()
+    module.recompile()
+    lookups = None if cuda_graph and trained else cut_lookups(module)  # a recorded step makes its batches itself
+    if inductor is not None:
+        module = compile_dense(module, inductor)
+    captured = Captured(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
+    attempt = None if traced.fits is None else Attempt(module)
+    bind_ops(module)
+    step = CompiledStep(
+        type(root).__name__,
+        module,
+        lookups,
+        trained,
+        returned.spec,
+        returned.constants,
+        returned.is_tensor,
+        captured,
+        attempt,
+        traced.fits,
+    )
+    if exchanges is None:
+        return step
+    first = {id(t): (paths[id(t)], i) for i, t in reversed([*enumerate(tensors)]) if id(t) not in by_shadow}
+    first_values = [(name, len(traced.inputs) + place) for name, place in reversed(first.values())]
+    return SharedStep(
+        **vars(step), exchanges=exchanges, first_values=first_values, in_training=root.training, together=together
+    )

@@ -1,0 +1,217 @@
+"""A training step that a device records once, as a CUDA graph, and runs again at each later call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ...embedding.saved_rows import SavedRows
+from ...engine.errors import GraphError, OptionError, TierbedError
+from ...engine.ops import row_ops
+from ...engine.ops.rows_contract import Rows
+from ...engine.processors.processor import Recorder
+from ...engine.table.table import OpenTable
+from ..passes.step_epilogue import StepEnd, dense_step, end_dense, end_step, schedule
+from ..trace.alias import memory, written
+from . import cuda_graph_ops
+from .cuda_graph_ops import replay_key
+from .rollback import split
+
+WARM_UP = 3  # calls that run plainly first: kernels are compiled, libraries and memory settle
+
+_INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_LIVE: set[Callable[..., Any]] = {dense_step, end_dense, schedule}
+_RECORDED: dict[Any, Callable[..., Any]] = {
+    row_ops.pin: cuda_graph_ops.pin,
+    row_ops.update: cuda_graph_ops.update,
+    row_ops.read: cuda_graph_ops.read,
+    row_ops.read_weights_grad: cuda_graph_ops.read_weights_grad,
+}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded step. `replay` reads `inputs`, and writes `outputs`, the results, and `ends`, for the step's end."""
+
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    ends: list[Any]
+
+
+class Captured:
+    """How a compiled training step runs as a CUDA graph.
+
+    All is recorded but optimizers of dense parameters and schedules; these run after each replay, on what it computed.
+    A recording is valid while the memory that it used stays in place. Where that changes, another recording is made.
+    """
+
+    def __init__(self, module: fx.GraphModule, inputs: int, trained: list[Rows], end: StepEnd) -> None:
+        """module: the step. Its first `inputs` placeholders are the tensors of a call."""
+        self._recorded, self._end_of_step = cut(module)
+        self._inputs, self._trained, self._end = inputs, trained, end
+        nodes = [n for n in module.graph.nodes if n.op == "get_attr"]
+        held = dict.fromkeys(getattr(module, str(node.target)) for node in nodes)
+        self._read = [m for m in held if isinstance(m, Rows) and m not in trained]
+        self._constants = [value for value in held if isinstance(value, Tensor)]
+        placeholders = self._recorded.graph.find_nodes(op="placeholder")
+        self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
+        self._seen: Any = None  # what a recording of the latest calls depends on
+        self._calls = 0  # how many calls had this in common, up to WARM_UP
+        self._refused: GraphError | None = None  # why such calls cannot be recorded
+        self.recording: Recording | None = None
+
+    def run(self, tensors: list[Tensor], plain: Callable[[], Any]) -> Any:
+        """What the step returns, tensors of their own. `plain` runs it without a recording, to the same bits.
+
+        Raises GraphError and OptionError for what cannot be recorded, before the step.
+        """
+        trained, read = _tables(self._trained), _tables(self._read)
+        for table in trained:
+            table.give_way()
+        with cuda_graph_ops.locked([*trained, *read]):
+            recording = self._recording([*trained, *read], tensors)
+            if recording is not None:
+                for given, own in zip(tensors, recording.inputs, strict=False):
+                    own.copy_(given)
+                with cuda_graph_ops.replayed(trained, read, self._end.clip_value):
+                    recording.replay()
+        if recording is None:
+            return plain()
+        self._end_of_step.forward(*recording.ends)
+        return [output.clone() for output in recording.outputs]
+
+    def _recording(self, tables: list[OpenTable], tensors: list[Tensor]) -> Recording | None:
+        """That of a call, made where it is time to; None where the call is to run plainly."""
+        state = [replay_key(table) for table in tables]
+        if None in state:
+            return None
+        live = [*(tensors[index] for index in self._used), *self._constants]
+        seen = get_ident(), tables, state, [tensor.data_ptr() for tensor in live]  # libraries settle for each thread
+        if seen != self._seen:
+            self._check(tables)
+            self._seen, self._calls, self.recording, self._refused = seen, 0, None, None
+        if self.recording is None and self._calls == WARM_UP:
+            self.recording = self._record(tensors, tables[0].processor.recorder)
+        self._calls = min(self._calls + 1, WARM_UP)
+        return self.recording
+
+    def _record(self, tensors: list[Tensor], recorder: Recorder | None) -> Recording:
+        assert recorder is not None
+        if self._refused is not None:  # each try would cost memory that torch does not give back
+            raise self._refused
+        inputs = [torch.empty_like(tensor) for tensor in tensors[: self._inputs]]
+        try:
+            replay, (outputs, ends) = recorder.record(lambda: self._recorded.forward(*inputs, *tensors[self._inputs :]))
+        except (TierbedError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            cause = str(error.__context__ or error).partition("\n")[0]  # torch raises another at the recording's end
+            self._refused = GraphError(
+                f"cuda_graph: the step could not be recorded: {cause}; leave out of build what waits for the device, "
+                "such as an op of your own that reads a value, or call cuda_graph(False)"
+            )
+            raise self._refused from error
+        return Recording(replay, inputs, outputs, ends)
+
+    def _check(self, tables: list[OpenTable]) -> None:
+        for embedding, table in zip([*self._trained, *self._read], tables, strict=True):
+            name, options = embedding.name, embedding.store_options
+            if table.processor.recorder is None:
+                raise GraphError(
+                    f"cuda_graph: embedding {name!r} is on {table.processor.device}, and steps are recorded on CUDA "
+                    "devices; move the graph by .cuda(), or call cuda_graph(False)"
+                )
+            if options.store != "device_mem" or options.capacity is None:
+                raise OptionError(
+                    f"cuda_graph: embedding {name!r} has store={options.store!r}, capacity={options.capacity!r}, whose "
+                    "steps wait for the device; give it device_mem with a capacity, or call cuda_graph(False)"
+                )
+        places = {table.processor.device for table in tables}
+        if len(places) > 1:
+            raise GraphError(
+                f"cuda_graph: the embeddings are on {', '.join(sorted(map(str, places)))}; move the graph to one of "
+                "them, or call cuda_graph(False)"
+            )
+        self._check_tensors(places.pop())
+
+    def _check_tensors(self, device: torch.device) -> None:
+        graph = self._recorded.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        for node in graph.nodes:
+            values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+            away = [str(value.device) for value in values if value.device != device]
+            if away and node.users:
+                what = "argument" if node in placeholders[: self._inputs] else "tensor"
+                raise GraphError(
+                    f"cuda_graph: {what} {node.name} is on {away[0]}, which a recorded step would read but once; make "
+                    f"it on {device}, write a number instead, or call cuda_graph(False)"
+                )
+            if _waits(node):
+                raise GraphError(
+                    f"cuda_graph: {node.target} waits for the device, and a step that does cannot be recorded; leave "
+                    "it out of build (torch.where instead of a mask as an index), or call cuda_graph(False)"
+                )
+        changed: set[int] = set().union(*map(written, graph.nodes))
+        for node in placeholders[: self._inputs]:
+            given = node.meta["val"]
+            if given.stride() != torch.empty_like(given).stride():
+                raise GraphError(
+                    f"cuda_graph: argument {node.name} is a slice or was expanded, and a recorded step has a copy of "
+                    f"it without gaps; give {node.name}.contiguous(), or call cuda_graph(False)"
+                )
+            if memory([node]) & changed:
+                raise GraphError(
+                    f"cuda_graph: build changes its argument {node.name} in place, and a recorded step has a copy of "
+                    "it; change a clone(), or call cuda_graph(False)"
+                )
+
+
+def _waits(node: fx.Node) -> bool:
+    """Whether an op of torch is known to read values from the device: a mask as an index is turned into numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.overloadpacket in _INDEXED:
+        indices = [value.meta["val"] for value in node.all_input_nodes]
+        return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return any(tag in node.target.tags for tag in _TAGS)
+
+
+def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A compiled step in two: the recorded part, which returns (results, the arguments of the rest), and the rest."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.find_nodes(op="call_function", target=end_step):
+        _split_end(graph, node)
+    for node in graph.nodes:
+        node.target = _RECORDED.get(node.target, node.target)
+    return split(module, graph, _LIVE)
+
+
+def _split_end(graph: fx.Graph, node: fx.Node) -> None:
+    """Split the end of a step that clips by value alone: rows are clipped by the numbers of their update."""
+    rows: Any
+    end, rows, dense = node.args
+    with graph.inserting_before(node):
+        for batch, grads, weights in rows:
+            graph.call_function(row_ops.update, (batch, grads, weights))
+        node.replace_all_uses_with(graph.call_function(end_dense, (end, dense)))
+    graph.erase_node(node)
+
+
+def _tables(embeddings: list[Rows]) -> list[OpenTable]:
+    """The open tables of embeddings. GraphError for rows that stand in no table of this process."""
+    for embedding in embeddings:
+        if not isinstance(embedding, SavedRows):
+            raise GraphError(
+                f"cuda_graph: the rows of {embedding.name!r}, a {type(embedding).__name__}, are in no table of this "
+                "process, and their steps cannot be recorded; call cuda_graph(False)"
+            )
+    return [embedding.opened().own_table for embedding in embeddings if isinstance(embedding, SavedRows)]

@@ -1,0 +1,166 @@
+"""The optimizers of a graph: which parameter each one holds, and the embeddings whose rows follow them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...embedding.eager import EagerOptimizer
+from ...embedding.training_group import train_together
+from ...engine.errors import GraphError, OptimizerError
+from ...engine.ops.rows_contract import Rows
+from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
+from ..passes.step_epilogue import check_schedule
+from ..trace.built import Built
+from ..trace.names import name_of
+
+log = logging.getLogger("tierbed")
+
+
+def embeddings_of(root: nn.Module) -> dict[str, Rows]:
+    """The embeddings under `root`, by path. GraphError for two of one store folder, since only one can be open."""
+    found = {path: m for path, m in root.named_modules() if isinstance(m, Rows)}
+    folders: dict[str, str] = {}
+    for path, embedding in found.items():
+        place = embedding.store_options.persistent_path
+        if place is None:
+            continue
+        folder = os.path.realpath(os.path.join(place, embedding.name))
+        other = folders.setdefault(folder, path)
+        if other != path:
+            raise GraphError(
+                f"{other} and {path} are two embeddings named {embedding.name!r} with the store folder {folder!r}, "
+                "which one embedding at a time can open; use one embedding in both places, or give each its own name"
+            )
+    return found
+
+
+def embeddings_by_shadow(root: nn.Module) -> dict[int, Rows]:
+    """`embeddings_of`, by the id of the parameter that optimizers know them by."""
+    return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
+
+
+class OptimizerSet:
+    """Ordinary torch optimizers, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[Optimizer] = []
+        self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
+        self._rows: dict[int, RowOptimizer] = {}
+        self._settled = False  # whether a step trains, or a warning said that none does
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self._optimizers)
+
+    def add(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+        """Add an optimizer and its schedule.
+
+        OptimizerError for what is no torch optimizer or no schedule of it, and for an optimizer that needs a closure or
+        was added before.
+        """
+        if isinstance(optimizer, EagerOptimizer):
+            raise OptimizerError(
+                "add_optimizer got an EagerOptimizer, whose step() is for loops outside a graph; pass the optimizer "
+                "that it wraps, its attribute optimizer"
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise OptimizerError(
+                f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
+            )
+        check_is_optimizer(optimizer)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} calls the model several times a step, which a static graph cannot do; "
+                "use an optimizer whose step() needs no closure"
+            )
+        if any(optimizer is other for other in self._optimizers):
+            raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
+        if scheduler is not None:
+            check_schedule(optimizer, scheduler)
+            self._schedulers[id(optimizer)] = scheduler
+        self._optimizers.append(optimizer)
+
+    def discard(self, optimizer: Optimizer) -> None:
+        self._optimizers = [other for other in self._optimizers if other is not optimizer]
+        self._schedulers.pop(id(optimizer), None)
+
+    def schedulers(self) -> list[LRScheduler]:
+        """The schedules of the optimizers that have one, in the optimizers' order."""
+        return [self._schedulers[id(o)] for o in self._optimizers if id(o) in self._schedulers]
+
+    def key(self) -> Hashable:
+        """A key that changes with every optimizer and every parameter that is added."""
+        return tuple((id(o), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers)
+
+    def attach(self, root: Built) -> None:
+        """Tell each embedding under `root` the group that holds its shadow, once.
+
+        OptimizerError for a parameter in two optimizers.
+        """
+        by_shadow = embeddings_by_shadow(root)
+        if self._optimizers:
+            train_together(embeddings_of(root).values())
+        holders: dict[int, Optimizer] = {}
+        rows: dict[int, RowOptimizer] = {}
+        for optimizer, group, parameter in self._held():
+            if holders.setdefault(id(parameter), optimizer) is not optimizer:
+                both = f"{type(holders[id(parameter)]).__name__} and {type(optimizer).__name__}"
+                raise OptimizerError(
+                    f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
+                )
+            if id(parameter) in by_shadow and id(parameter) not in self._rows:
+                rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
+        self._rows.update(rows)  # only now: a refused optimizer leaves nothing
+
+    def follow_parameters(self) -> None:
+        """Move what optimizers keep of a parameter to its device. Torch leaves it where the optimizer was made."""
+        for optimizer, group, parameter in self._held():
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as in load_state_dict
+                if isinstance(value, Tensor) and not stays:
+                    state[name] = value.to(parameter.device)
+
+    def rows(self, embedding: Rows) -> RowOptimizer:
+        """The optimizer that the rows of an attached embedding follow in this graph."""
+        return self._rows[id(embedding.shadow)]
+
+    def holders(self) -> dict[int, Optimizer]:
+        """The optimizer of each parameter, by the parameter's id."""
+        return {id(parameter): optimizer for optimizer, _, parameter in self._held()}
+
+    def refuse_foreign(self, root: Built) -> None:
+        """OptimizerError for a parameter that no module under `root` holds: a trace could not see it."""
+        known = {id(parameter) for parameter in root.parameters()}
+        for optimizer, _, parameter in self._held():
+            if id(parameter) not in known:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} holds parameter {name_of(root, parameter)}, which is in no module of "
+                    "the graph; assign its module to self in __init__, and make the optimizer after replacing any"
+                )
+
+    def tell_untrained(self, root: Built, trains: bool) -> None:
+        """Warn once of a step of `root` in training mode that trains nothing, if no step before it trained."""
+        wanted = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._held())
+        if wanted and not trains and not self._settled:
+            log.warning(
+                "%s has optimizers and is in training mode, but build leaves no gradient, so nothing is trained: call "
+                "loss.backward() in build, or eval() of a graph that only evaluates",
+                type(root).__name__,
+            )
+        self._settled = self._settled or wanted
+
+    def _held(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield optimizer, group, parameter

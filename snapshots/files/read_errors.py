@@ -1,0 +1,57 @@
+"""What a failed read says of a snapshot: that a file is not as it was saved, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from ...engine.durable import MORE_FILES
+from ...engine.errors import SnapshotError as SnapshotError  # a face is made of names below it
+
+_OF_PROCESS = {
+    errno.EMFILE: MORE_FILES,
+    errno.ENFILE: MORE_FILES,
+    errno.EAGAIN: "let this user start more processes (ulimit -u)",
+    errno.ENOMEM: "free memory",
+    errno.ECHILD: "free memory",
+}
+_OF_SYSTEM = {
+    **_OF_PROCESS,
+    errno.ENOSPC: "free space on the disk",
+    errno.EACCES: "run as a user that may read it",
+    errno.EPERM: "run as a user that may read it",
+    errno.EIO: "check the disk",
+}
+_OF_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+
+
+class UnreadError(SnapshotError):
+    """Nothing is known of the snapshot: this process lacks a resource, or another snapshot took its place."""
+
+
+def unread(path: Path, error: OSError, folder: Path) -> SnapshotError:
+    """The error for a file of the snapshot `folder` that could not be read."""
+    if error.errno is None:  # raised by `check_regular`, which names the path
+        return SnapshotError(f"{error}. {remedy_of(folder)}")
+    problem = str(error.strerror if error.filename == str(path) else error)
+    if error.errno in _OF_FILE:
+        return damaged(path, problem, folder)
+    remedy = _OF_SYSTEM.get(error.errno, "check the disk")
+    kind = UnreadError if error.errno in _OF_PROCESS else SnapshotError
+    return kind(f"{str(path)!r} cannot be read: {problem}. Nothing says that it is not whole: {remedy}, then try again")
+
+
+def damaged(path: Path, problem: str, folder: Path) -> SnapshotError:
+    """The error for a file of the snapshot `folder` that is not as it was saved."""
+    return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
+
+
+def remedy_of(folder: Path) -> str:
+    """What to do about a damaged snapshot."""
+    return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"
+
+
+def cause_of(error: Exception) -> OSError | None:
+    """The system's error behind an error of another library, which may tell it in words only."""
+    return next((OSError(code, os.strerror(code)) for code in _OF_SYSTEM if os.strerror(code) in str(error)), None)
