@@ -14,8 +14,8 @@
 #include <valgrind/callgrind.h>
 
 #include "cache/native/cached_tier.h"
-#include "workers/native/thread_pool.h"
-#include "ops/native/update.h"
+#include "ops/native/thread_pool.h"
+#include "ops/native/step.h"
 #include "store/native/full_table.h"
 
 namespace tierbed {

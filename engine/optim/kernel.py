@@ -12,7 +12,7 @@ What a body may name:
               row_values      made by `row`, and for `finish` by `after`
               first, step     whether the row was never written; the embedding's step, from 1
     row       row_states      of this row; the body updates them
-              total, dim      the sum of `term` over the row's elements (kernels/reduce.h); elements of the row
+              total, dim      the sum of `term` over the row's elements (kernels/gradients.h); elements of the row
               row_values      which the body sets
     after     norms           by name, sums over the row's elements of w and g as `element` left them
               row_values      which the body sets

@@ -79,7 +79,7 @@ def test_no_file_is_left_out() -> None:
     folders = {
         "cache": ["cache.cu", "cached_table.cu"],
         "ops": ["batch.cu", "lines.cu", "staging.cu", "sums.cu", "update.cu"],
-        "store": ["table.cu"],
+        "store": ["full_table.cu"],
     }
     expected = [f"{folder}/cuda/{name}" for folder, names in folders.items() for name in names]
     assert expected == FILES
@@ -125,5 +125,5 @@ def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_does_not_compile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     with pytest.raises(StoreError, match="TIERBED_DIM"):
-        compiled(nvrtc, Program("store/cuda/table.cu"), "sm_90")
+        compiled(nvrtc, Program("store/cuda/full_table.cu"), "sm_90")
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ import pytest
 
 from support.places import ROOT
 
-SOURCES = [ROOT / "engine/store/native/rocksdb_open.cpp", ROOT / "benchmarks/rocksdb_bare.cpp"]
+SOURCES = [ROOT / "engine/store/native/rocksdb_tier.cpp", ROOT / "benchmarks/rocksdb_bare.cpp"]
 RAW, OWNED = "DB** dbptr", "std::unique_ptr<DB>* dbptr"
 KINDS = {"9.10": {"": RAW}, "10": {"[[deprecated]] ": RAW, "": OWNED}, "11": {"": OWNED}}
 

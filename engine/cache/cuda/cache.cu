@@ -3,7 +3,7 @@
 // Rows of a call are distinct and come sorted (by the caller, stably) by set and, where a set has several buckets, by
 // bucket: one tile takes all rows of a set, in this order, so it decides as the CPU's cache does.
 #include "admission.h"
-#include "ops/cuda/tally.h"
+#include "ops/cuda/items.h"
 
 using namespace tierbed;
 

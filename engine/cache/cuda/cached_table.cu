@@ -2,7 +2,7 @@
 // move rows. Every row that is up has a line below, so it can always go down.
 #include "admission.h"
 #include "store/cuda/segments.h"
-#include "ops/cuda/tally.h"
+#include "ops/cuda/items.h"
 
 using namespace tierbed;
 

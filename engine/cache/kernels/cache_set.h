@@ -9,7 +9,7 @@
 // (`last` beyond `done`), and dirty while its line has had updates that the tier below has not: nothing is counted up
 // or down when a step ends.
 #pragma once
-#include "lines/kernels/hash.h"
+#include "ops/kernels/hash.h"
 #include "ops/kernels/deduplicate.h"
 
 namespace tierbed {

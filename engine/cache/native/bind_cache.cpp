@@ -3,7 +3,7 @@
 
 #include "ops/native/bind.h"
 #include "cached_tier.h"
-#include "workers/native/thread_pool.h"
+#include "ops/native/thread_pool.h"
 
 namespace tierbed {
 namespace {

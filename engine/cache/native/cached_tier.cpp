@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <stdexcept>
-
 #include <unistd.h>
+
+#include "ops/native/thread_pool.h"
 
 namespace tierbed {
 namespace {
@@ -186,6 +187,325 @@ void CachedTier::peek(Batch& batch) {
     }
     std::copy(lines.begin(), lines.end(), batch.lines.data());
     read_below(missing.rows(), false);
+}
+
+// How rows move through a CachedTier.
+namespace {
+
+constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
+constexpr std::size_t GRAIN = 512, AHEAD = 4;
+
+Wanted wanted_of(const Rows& rows, u64* lines) {
+    Wanted wanted{rows.tables, rows.hashes, lines, nullptr, {}};
+    std::size_t at = 0;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
+        wanted.begin[bucket] = at;
+        while (at < rows.n && bucket_of(rows.hashes[at]) == bucket) ++at;
+    }
+    wanted.begin[BUCKETS] = at;
+    if (at != rows.n) throw std::invalid_argument("the buckets of rows must ascend");
+    return wanted;
+}
+
+}  // namespace
+
+bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
+    std::unique_lock lock(threads_->directory);
+    auto& writer = threads_->writer;
+    Overflow& overflow = directory_.overflow;
+    if (writer) writer->raise();
+    overflow.trim();
+    directory_.take_back(done());
+    directory_.probe(wanted, number, purpose != For::ahead);
+    const std::size_t coming = directory_.coming();
+    const auto fits = [&] { return overflow.rows() + coming <= overflow_rows_; };
+    if (purpose == For::ahead) {
+        if (!fits()) {
+            ++prefetch_waits_;
+            writer ? writer->wake(room_beside(coming)) : sweep();
+            return false;
+        }
+        directory_.mark(wanted, number);
+    } else if (writer && !fits()) {
+        writer->wait(lock, room_beside(coming), fits);
+        writer->raise();
+    }
+    if (!writer) sweep();
+    directory_.choose(wanted, number, done());
+    CacheCounts counts = directory_.counted();
+    try {
+        overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, coming + 1));
+        if (!writer) write_victims();
+        if (purpose != For::write) directory_.count_asked(wanted, asked_);
+    } catch (...) {
+        directory_.restore();
+        throw;
+    }
+    directory_.settle(wanted, writer.has_value());
+    if (writer) writer->wake(room_beside());
+    if (purpose == For::write) counts.hits = counts.misses = 0;  // those of reads
+    counts_ += counts;
+    lock.unlock();
+    if (purpose != For::write) fetch(wanted);
+    return true;
+}
+
+void CachedTier::fetch(const Wanted& wanted) {
+    RowList missing;
+    directory_.for_each_absent([&](const Absent& absent) {
+        if (absent.from == NONE)
+            missing.add(wanted.tables[absent.row], wanted.hashes[absent.row], wanted.lines[absent.row]);
+    });
+    if (missing.size() == 0) return;
+    try {
+        const std::vector<u32> updates = read_below(missing.rows(), true);
+        const std::lock_guard directory(threads_->directory);
+        directory_.fetched(updates.data());
+    } catch (...) {
+        const std::lock_guard directory(threads_->directory);
+        directory_.drop();
+        throw;
+    }
+}
+
+std::vector<u32> CachedTier::read_below(const Rows& rows, bool touch) {
+    std::vector<u32> updates(rows.n);
+    if (rows.n == 0) return updates;
+    const auto found = std::make_unique<bool[]>(rows.n);
+    {
+        const Timer timer(fetch_latency_);
+        below_.read(rows, found.get(), touch);
+    }
+    std::atomic<std::size_t> came{0};
+    parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
+        std::size_t count = 0;
+        for (std::size_t i = begin; i < end; ++i) {
+            if (found[i]) {
+                updates[i] = record(rows.lines[i], layout_.shape)->updates;
+                ++count;
+            } else {
+                if (rows.tables[i] >= layout_.tables) throw std::invalid_argument("the layout has no such table");
+                layout_.initialise(rows.lines[i], rows.tables[i], key_of(rows.tables[i], rows.hashes[i]));
+            }
+        }
+        came += count;
+    });
+    bytes_in_ += came * stored_bytes_of(layout_.shape.width);
+    return updates;
+}
+
+void CachedTier::write_down(const Rows& rows) {
+    if (rows.n == 0) return;
+    const Timer timer(write_latency_);
+    below_.write(rows);
+    bytes_out_ += rows.n * stored_bytes_of(layout_.shape.width);
+}
+
+void CachedTier::write_victims() {
+    RowList victims;
+    directory_.for_each_absent([&](const Absent& absent) {
+        if (absent.dirty) victims.add(absent.way.table, absent.way.hash, directory_.sets.line(absent.slot));
+    });
+    write_down(victims.rows());
+}
+
+void CachedTier::sweep() {
+    Overflow& overflow = directory_.overflow;
+    if (overflow.empty()) return;
+    const std::vector<u32> places = overflow.take(done(), NONE, {0, overflow_rows_ / 2});
+    std::vector<u32> updates;
+    try {
+        RowList leaving;
+        for (const u32 place : places) {
+            leaving.add(overflow.at(place).way.table, overflow.at(place).way.hash, overflow.line(place));
+            updates.push_back(overflow.updates(place));
+        }
+        write_down(leaving.rows());
+    } catch (...) {
+        overflow.wrote(places, nullptr, done());
+        throw;
+    }
+    overflow.wrote(places, &updates, done());
+}
+
+std::vector<std::size_t> CachedTier::copy_present(const Wanted& wanted, const u64* to, bool touch) {
+    const u32 number = touch ? begin_alone() : 0;
+    const std::lock_guard directory(threads_->directory);
+    std::vector<std::size_t> others;
+    directory_.probe(wanted, number, false);
+    if (touch) directory_.mark(wanted, number);
+    directory_.for_each_absent([&](const Absent& absent) {
+        if (absent.from == NONE)
+            others.push_back(absent.row);
+        else
+            wanted.lines[absent.row] = directory_.overflow.line(absent.from);
+    });
+    parallel_ranges(wanted.size(), GRAIN, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) {
+            if (i + AHEAD < end) prefetch_bytes(wanted.lines[i + AHEAD], layout_.shape.line_bytes);
+            if (wanted.lines[i]) copy_line(THREAD, to[i], wanted.lines[i], layout_.shape);
+        }
+    });
+    counts_.hits += directory_.counted().hits;
+    counts_.misses += directory_.counted().misses;
+    directory_.count_asked(wanted, asked_);
+    return others;
+}
+
+u32 CachedTier::begin_alone() {
+    const std::lock_guard queue(threads_->queue);
+    if (pinned_ || !announced_.empty()) throw std::runtime_error("a cache with batches is not read as a tier");
+    return ++number_;
+}
+
+void CachedTier::end_alone() {
+    const std::lock_guard queue(threads_->queue);
+    update_done();
+}
+
+void CachedTier::read(const Rows& rows, bool* found, bool touch) {
+    Buffer<u64> lines(rows.n);
+    const Wanted wanted = wanted_of(rows, lines.data());
+    RowList missing;
+    std::vector<std::size_t> others;
+    {
+        const std::lock_guard admission(threads_->admission);
+        others = copy_present(wanted, rows.lines, touch);
+        if (touch) end_alone();
+    }
+    for (const std::size_t row : others) missing.add(rows.tables[row], rows.hashes[row], rows.lines[row]);
+    const auto found_below = std::make_unique<bool[]>(others.size());
+    if (!others.empty()) {
+        const Timer timer(fetch_latency_);
+        below_.read(missing.rows(), found_below.get(), touch);
+    }
+    for (std::size_t i = 0; i < rows.n; ++i)
+        found[i] = lines[i] != 0 && record(rows.lines[i], layout_.shape)->updates > 0;
+    for (std::size_t i = 0; i < others.size(); ++i) found[others[i]] = found_below[i];
+}
+
+void CachedTier::write(const Rows& rows) {
+    Buffer<u64> lines(rows.n);
+    const Wanted wanted = wanted_of(rows, lines.data());
+    const std::lock_guard admission(threads_->admission);
+    const u32 number = begin_alone();
+    try {
+        admit(wanted, number, For::write);
+    } catch (...) {
+        end_alone();
+        throw;
+    }
+    parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) copy_line(THREAD, lines[i], rows.lines[i], layout_.shape);
+    });
+    end_alone();
+}
+
+void CachedTier::erase(const Rows& rows) {
+    const std::lock_guard admission(threads_->admission);
+    {
+        std::unique_lock directory(threads_->directory);
+        auto& writer = threads_->writer;
+        if (writer) writer->wait_for_write(directory);
+        for (std::size_t i = 0; i < rows.n; ++i) {
+            const Directory::Found found = directory_.find(rows.hashes[i], rows.tables[i]);
+            if (!found.way) continue;
+            if (is_after(found.way->last, done())) {
+                layout_.initialise(found.line, rows.tables[i], key_of(rows.tables[i], rows.hashes[i]));
+                found.way->stored = 0;
+            } else {
+                directory_.erase(found);
+            }
+        }
+        if (writer) writer->forget();
+    }
+    below_.erase(rows);
+}
+
+void CachedTier::forget_errors() {
+    below_.forget_errors();
+    const std::lock_guard admission(threads_->admission);  // whoever waits for the writer is through
+    std::unique_lock directory(threads_->directory);
+    auto& writer = threads_->writer;
+    if (!writer) return;
+    writer->wait_for_write(directory);
+    writer->forget();
+}
+
+void CachedTier::flush() {
+    const std::lock_guard admission(threads_->admission);
+    below_.forget_errors();  // everything is written here, and throws its own
+    std::unique_lock directory(threads_->directory);
+    auto& writer = threads_->writer;
+    if (writer) {
+        writer->wait_for_write(directory);
+        writer->forget();
+    }
+    RowList dirty;
+    std::vector<std::pair<Way*, u32>> written;  // and the updates of each
+    const auto write = [&] {
+        write_down(dirty.rows());
+        for (const auto& [way, updates] : written) way->stored = updates;
+        dirty.clear();
+        written.clear();
+    };
+    directory_.for_each_row([&](Way& way, u64 line, i64) {
+        const u32 updates = record(line, layout_.shape)->updates;
+        if (!is_dirty(updates, way.stored)) return;
+        dirty.add(way.table, way.hash, line);
+        written.push_back({&way, updates});
+        if (dirty.size() == FLUSH_ROWS) write();
+    });
+    write();
+    if (writer) writer->wake(room_beside());
+}
+
+CachedTier::Metrics CachedTier::metrics() const {
+    const std::lock_guard directory(threads_->directory);
+    const Overflow& overflow = directory_.overflow;
+    const u64 behind = threads_->writer ? threads_->writer->rows * stored_bytes_of(layout_.shape.width) : 0;
+    Metrics all{};
+    all.counts = counts_;
+    all.bytes_in = bytes_in_;
+    all.bytes_out = bytes_out_ + behind;
+    all.capacity = directory_.sets.slots();
+    all.resident_rows = directory_.sets.used();
+    all.bytes = directory_.sets.bytes();
+    all.overflow_rows = overflow.rows();
+    all.overflow_peak_rows = overflow.peak_rows();
+    all.overflow_capacity = overflow_rows_;
+    all.overflow_evictions = overflow.evictions();
+    all.prefetch_waits = prefetch_waits_;
+    all.overflow_bytes = overflow.bytes();
+    all.window_bytes = directory_.window.bytes();
+    return all;
+}
+
+std::vector<u64> CachedTier::asked() const {
+    const std::lock_guard directory(threads_->directory);
+    return asked_.sums();
+}
+
+CachedTier::Resident CachedTier::resident(const Way& way, u64 line, i64 slot) const {
+    const Record now = *record(line, layout_.shape);
+    const bool dirty = is_dirty(now.updates, way.stored);
+    return {way.hash, line, way.last, way.table, way.uses, slot, dirty, is_after(way.last, done()), now};
+}
+
+std::vector<CachedTier::Resident> CachedTier::residents() {
+    const std::lock_guard admission(threads_->admission);
+    const std::lock_guard directory(threads_->directory);
+    std::vector<Resident> all;
+    directory_.for_each_row([&](const Way& way, u64 line, i64 slot) { all.push_back(resident(way, line, slot)); });
+    return all;
+}
+
+std::optional<CachedTier::Resident> CachedTier::find(u32 table, u64 key) {
+    const std::lock_guard admission(threads_->admission);
+    const std::lock_guard directory(threads_->directory);
+    const Directory::Found found = directory_.find(hash_row(table, key), table);
+    if (!found.way) return std::nullopt;
+    return resident(*found.way, found.line, found.slot == NONE ? -1 : static_cast<i64>(found.slot));
 }
 
 }  // namespace tierbed

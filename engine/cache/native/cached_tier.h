@@ -19,7 +19,7 @@
 #include "ops/native/batch.h"
 #include "directory.h"
 #include "ops/native/histogram.h"
-#include "store/native/row_list.h"
+#include "store/native/rows.h"
 #include "store/native/tier.h"
 #include "write_behind.h"
 

@@ -6,7 +6,7 @@
 
 #include "cache/kernels/cache_set.h"
 #include "ops/native/memory.h"
-#include "store/native/row_map.h"
+#include "store/native/rows.h"
 
 namespace tierbed {
 

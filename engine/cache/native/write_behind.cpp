@@ -1,7 +1,7 @@
 #include "write_behind.h"
 
-#include "workers/native/thread_pool.h"
-#include "store/native/row_list.h"
+#include "ops/native/thread_pool.h"
+#include "store/native/rows.h"
 
 namespace tierbed {
 namespace {

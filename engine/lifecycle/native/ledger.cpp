@@ -4,7 +4,7 @@
 #include <numeric>
 #include <tuple>
 
-#include "workers/native/thread_pool.h"
+#include "ops/native/thread_pool.h"
 
 namespace tierbed {
 namespace {

@@ -1,6 +1,6 @@
 // How kernels share their items: tiles of SIZE lanes stride over the grid, each item is one tile's.
 #pragma once
-#include "lines/kernels/portable.h"
+#include "ops/kernels/portable.h"
 
 namespace tierbed {
 
@@ -21,5 +21,30 @@ TIERBED_FN void for_each(u64 n, const Body& body) {
 
 // What a kernel found that the host must raise, at the latest at the next call.
 constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
+
+// Counts in device memory that many threads add to.
+// A thread's part of it: what it adds to one place in a row takes one addition there.
+class Tally {
+public:
+    TIERBED_FN explicit Tally(u64* counts) : counts_(counts) {}
+    TIERBED_FN void add(u32 place) {
+        if (place != place_) end();
+        place_ = place;
+        ++found_;
+    }
+    // To be called once nothing more is added.
+    TIERBED_FN void end() {
+        if (found_) atomicAdd(&counts_[place_], found_);
+        found_ = 0;
+    }
+
+private:
+    u64* counts_;
+    u64 found_ = 0;
+    u32 place_ = 0;
+};
+
+// Of counts [tables, 2], hits and misses: where a row that was asked for counts.
+TIERBED_FN u32 place_of(u32 table, bool missed) { return 2 * table + missed; }
 
 }  // namespace tierbed

@@ -1,7 +1,7 @@
 // The line that kernels are compiled for, and how many lanes of a warp share one.
 #pragma once
-#include "lines/kernels/copy.h"
-#include "lines/kernels/initialise.h"
+#include "ops/kernels/line.h"
+#include "ops/kernels/initialise.h"
 #include "items.h"
 
 namespace tierbed {

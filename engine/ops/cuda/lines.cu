@@ -1,9 +1,8 @@
 // What a step and the tiers do with lines by their addresses: gather and pool to the output, copy, initialise, assign.
-#include "ops/kernels/bags.h"
-#include "lines/kernels/hash.h"
-#include "layout.h"
 #include "ops/kernels/pool.h"
-#include "tally.h"
+#include "ops/kernels/hash.h"
+#include "layout.h"
+#include "items.h"
 
 using namespace tierbed;
 

@@ -2,7 +2,7 @@
 //
 // flags [n] of 0 and 1 say which rows go; ranks [n], their running sum, say where.
 #include "layout.h"
-#include "lines/kernels/hash.h"
+#include "ops/kernels/hash.h"
 
 using namespace tierbed;
 

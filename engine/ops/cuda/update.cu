@@ -1,7 +1,7 @@
 // Gradients of a batch's rows, reduced and applied. Compiled for one rule (TIERBED_RULE) and one type of gradients
 // (TIERBED_GRADIENTS). One warp works on one row.
 #include "sources.h"
-#include "tally.h"
+#include "items.h"
 #include "ops/kernels/update.h"
 #include "rules.h"
 

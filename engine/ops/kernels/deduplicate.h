@@ -4,7 +4,7 @@
 // One tile works on one bucket. `marks` is an open-addressing set of unique rows, `size` (a power of two) at least
 // twice the entries.
 #pragma once
-#include "lines/kernels/hash.h"
+#include "hash.h"
 
 namespace tierbed {
 

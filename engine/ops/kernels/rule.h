@@ -1,7 +1,7 @@
 // What the rules of engine/optim are made of: the functions that a body may call, the limits that every rule has, and
 // the list type of all rules. engine/optim/kernel.py makes a struct of each rule and writes them behind this header.
 #pragma once
-#include "power.h"
+#include "math.h"
 
 namespace tierbed {
 

@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include "ops/kernels/bags.h"
-#include "ops/kernels/deduplicate.h"
-#include "lines/native/layout.h"
+#include "layout.h"
 #include "memory.h"
+#include "ops/kernels/deduplicate.h"
+#include "ops/kernels/pool.h"
 
 namespace tierbed {
 
@@ -109,5 +109,17 @@ private:
     Buffer<u64> keys_;
     std::vector<std::unique_ptr<char[]>> owned_;
 };
+
+// The unique rows of a batch in the order of the ranks that own them.
+struct OwnerOrder {
+    u32 ranks;
+    u32 last;            // the owner whose rows come last
+    i64 *keys, *tables;  // [unique] rows by owner, those of one in the order of the batch
+    i64* places;         // [unique] of each row of the batch: its place in that order
+    i64* counts;         // [ranks] rows of each owner
+};
+
+// Fills the arrays of `order`.
+void by_owner(const Batch& batch, const OwnerOrder& order);
 
 }  // namespace tierbed

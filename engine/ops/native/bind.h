@@ -8,7 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "lines/kernels/line.h"
+#include "ops/kernels/line.h"
 #include "histogram.h"
 #include "memory.h"
 

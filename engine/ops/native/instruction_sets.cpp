@@ -1,4 +1,4 @@
-#include "instruction_sets.h"
+#include "loops.h"
 
 #include <atomic>
 #include <stdexcept>

@@ -2,7 +2,7 @@
 // function of the standard library that was compiled here could end up in code that runs on older processors.
 #include "loops.h"
 
-#include "lines/kernels/codec.h"
+#include "ops/kernels/codec.h"
 #include "ops/kernels/pool.h"
 #include "ops/kernels/update.h"
 #include "rules.h"  // made of engine/optim

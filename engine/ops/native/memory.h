@@ -11,7 +11,7 @@
 
 #include <sys/mman.h>
 
-#include "lines/kernels/portable.h"
+#include "ops/kernels/portable.h"
 
 namespace tierbed {
 

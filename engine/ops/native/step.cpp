@@ -1,10 +1,13 @@
 #include "step.h"
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 
-#include "instruction_sets.h"
-#include "workers/native/thread_pool.h"
+#include "loops.h"
+#include "ops/kernels/pool.h"
+#include "ops/kernels/update.h"
+#include "thread_pool.h"
 
 namespace tierbed {
 namespace {
@@ -129,6 +132,194 @@ void initialise_missing(Batch& batch, const Layout& layout) {
             batch.lines[missing[i]] = lines[i];
         }
     });
+}
+
+namespace {
+
+const RuleLoops& rule_named(const std::string& name) {
+    const Loops& all = loops();
+    for (u32 i = 0; i < all.rule_count; ++i)
+        if (name == all.rules[i].name) return all.rules[i];
+    throw std::invalid_argument("no rule is called " + name);
+}
+
+// What each occurrence's gradient is multiplied by, empty where all are 1.
+Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>& grads) {
+    bool any = false;
+    for (const Upstream& grad : grads) any = any || grad.pooling.mean || grad.pooling.weights;
+    if (!any) return {};
+    Buffer<float> scale_of(batch.size);
+    for (std::size_t k = 0; k < grads.size(); ++k) {
+        const Batch::LookupSpan& lookup = batch.lookups[k];
+        const Pooling& pooling = grads[k].pooling;
+        const Bags& bags = lookup.segment.bags;
+        parallel_ranges(lookup.segment.count, ROWS, [&](std::size_t from, std::size_t to) {
+            for (std::size_t bag = from; bag < to; ++bag) {
+                const std::size_t begin = bags.begin(bag), end = bags.end(bag);
+                const Bag rows{&batch.inverse[lookup.begin + begin], nullptr, static_cast<u32>(end - begin), true,
+                               nullptr};
+                const float share = pooling.mean ? 1.0f / static_cast<float>(rows_of(rows)) : 1.0f;
+                for (std::size_t i = begin; i < end; ++i)
+                    scale_of[lookup.begin + i] = pooling.weights ? pooling.weights[i] * share : share;
+            }
+        });
+    }
+    Buffer<float> scales(batch.occurrences.size());
+    parallel_ranges(scales.size(), 4096, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) scales[i] = scale_of[batch.occurrences[i]];
+    });
+    return scales;
+}
+
+// What a job has of a batch and its gradients.
+struct Given {
+    std::vector<GradientPart> parts;
+    Buffer<float> scales;
+    UpdateJob job{};
+
+    Given(const Batch& batch, u32 dim, const std::vector<Upstream>& grads) : scales(occurrence_scales(batch, grads)) {
+        for (std::size_t k = 0; k < grads.size(); ++k)
+            parts.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].source)});
+        job.lines = batch.lines.data();
+        job.offsets = batch.offsets.data();
+        const Buffer<u32>& sources = batch.pooled ? batch.occurrence_sources : batch.occurrences;
+        job.sources = sources.data();
+        job.sources_end = sources.data() + sources.size();
+        job.scales = scales.size() ? scales.data() : nullptr;
+        job.gradients = {parts.data(), static_cast<u32>(parts.size()), dim};
+        job.type = grads.empty() ? FloatType::float32 : grads[0].pooling.type;
+    }
+};
+
+// Narrow lines as lines of float32 numbers, in memory of a thread, a few at a time.
+class WideLines {
+public:
+    WideLines(const Layout& layout, const u64* lines)
+        : job_{lines, layout.shape, 0, nullptr, layout.seed, 0},
+          most_(std::clamp<std::size_t>(MEMORY / shape().line_bytes, 4, MOST)),
+          memory_(most_ * shape().line_bytes) {
+        job_.wide = reinterpret_cast<u64>(memory_.data());
+        for (std::size_t i = 0; i < most_; ++i) wide[i] = job_.wide + i * shape().line_bytes;
+    }
+
+    LineShape shape() const { return widened(job_.shape); }
+
+    // Calls body(first, n) with the lines [first, first + n) in `wide`, for all of [begin, end), and puts them back:
+    // rounded to nearest, or given hashes [rows] with the noise of `step`.
+    template <class Body>
+    void change(std::size_t begin, std::size_t end, const u64* hashes, u32 step, const Body& body) {
+        job_.hashes = hashes;
+        job_.step = step;
+        for (std::size_t first = begin; first < end; first += most_) {
+            const std::size_t last = std::min(first + most_, end);
+            for (std::size_t i = last; i < std::min(last + most_, end); ++i)
+                prefetch_to_write(job_.lines[i], job_.shape.line_bytes);
+            loops().decode(job_, first, last);
+            body(first, last - first);
+            loops().encode(job_, first, last);
+        }
+    }
+
+private:
+    static constexpr std::size_t MOST = 32, MEMORY = 4096;  // lines, bytes: in the first level of a processor's cache
+
+    CodecJob job_;
+    std::size_t most_;
+    Buffer<u8> memory_;
+
+public:
+    u64 wide[MOST];
+};
+
+std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& given,
+                          std::size_t begin, std::size_t end, float* memory) {
+    WideLines lines(layout, given.lines);
+    UpdateJob job = given;
+    job.lines = lines.wide;
+    job.shape = lines.shape();
+    std::size_t written = 0;
+    lines.change(begin, end, batch.hashes.data(), given.step, [&](std::size_t first, std::size_t n) {
+        job.offsets = given.offsets + first;
+        written += rule.loops.update(job, 0, n, memory);
+    });
+    return written;
+}
+
+}  // namespace
+
+BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> given)
+    : loops(rule_named(name)), hyper(std::move(given)) {
+    if (hyper.size() + 1 == loops.hypers) hyper.push_back(0.0);  // the last limit is left out where it is none
+    if (hyper.size() != loops.hypers)
+        throw std::invalid_argument("rule " + name + " takes " + std::to_string(loops.hypers) + " hyper-parameters");
+    const LineShape& shape = layout.shape;
+    if (widened(shape).width != shape.dim * (1 + loops.element_states) + loops.row_states ||
+        (shape.narrow_states > 0 && shape.narrow_states != loops.element_states))
+        throw std::invalid_argument("the line has no room for the state of rule " + name);
+}
+
+std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
+                   u32 step, float scale, u64* by_table) {
+    const Given given(batch, layout.shape.dim, grads);
+    UpdateJob job = given.job;
+    job.scale = scale;
+    job.shape = layout.shape;
+    job.hyper = rule.hyper.data();
+    job.step = step;
+    FirstWrites first_writes(batch, layout, by_table);
+    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+        Buffer<float> memory(3 * std::size_t{layout.shape.dim});
+        first_writes.add(begin, end,
+                         layout.shape.is_narrow() ? update_narrow(batch, layout, rule, job, begin, end, memory.data())
+                                                  : rule.loops.update(job, begin, end, memory.data()));
+    });
+    return first_writes.total();
+}
+
+void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out) {
+    const Given given(batch, dim, grads);
+    const auto square = loops().square[static_cast<u32>(given.job.type)];
+    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+        Buffer<float> memory(dim);
+        square(given.job, begin, end, memory.data(), out);
+    });
+}
+
+void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* places, float* out) {
+    const Given given(batch, dim, grads);
+    const auto sum = loops().sum[static_cast<u32>(given.job.type)];
+    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+        Buffer<float> memory(dim);
+        sum(given.job, begin, end, memory.data(), places, out);
+    });
+}
+
+void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step) {
+    if (!rule.loops.catch_up) return;
+    const CatchUpJob job{lines, layout.shape, rule.hyper.data(), step};
+    parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
+        if (!layout.shape.is_narrow()) return rule.loops.catch_up(job, begin, end);
+        WideLines wide(layout, lines);
+        const CatchUpJob of_wide{wide.wide, wide.shape(), job.hyper, step};
+        wide.change(begin, end, nullptr, step, [&](std::size_t, std::size_t n) { rule.loops.catch_up(of_wide, 0, n); });
+    });
+}
+
+void settle(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step) {
+    if (!rule.loops.catch_up) return;
+    std::vector<std::size_t> behind;
+    for (std::size_t row = 0; row < batch.unique; ++row)
+        if (is_behind(*record(batch.lines[row], layout.shape), step)) behind.push_back(row);
+    const std::vector<u64> copies = batch.allocate(behind.size(), layout.shape);
+    if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // Python may hold a view of it
+    std::copy_n(batch.lines.data(), batch.unique, batch.views.data());
+    parallel_ranges(behind.size(), ROWS, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) {
+            copy_line(THREAD, copies[i], batch.lines[behind[i]], layout.shape);
+            batch.views[behind[i]] = copies[i];
+        }
+    });
+    catch_up(layout, copies.data(), copies.size(), rule, step);
 }
 
 }  // namespace tierbed

@@ -16,7 +16,7 @@ from ...ops.cuda.layout import Layout
 SLOT_BYTES = 16
 SMALLEST_BITS = 10  # lines of the first segment of a table that grows, as a power of two
 MOST_ROWS = (1 << 32) * 3 // 4
-PROBE_LANES, WARP = 8, 32  # as in table.cu
+PROBE_LANES, WARP = 8, 32  # as in full_table.cu
 
 COUNTS = ("used", "erased", "insertions")
 
@@ -35,7 +35,7 @@ class CudaFullTable:
         """`load`: the most rows for each slot of the index. `on_host`: where lines are."""
         self._layout = layout
         self.device = layout.device
-        self._program = layout.program("store/cuda/table.cu")
+        self._program = layout.program("store/cuda/full_table.cu")
         self._fixed = capacity is not None
         self._load = load
         self._on_host = on_host

@@ -4,7 +4,7 @@
 // concurrently with itself; `insert_row` and `erase_row` are exclusive within a bucket, `erase_row` of readers as well,
 // and the caller keeps some slots free.
 #pragma once
-#include "lines/kernels/hash.h"
+#include "ops/kernels/hash.h"
 
 namespace tierbed {
 

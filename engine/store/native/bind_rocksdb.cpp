@@ -3,8 +3,8 @@
 
 
 #ifdef TIERBED_ROCKSDB
-#include "packed_row.h"
-#include "rocksdb_checksum.h"
+#include "rows.h"
+#include "rocksdb_checkpoint.h"
 #include "rocksdb_tier.h"
 #endif
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "workers/native/thread_pool.h"
+#include "ops/native/thread_pool.h"
 
 namespace tierbed {
 namespace {

@@ -3,7 +3,7 @@
 #include <array>
 
 #include "ops/native/batch.h"
-#include "row_names.h"
+#include "rows.h"
 #include "store/kernels/index.h"
 
 namespace tierbed {

@@ -11,7 +11,7 @@
 #include <rocksdb/env.h>
 #include <rocksdb/file_system.h>
 
-#include "rocksdb_checksum.h"
+#include "rocksdb_checkpoint.h"
 
 namespace tierbed {
 

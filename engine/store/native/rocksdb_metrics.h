@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "lines/kernels/portable.h"
+#include "ops/kernels/portable.h"
 #include "ops/native/histogram.h"
 
 namespace rocksdb {

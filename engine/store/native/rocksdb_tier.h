@@ -17,8 +17,8 @@
 
 #include <sys/types.h>
 
-#include "lines/native/layout.h"
-#include "workers/native/read_threads.h"
+#include "ops/native/layout.h"
+#include "read_threads.h"
 #include "rocksdb_checkpoint.h"
 #include "rocksdb_fence.h"
 #include "rocksdb_metrics.h"

@@ -2,9 +2,8 @@
 
 #include <algorithm>
 
-#include "packed_row.h"
-#include "workers/native/thread_pool.h"
-#include "row_list.h"
+#include "rows.h"
+#include "ops/native/thread_pool.h"
 
 namespace tierbed {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "full_table.h"
-#include "row_map.h"
+#include "rows.h"
 
 namespace tierbed {
 

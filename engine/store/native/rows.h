@@ -1,12 +1,70 @@
-// A map from rows to numbers: open addressing that grows as it fills.
+// A stored row as NumPy and snapshots see it: table u32, key u64, values float32 [width], updates u32, step u32,
+// packed, little-endian.
 #pragma once
+#include <algorithm>
+#include <cstring>
 #include <vector>
 
+#include "ops/kernels/hash.h"
+#include "ops/kernels/line.h"
+#include "ops/kernels/portable.h"
+#include "ops/native/layout.h"
 #include "store/kernels/index.h"
-#include "lines/native/layout.h"
+#include "tier.h"
 
 namespace tierbed {
 
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "rows are stored little-endian");
+
+inline std::size_t packed_bytes_of(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
+
+// `stored`: values and record, as they stand in a line. Returns the end of what was written.
+inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineShape& shape) {
+    std::memcpy(out, &table, sizeof table);
+    std::memcpy(out + sizeof table, &key, sizeof key);
+    std::memcpy(out + sizeof table + sizeof key, stored, stored_bytes_of(shape.width));
+    return out + packed_bytes_of(shape.width);
+}
+
+// Rows by their names alone.
+// Distinct rows, buckets ascending.
+struct RowNames {
+    std::vector<u32> tables;
+    std::vector<u64> keys;
+};
+
+// Rows listed one by one, to be handed to a tier.
+class RowList {
+public:
+    void add(u32 table, u64 hash, u64 line) { all_.push_back({hash, line, table}); }
+    void clear() { all_.clear(); }
+    std::size_t size() const { return all_.size(); }
+
+    // Buckets ascending, as they are listed otherwise; until the list changes.
+    Rows rows() {
+        const auto earlier = [](const Row& a, const Row& b) { return bucket_of(a.hash) < bucket_of(b.hash); };
+        if (!std::is_sorted(all_.begin(), all_.end(), earlier)) std::stable_sort(all_.begin(), all_.end(), earlier);
+        tables_.clear(), hashes_.clear(), lines_.clear();
+        for (const Row& row : all_) {
+            tables_.push_back(row.table);
+            hashes_.push_back(row.hash);
+            lines_.push_back(row.line);
+        }
+        return {tables_.data(), hashes_.data(), lines_.data(), all_.size()};
+    }
+
+private:
+    struct Row {
+        u64 hash, line;
+        u32 table;
+    };
+
+    std::vector<Row> all_;
+    std::vector<u32> tables_;
+    std::vector<u64> hashes_, lines_;
+};
+
+// A map from rows to numbers: open addressing that grows as it fills.
 // Numbers are not 0. May be read by several threads at once.
 class RowMap {
 public:

@@ -4,7 +4,7 @@
 // Rows of one call are distinct, so inserting them races for slots alone, and a slot is claimed by its `row`. New rows
 // are numbered by their rank among the missing: neither numbers nor values depend on the order of threads.
 #include "segments.h"
-#include "ops/cuda/tally.h"
+#include "ops/cuda/items.h"
 
 using namespace tierbed;
 

@@ -3,8 +3,8 @@
 #include <utility>
 #include <vector>
 
-#include "lines/kernels/copy.h"
-#include "lines/kernels/initialise.h"
+#include "ops/kernels/line.h"
+#include "ops/kernels/initialise.h"
 
 namespace tierbed {
 

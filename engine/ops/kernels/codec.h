@@ -4,7 +4,7 @@
 // encoded. Numbers are rounded to nearest even where a row begins, is put or is only looked at, and by chance where it
 // is trained, by noise that is a pure function of (seed, hash of the row, step, column). Padding is zeros.
 #pragma once
-#include "copy.h"
+#include "line.h"
 
 namespace tierbed {
 

@@ -1,11 +1,51 @@
-// The binding of what makes ids of strings.
+// XXH64, the hash of bytes by Y. Collet, as its specification has it (https://github.com/Cyan4973/xxHash, version 0.8).
 #include <atomic>
 
-#include "ops/native/bind.h"
-#include "workers/native/thread_pool.h"
-#include "xxh64.h"
+#include "bind.h"
+#include "ops/kernels/portable.h"
+#include "thread_pool.h"
 
 namespace tierbed {
+
+constexpr u64 XXH_1 = 0x9E3779B185EBCA87ull, XXH_2 = 0xC2B2AE3D27D4EB4Full, XXH_3 = 0x165667B19E3779F9ull,
+              XXH_4 = 0x85EBCA77C2B2AE63ull, XXH_5 = 0x27D4EB2F165667C5ull;
+
+inline u64 rotated(u64 x, u32 by) { return x << by | x >> (64 - by); }
+
+// Little-endian words, as on every processor that the core is built for.
+template <class Word>
+inline u64 word_at(const u8* bytes) {
+    Word word;
+    __builtin_memcpy(&word, bytes, sizeof word);
+    return word;
+}
+
+inline u64 xxh_round(u64 sum, u64 word) { return rotated(sum + word * XXH_2, 31) * XXH_1; }
+
+inline u64 xxh64(const u8* bytes, u64 length, u64 seed) {
+    const u8* const end = bytes + length;
+    u64 hash = seed + XXH_5;
+    if (length >= 32) {
+        u64 sums[4] = {seed + XXH_1 + XXH_2, seed + XXH_2, seed, seed - XXH_1};
+        for (; end - bytes >= 32; bytes += 32)
+            for (u32 i = 0; i < 4; ++i) sums[i] = xxh_round(sums[i], word_at<u64>(bytes + 8 * i));
+        hash = rotated(sums[0], 1) + rotated(sums[1], 7) + rotated(sums[2], 12) + rotated(sums[3], 18);
+        for (const u64 sum : sums) hash = (hash ^ xxh_round(0, sum)) * XXH_1 + XXH_4;
+    }
+    hash += length;
+    for (; end - bytes >= 8; bytes += 8)
+        hash = rotated(hash ^ xxh_round(0, word_at<u64>(bytes)), 27) * XXH_1 + XXH_4;
+    if (end - bytes >= 4) {
+        hash = rotated(hash ^ word_at<u32>(bytes) * XXH_1, 23) * XXH_2 + XXH_3;
+        bytes += 4;
+    }
+    for (; bytes < end; ++bytes) hash = rotated(hash ^ *bytes * XXH_5, 11) * XXH_1;
+    hash = (hash ^ hash >> 33) * XXH_2;
+    hash = (hash ^ hash >> 29) * XXH_3;
+    return hash ^ hash >> 32;
+}
+
+// The binding of what makes ids of strings.
 namespace {
 
 constexpr std::size_t STRINGS = 4096;  // a task
