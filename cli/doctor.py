@@ -33,6 +33,8 @@ _EXTRAS = {  # what imports of each, and what it is for
     "plot": (("matplotlib",), "`snapshot inspect --plot`"),
     "metrics": (("prometheus_client", "tensorboard"), "`prometheus_text` and `write_tensorboard`"),
 }
+LITTLE = 1 << 30  # bytes; less room than this is reported
+_REMEDY = "persistent_path must be on a file system that has it: a local one, such as ext4 or xfs"
 
 
 class Check(NamedTuple):
@@ -141,11 +143,6 @@ def _open_files() -> Check:
 
 def _said(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-LITTLE = 1 << 30  # bytes; less room than this is reported
-
-_REMEDY = "persistent_path must be on a file system that has it: a local one, such as ext4 or xfs"
 
 
 def disk_checks(path: Path) -> Iterator[Check]:

@@ -20,6 +20,7 @@ from .sendable import bytes_of, check_sendable
 from .world import World
 
 _PRESENT, _FINITE = 1, 2  # bits of the number that each rank tells
+_PIECE = 16 << 20  # bytes that rank 0 sends to each other rank at once
 
 
 class Vote(NamedTuple):
@@ -118,9 +119,6 @@ class _Sum:
             [size * width for size in out_sizes],
             [size * width for size in given_sizes],
         )
-
-
-_PIECE = 16 << 20  # bytes that rank 0 sends to each other rank at once
 
 
 def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -34,6 +34,9 @@ MAX_SILENT = 16  # connections that have not greeted, beyond those of missing ra
 MOST_NAMED = 3  # hosts of unknown connections that a message names
 HELLO = struct.Struct("32si")  # the listener's token, and the rank that connects
 CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # no descriptor or memory is left
+BOUND = 3.0  # seconds for the answers to a roll call
+ENDED = "its process ended"
+LIVES = "it runs, but has not come to this call"
 
 
 class Connected(NamedTuple):
@@ -216,11 +219,6 @@ def _own_address() -> str:
     except OSError:
         pass
     return "127.0.0.1"
-
-
-BOUND = 3.0  # seconds for the answers to a roll call
-ENDED = "its process ended"
-LIVES = "it runs, but has not come to this call"
 
 
 class Left(Exception):

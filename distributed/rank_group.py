@@ -26,6 +26,15 @@ from ..engine.errors import GroupError, OptionError
 from ..engine.signals import held, uninterrupted
 from .peer_monitor import ADDRESS, Left, RollCall, connect
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
+LOOK = timedelta(seconds=0.1)  # a wait looks for signals, and for ranks that ended the group, so often
+PATIENCE = 1.0  # seconds that a wait goes on after a signal, so that a step whose ranks all answer is made whole
+ENDING = (signal.SIGINT, signal.SIGTERM)
+MEETING = 60.0  # seconds for all ranks to connect to each other
+LONGEST = 10**7  # seconds of a timeout
+WIRE = (torch.float32, torch.bfloat16, torch.float16)
+_left: set[tuple[int, ...]] = set()  # the ranks of groups that this process has left
+
 
 class Script:
     """The exchanges of a step in their order, and the dense parameters whose gradients it sums, in words."""
@@ -46,8 +55,6 @@ class Script:
 
 
 NONE = Script()  # outside of a graph's steps
-
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
 
 
 class LossReport:
@@ -87,21 +94,10 @@ def _record(error: GroupError) -> None:
         error.__traceback__ = None
 
 
-LOOK = timedelta(seconds=0.1)  # a wait looks for signals, and for ranks that ended the group, so often
-PATIENCE = 1.0  # seconds that a wait goes on after a signal, so that a step whose ranks all answer is made whole
-ENDING = (signal.SIGINT, signal.SIGTERM)
-MEETING = 60.0  # seconds for all ranks to connect to each other
-LONGEST = 10**7  # seconds of a timeout
-WIRE = (torch.float32, torch.bfloat16, torch.float16)
-
-
 class Settles(Protocol):
     """Headers on their way."""
 
     def settle(self) -> object: ...
-
-
-_left: set[tuple[int, ...]] = set()  # the ranks of groups that this process has left
 
 
 class Group:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Steps(Protocol):
@@ -289,9 +290,6 @@ def no_room(name: str, capacity: int, rows: int, new: int) -> CapacityError:
         f"embedding {name!r}: capacity={capacity} rows over all ranks, {rows} are there and {new} new ones "
         "come; give a larger capacity, or an eviction policy"
     )
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _whole(what: str) -> Callable[[Method], Method]:

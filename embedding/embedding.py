@@ -48,6 +48,7 @@ from .saved_rows import SavedRows
 from .table_handle import HeldTable
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
+log = logging.getLogger("tierbed")
 
 
 class KeyedRows(SavedRows):
@@ -159,9 +160,6 @@ class KeyedRows(SavedRows):
         device = self.device
         here = None if lookup.table_ids is None else lookup.table_ids.to(device)
         return Lookup(lookup.ids.to(device), here)
-
-
-log = logging.getLogger("tierbed")
 
 
 class MultiTableMultiColumnEmbedding(KeyedRows):

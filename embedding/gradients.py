@@ -21,6 +21,15 @@ from ..engine.errors import GraphError, InputError
 from ..engine.ops.rows_contract import TRACED, Pinned, Rows
 from ..engine.options.lookup import Lookup
 
+# the EagerOptimizer that steps an embedding, by its handle
+holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+# the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
+_LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}
+_LOOKS |= {"storage_offset", "stride", "untyped_storage"}
+_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
+os.register_at_fork(after_in_child=_training.clear)
+
 
 @dataclass
 class _Kept:
@@ -149,16 +158,6 @@ def _identity(tensor: Tensor | None) -> Hashable:
     return id(tensor), object() if tensor.is_inference() else tensor._version
 
 
-# the EagerOptimizer that steps an embedding, by its handle
-holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
-
-_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-
-# the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
-_LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}
-_LOOKS |= {"storage_offset", "stride", "untyped_storage"}
-
-
 class ShadowGrad(Tensor):
     """Stands for the gradients of rows, which no tensor holds. Setting `grad` to None drops them, as any gradient.
 
@@ -249,10 +248,6 @@ def accumulate(embedding: Rows, lookup: Lookup, grad: Tensor, weights: Tensor | 
     if not isinstance(shadow.grad, ShadowGrad):
         shadow.grad = ShadowGrad.of(RowGradients(embedding))
     shadow.grad.rows.add(lookup, grad, weights, order)
-
-
-_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
-os.register_at_fork(after_in_child=_training.clear)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from .stack_distance import Model, Sample
 
 MOST_RANKS = 1024
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the sizes that a plan prints, as shares of the rows seen
+I64 = NDArray[np.int64]
+WIRE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes of a float that travels
 
 
 class Curve(NamedTuple):
@@ -278,10 +280,6 @@ def _keys(ids: NDArray[Any]) -> NDArray[np.uint64]:
     """The 64 bits that name a row: signed ids are sign-extended, as in lookups."""
     wide = ids.astype(np.uint64 if ids.dtype.kind == "u" else np.int64, copy=False)
     return np.ascontiguousarray(wide.reshape(-1)).view(np.uint64)
-
-
-I64 = NDArray[np.int64]
-WIRE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes of a float that travels
 
 
 class RankPlan:

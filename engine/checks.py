@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from .errors import OptionError
 
+_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
+
 
 def whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
     """A whole number from `least` to `most` as an int; None for anything else."""
@@ -53,9 +55,6 @@ def is_folder_name(name: Any) -> bool:
     """Whether `name` is 1 to 200 printable bytes of UTF-8, without separators and without a leading dot."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
     return plain and 1 <= len(name.encode()) <= 200
-
-
-_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
 
 
 def expanded(option: str, path: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 _LIMBS, _BITS = 10, 32  # of a partial sum, the least first: room for 2^40 numbers
 _UNIT = 1 << 149  # in how many parts 1 is counted: float32 has none that is smaller
 _CHUNK = 1 << 28  # so many integers of 24 bits have a sum that is exact in float64
+_LANES = 1 << 16  # how many sums run side by side
 
 
 def partial(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
@@ -38,9 +39,6 @@ def total(partials: Sequence[NDArray[np.int64]]) -> float:
     if infinite or nan:
         return float("nan" if nan else "inf")
     return sum(count << _BITS * limb for limb, count in enumerate(limbs)) / _UNIT  # of integers, so rounded once
-
-
-_LANES = 1 << 16  # how many sums run side by side
 
 
 @torch.no_grad()

@@ -26,6 +26,9 @@ U64 = NDArray[np.uint64]
 
 _GOLDEN = np.uint32(0x9E3779B9)
 _LAST_PLACE = {"float16": (11, -24), "bfloat16": (8, -133)}  # digits of a number, exponent of the smallest one
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+MASK32 = 0xFFFFFFFF
 
 
 def noise(seed: int, hashes: U64, step: int | U32, columns: int) -> U32:
@@ -74,12 +77,6 @@ def _mixed(x: Any) -> Any:
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
     x = (x ^ x >> np.uint32(15)) * np.uint32(0x846CA68B)
     return x ^ x >> np.uint32(16)
-
-
-F64 = NDArray[np.float64]
-I64 = NDArray[np.int64]
-
-MASK32 = 0xFFFFFFFF
 
 
 # ---- identity of a row

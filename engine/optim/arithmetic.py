@@ -1,4 +1,4 @@
-"""The arithmetic that the references share: fixed sequences of IEEE operations, as in kernels/gradients.h and math.h."""
+"""The arithmetic that the references share: fixed sequences of IEEE operations (kernels/gradients.h, math.h)."""
 
 from __future__ import annotations
 

@@ -33,6 +33,13 @@ _E = (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.242660947388078438
       2.96560571828504891230e-1, 1.78482653991729133580, 5.46378491116411436990, 6.65790464350110377720)  # fmt: skip
 _F = (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
       1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0)  # fmt: skip
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+MIN_MASS = 1e-6  # the least share of a distribution that a truncation must leave
+REACH = 7.0  # no normal draw lies this many standard deviations from the mean
+Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
+TABLE_FACTS = ("name", "ids", "bad_ids")  # of table options, what does not say how rows begin
+BAD_IDS = ("raise", "drop")
+_DEFAULT = {"name": None, "ids": None, "bad_ids": "raise"}
 
 
 def _polynomial(coefficients: Sequence[float], x: float) -> float:
@@ -54,13 +61,6 @@ def normal_quantile(p: float) -> float:
     else:
         x = _polynomial(_E, r - 5.0) / _polynomial(_F, r - 5.0)
     return -x if q < 0.0 else x
-
-
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-MIN_MASS = 1e-6  # the least share of a distribution that a truncation must leave
-REACH = 7.0  # no normal draw lies this many standard deviations from the mean
-
-Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -269,11 +269,6 @@ class ColumnOptions(PlainDict):
     """One column group of a table."""
 
     initializer: Initializer
-
-
-TABLE_FACTS = ("name", "ids", "bad_ids")  # of table options, what does not say how rows begin
-BAD_IDS = ("raise", "drop")
-_DEFAULT = {"name": None, "ids": None, "bad_ids": "raise"}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

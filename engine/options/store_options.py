@@ -16,6 +16,16 @@ from ..checks import auto_budget_option, budget_option, expanded, real, whole, w
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
 
+CACHE_POLICIES = ("lru", "lfu")
+BESIDE = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads; the other cores are for the dense part of a step
+OPEN_MODES = ("resume", "fresh", "error", "mixed")
+EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
+MOST_SIGHTS = 255  # the most sightings of a row that are counted
+Budget = float | Literal["auto"]  # MiB; "auto" is what engine/cache/memory_split.py gives a cache
+CACHE_MB = 32  # of RocksDB's cache of blocks
+READ_MODES = ("buffered", "mmap", "direct")
+Path_ = str | os.PathLike[str]
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PlainDict(Mapping[str, Any]):
@@ -52,14 +62,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-
-
-CACHE_POLICIES = ("lru", "lfu")
-BESIDE = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads; the other cores are for the dense part of a step
-OPEN_MODES = ("resume", "fresh", "error", "mixed")
-EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
-MOST_SIGHTS = 255  # the most sightings of a row that are counted
-Budget = float | Literal["auto"]  # MiB; "auto" is what engine/cache/memory_split.py gives a cache
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -288,10 +290,6 @@ def mib(budget: Budget) -> float:
     return budget
 
 
-CACHE_MB = 32  # of RocksDB's cache of blocks
-READ_MODES = ("buffered", "mmap", "direct")
-
-
 def require_rocksdb() -> None:
     """Raises StoreError where the package was built without RocksDB."""
     if not _core.has_rocksdb:
@@ -349,9 +347,6 @@ def _value(name: object, value: Any) -> str:
             f"rocksdb_options: {name}={value!r}: give one option a name, and a dict where an option has fields"
         )
     return str(given)
-
-
-Path_ = str | os.PathLike[str]
 
 
 def make_device_mem_store_options(

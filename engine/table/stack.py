@@ -28,6 +28,10 @@ from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 if TYPE_CHECKING:
     from ..processors.processor import Processor
 
+log = logging.getLogger("tierbed")
+FIRST_STEP = 64  # counters are read at this step, and again each time the steps have doubled
+_OPTION = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
+
 
 def _cpu(device: torch.device, options: StoreOptions) -> Factory:
     from ..processors.cpu import CpuProcessor
@@ -56,13 +60,6 @@ def processor_of(device: torch.device, options: StoreOptions) -> Factory:
             ".cuda()"
         )
     return PROCESSORS[device.type](device, options)
-
-
-log = logging.getLogger("tierbed")
-
-FIRST_STEP = 64  # counters are read at this step, and again each time the steps have doubled
-
-_OPTION = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
 
 
 class SmallCaches:

@@ -22,6 +22,14 @@ from ...engine.options.lookup import Lookup
 from ..trace.alias import external, is_random, memory, stable, storages, written
 from .step_epilogue import accumulate
 
+Coming = list[tuple[Rows, list[Lookup]]]
+LOOKUP = torch.ops.tierbed.lookup.default
+LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
+WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
+# ops by which autograd adds up and copies the gradients of one parameter, and the argument that an op copies
+_SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
+_COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+
 
 def share_batches(module: fx.GraphModule) -> None:
     """Let a pin take the unique rows of an earlier pin of the same lookups by another embedding.
@@ -63,9 +71,6 @@ def _is_pure(node: fx.Node) -> bool:
         return True  # a size that the trace left open, or a number made of one
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
     return is_torch and not is_random(node.target, node.args)
-
-
-Coming = list[tuple[Rows, list[Lookup]]]
 
 
 def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
@@ -129,14 +134,6 @@ def is_repeatable(node: fx.Node, outside: set[int]) -> bool:
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
     return is_torch and not (is_random(node.target, node.args) or written(node) & outside)
-
-
-LOOKUP = torch.ops.tierbed.lookup.default
-LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
-WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
-# ops by which autograd adds up and copies the gradients of one parameter, and the argument that an op copies
-_SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
-_COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 
 
 class SharedLookup(NamedTuple):

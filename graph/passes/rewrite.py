@@ -30,6 +30,17 @@ from .step_epilogue import DenseGrads, RowGrads, StepEnd, accumulate, dense_step
 
 # the nodes that move rows and parameters
 EFFECTS: set[Callable[..., Any]] = {row_ops.update, sum_over_ranks, dense_step, end_step, accumulate, schedule}
+_OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+# the ops of a step, and the methods of their first argument that they call
+_METHODS: dict[Callable[..., Any], str] = {
+    row_ops.pin: "pin",
+    row_ops.gather: "gather",
+    row_ops.weights_grad: "weights_grad",
+    row_ops.send: "send",
+    row_ops.update: "update",
+    row_ops.read: "read",
+    row_ops.read_weights_grad: "read_weights_grad",
+}
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
@@ -203,19 +214,6 @@ def _is_size(node: fx.Node) -> bool:
 
 def _reads_tensor(node: fx.Node) -> bool:
     return any(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes)
-
-
-_OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
-# the ops of a step, and the methods of their first argument that they call
-_METHODS: dict[Callable[..., Any], str] = {
-    row_ops.pin: "pin",
-    row_ops.gather: "gather",
-    row_ops.weights_grad: "weights_grad",
-    row_ops.send: "send",
-    row_ops.update: "update",
-    row_ops.read: "read",
-    row_ops.read_weights_grad: "read_weights_grad",
-}
 
 
 def bind_ops(module: fx.GraphModule) -> None:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ...distributed.dense import Vote
     from ...engine.ops.rows_contract import Pinned
 
+# of lookups of one embedding that only read; FX writes no named tuple that is inside another
+LookupGrads = tuple[Rows, list[Lookup], list[Tensor], list[Tensor | None]]
+
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
     """`optimizer.step()` with these gradients. Its learning rates, schedulers and step counts are live.
@@ -82,10 +85,6 @@ class RowGrads(NamedTuple):
     batch: Pinned
     grads: list[Tensor]
     weights: list[Tensor | None]
-
-
-# of lookups of one embedding that only read; FX writes no named tuple that is inside another
-LookupGrads = tuple[Rows, list[Lookup], list[Tensor], list[Tensor | None]]
 
 
 class _Same:

@@ -37,6 +37,11 @@ from .rank_step import Together, world_of
 if TYPE_CHECKING:
     from ...distributed.world import World
 
+AHEAD = 8
+UNEVEN = ("stop", "join")
+_BATCH, _KNOWN, _FAILED = 1, 2, 4  # bits of what a rank tells of a step: a batch, its ids, an exception of the loader
+log = logging.getLogger("tierbed")
+
 
 class Progress(Protocol):
     def advance(self, batch: tuple[Any, ...]) -> None: ...
@@ -116,9 +121,6 @@ class Announcer:
             for embedding, lookups in self._together.items():
                 with contextlib.suppress(TierbedError):
                     embedding.announce(lookups)
-
-
-AHEAD = 8
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:
@@ -250,12 +252,6 @@ def forget_announced(root: nn.Module) -> None:
 def _leave(left: list[None], progress: Progress) -> None:
     progress.close()
     left.append(None)
-
-
-UNEVEN = ("stop", "join")
-_BATCH, _KNOWN, _FAILED = 1, 2, 4  # bits of what a rank tells of a step: a batch, its ids, an exception of the loader
-
-log = logging.getLogger("tierbed")
 
 
 class _Slot:

@@ -16,6 +16,8 @@ from ...engine.errors import TierbedError
 from ..passes.rewrite import EFFECTS, bind_ops
 from ..trace.alias import is_random, storages, written
 
+Forward = Callable[[fx.GraphModule, list[Any]], Any]
+
 
 def split(
     module: fx.GraphModule, graph: fx.Graph, last: set[Callable[..., Any]]
@@ -44,9 +46,6 @@ def split(
         if not node.users:
             graph.erase_node(node)
     return fx.GraphModule(module, graph), fx.GraphModule(module, end)
-
-
-Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 class FailedForSizes(Exception):

@@ -27,6 +27,8 @@ log = logging.getLogger("tierbed")
 
 Shapes = tuple[tuple[int, ...], ...]
 S = TypeVar("S")  # a compiled step
+# dimensions to leave open, None for a step of one call's sizes alone -> that step
+Compile = Callable[[Dims | None], CompiledStep]
 
 
 @dataclass
@@ -146,10 +148,6 @@ def tell_uncompiled(name: str) -> None:
 
 def _shapes(inputs: Sequence[Tensor]) -> Shapes:
     return tuple(tuple(tensor.shape) for tensor in inputs)
-
-
-# dimensions to leave open, None for a step of one call's sizes alone -> that step
-Compile = Callable[[Dims | None], CompiledStep]
 
 
 class Steps:

@@ -42,6 +42,28 @@ _OF_TARGET: dict[Callable[..., Any] | str, str] = {
     dense_step: "dense step",
     schedule: "dense step",
 }
+_COLORS = {
+    "inputs": "#eceff1",
+    "pin": "#d1ecf9",
+    "gather": "#d9f2e3",
+    "forward": "#eef6d6",
+    "compiled": "#e6e6fa",
+    "backward": "#fdf0d0",
+    "exchange": "#e0ddf5",
+    "update": "#fbdfd0",
+    "dense step": "#f3dcf0",
+    "outputs": "#eceff1",
+}
+_WIDTH, _LEFT, _GAP, _ROW = 1100.0, 100.0, 18.0, 26.0  # of the rows, of the stages' names, between boxes, between rows
+_TOP = 36.0
+_STYLE = (
+    "text{font:11px monospace;white-space:pre}.stage{font-weight:bold;font-size:12px}"
+    "path{fill:none;stroke:#78909c;stroke-opacity:.55}rect{stroke:#607d8b;rx:4px}.band{stroke:none}"
+    ".store{stroke-width:2.5}.head{fill:#78909c;stroke:none}"
+)
+_CHAR, _LINE, _PAD = 6.7, 15.0, 7.0
+_LONGEST = 44  # the most characters of a line
+_MOST = 3  # the most parameters that a box names
 
 
 def stages(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -69,30 +91,6 @@ def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
     sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and n.target is row_ops.pin)]
     found = [rows for source in sources if (rows := rows_at(module, source)) is not None]
     return ", ".join(dict.fromkeys(found)) or None
-
-
-_COLORS = {
-    "inputs": "#eceff1",
-    "pin": "#d1ecf9",
-    "gather": "#d9f2e3",
-    "forward": "#eef6d6",
-    "compiled": "#e6e6fa",
-    "backward": "#fdf0d0",
-    "exchange": "#e0ddf5",
-    "update": "#fbdfd0",
-    "dense step": "#f3dcf0",
-    "outputs": "#eceff1",
-}
-_WIDTH, _LEFT, _GAP, _ROW = 1100.0, 100.0, 18.0, 26.0  # of the rows, of the stages' names, between boxes, between rows
-_TOP = 36.0
-_STYLE = (
-    "text{font:11px monospace;white-space:pre}.stage{font-weight:bold;font-size:12px}"
-    "path{fill:none;stroke:#78909c;stroke-opacity:.55}rect{stroke:#607d8b;rx:4px}.band{stroke:none}"
-    ".store{stroke-width:2.5}.head{fill:#78909c;stroke:none}"
-)
-_CHAR, _LINE, _PAD = 6.7, 15.0, 7.0
-_LONGEST = 44  # the most characters of a line
-_MOST = 3  # the most parameters that a box names
 
 
 @dataclass

@@ -25,6 +25,10 @@ from .listing import STAGES, describe, stages
 from .why import Compiles
 
 _WAITING_SHARE = 0.1  # the share of the time that passed, from which on there is advice
+_CLOCK = "_clock"
+_AROUND = "Python around"
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
+_FUSED_SHARE = 0.25  # the share of a step that ops which fuse take, from which on there is advice
 
 
 class Waiting:
@@ -62,12 +66,6 @@ def _waited() -> dict[str, int]:
         with suppress(OSError, IndexError):  # the thread has ended, or this system does not count
             waited[thread.name] = int((thread / "schedstat").read_text().split()[1])
     return waited
-
-
-_CLOCK = "_clock"
-_AROUND = "Python around"
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
-_FUSED_SHARE = 0.25  # the share of a step that ops which fuse take, from which on there is advice
 
 
 class Op(NamedTuple):

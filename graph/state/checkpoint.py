@@ -72,6 +72,8 @@ _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 _TAKEN = ("", "__metadata__")  # names that no tensor in a safetensors file has
 _ITEMS = 1 << 16  # the most items of a container that `unseal` reads
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
+Random = list[Tensor]  # the states of a process's generators of random numbers
+log = logging.getLogger("tierbed")
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -> Any:
@@ -155,9 +157,6 @@ def _is_held_dtype(dtype: torch.dtype) -> bool:
     except (KeyError, RuntimeError, TypeError, ValueError):  # its versions know different ones
         return False
     return True
-
-
-Random = list[Tensor]  # the states of a process's generators of random numbers
 
 
 class Saving:
@@ -250,9 +249,6 @@ def _checksum(plain: Any) -> int:
 def _bytes(tensor: Tensor) -> int:
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(data.numpy().data)
-
-
-log = logging.getLogger("tierbed")
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:

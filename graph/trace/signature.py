@@ -28,6 +28,14 @@ NONE_OPEN: frozenset[int] = frozenset()
 # the containers of TorchRec by module and name, with the leaves that have a place for each id
 _TORCHREC = "torchrec.sparse.jagged_tensor"
 _OF_TORCHREC = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
+_TRAINING = attrgetter("training")
+_MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
+_HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_STRIDE = methodcaller("stride")
+_BUILTIN = (NoneType, bool, int, float, complex, str, bytes, range, type, FunctionType, BuiltinFunctionType)
+_PLAIN = (*_BUILTIN, Enum, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_INEXACT = (float, complex, np.generic)
 
 
 class Call(NamedTuple):
@@ -102,16 +110,6 @@ def _paths(value: Any) -> list[str]:
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
     except ValueError:  # it has an object of a class that was registered without field names
         return [""] * len(pytree.tree_leaves(value))
-
-
-_TRAINING = attrgetter("training")
-_MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
-_HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-_STRIDE = methodcaller("stride")
-_BUILTIN = (NoneType, bool, int, float, complex, str, bytes, range, type, FunctionType, BuiltinFunctionType)
-_PLAIN = (*_BUILTIN, Enum, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_INEXACT = (float, complex, np.generic)
 
 
 class Structure:

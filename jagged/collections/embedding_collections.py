@@ -24,6 +24,8 @@ from ..tensors.validation import refuse_trace
 from .configs import EmbeddingBagConfig, EmbeddingConfig
 from .tables import Tables, numbers_of, output_names, refuse_device
 
+PADDING_ID = -1  # of a collection that pads; no row
+
 
 @dataclass
 class _Part:
@@ -225,9 +227,6 @@ def jagged_of(given: Any) -> JaggedTensor:
         raise InputError(f"features: got a {type(given).__name__}; give a JaggedTensor for each key")
     offsets, lengths = given.offsets_or_none(), given.lengths_or_none()
     return JaggedTensor(given.values(), given.weights_or_none(), None if offsets is not None else lengths, offsets)
-
-
-PADDING_ID = -1  # of a collection that pads; no row
 
 
 class Padded(NamedTuple):

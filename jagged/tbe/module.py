@@ -54,6 +54,15 @@ from .specs import (
 )
 
 CHUNK = 1 << 16  # rows
+WRITES = (  # beside those whose name ends in _
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+)
+T = TypeVar("T")
+POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
 
 
 def copied_weights(embedding: MultiTableEmbedding, number: int, rows: int) -> Tensor:
@@ -106,15 +115,6 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer
             ]
             for of_table in states
         ]
-
-
-WRITES = (  # beside those whose name ends in _
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-)
 
 
 class ReadOnlyCopy(Tensor):
@@ -172,9 +172,6 @@ def _same_memory(found: Any, own: Sequence[ReadOnlyCopy]) -> Any:
         memory = found.untyped_storage()._cdata
         copy = next((one for one in own if one.untyped_storage()._cdata == memory), None)
     return found if copy is None else ReadOnlyCopy.of(found, copy.remedy)
-
-
-T = TypeVar("T")
 
 
 class TablesInEmbeddings(ModelSnapshots, nn.Module):
@@ -328,9 +325,6 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
             rows = [self.tables[number].rows for number in part.tables]
             found.update(zip(part.tables, copy(embedding, rows), strict=True))
         return [found[number] for number in range(len(self.tables))]
-
-
-POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
 
 
 class TableBatchedEmbeddingBags(TablesInEmbeddings):

@@ -31,6 +31,7 @@ from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLoca
 log = logging.getLogger("tierbed")
 
 _BAD_IDS = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
+LOAD_FACTOR = 0.2  # FBGEMM's default
 
 
 class Bounds:
@@ -64,9 +65,6 @@ class Bounds:
                     self._name,
                     ", ".join(map(repr, tables)),
                 )
-
-
-LOAD_FACTOR = 0.2  # FBGEMM's default
 
 
 class Table(NamedTuple):

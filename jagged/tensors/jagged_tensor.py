@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from ...engine.errors import InputError
 from .validation import check_ascending, check_offsets, check_values, is_traced, refuse_trace
 
+_PAD = "give desired_length, to_padded_dense(50)"
+
 
 class Carrier:
     """An object that holds tensors in `_fields`, some of them None, and else what `_context` gives.
@@ -191,9 +193,6 @@ class Jagged(Carrier, registered=False):
     def _told(self) -> str:
         weighted = "" if self._weights is None else ", weighted"
         return f"values {list(self._values.shape)} of {self._values.dtype}{weighted}"
-
-
-_PAD = "give desired_length, to_padded_dense(50)"
 
 
 class JaggedTensor(Jagged):

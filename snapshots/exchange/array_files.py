@@ -29,6 +29,9 @@ from ...engine.errors import InputError
 from .columns import Columns
 
 METADATA = "tierbed"  # the name under which a file keeps the description of its rows, as JSON
+_SUFFIX = ".npy"
+_COPY_BYTES = 1 << 20
+_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
 
 
 class Column(Protocol):
@@ -129,10 +132,6 @@ class ColumnsAside(dict[str, ColumnAside]):
         self._files.close()
 
 
-_SUFFIX = ".npy"
-_COPY_BYTES = 1 << 20
-
-
 def write_npz(path: Path, columns: ColumnsAside, metadata: str) -> None:
     """Write columns as the arrays of an uncompressed `.npz`, and the metadata as a 0-d array of text."""
     with ZipFile(path, "x", ZIP_STORED) as archive:
@@ -215,7 +214,6 @@ class _NpyColumn:
         return np.frombuffer(data, self.dtype)
 
 
-_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
 _DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "I16": "int16"}
 _DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
 

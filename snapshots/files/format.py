@@ -30,6 +30,35 @@ MOST_PARTS = 1024
 _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
 _PLACES = 1 << 16  # the values that the bits of a hash which choose a part can have
+FORMAT = 3  # of a snapshot in parts, or of rows that are not all float32; any other is of format 2
+OF_GROUP = 4  # of a snapshot of a store that is trained together with others
+MANIFEST = "manifest.msgpack"
+ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
+Kind = Literal["full", "incremental", "checkpoint"]
+KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
+_MAX_WIDTH = 1 << 20
+_MAX_DIM = 1 << 16  # of an embedding
+LAST_SEQUENCE = (1 << 48) - 1
+_MAX_DEPTH = 32  # of lists and maps in a description
+_MAX_FIELDS = 1000
+_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or a mark has room for its other fields
+INSTANT = "instant"  # the field of a manifest that `Saved` has
+OWN = ("base", "place", GROUP, AT)  # fields of MARK that the store folder itself keeps
+SHARE = "share"  # the field of MARK that says which rank has its rows
+OF_THE_MARK = (
+    "live",
+    "rows",
+    "shards",
+    TABLE_ROWS,
+    SHARE,
+    LIVE,
+)  # fields of a mark beside the description of a snapshot
+_MAX_SHARDS = BUCKETS
+_ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
+_STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
+_MAX_NAMED = 16  # states that are NumPy fields, whose names a header has
+_OWN_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "step")
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Part(NamedTuple):
@@ -143,39 +172,6 @@ def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
 
 def _description(dtype: np.dtype[np.void], rows: int) -> bytes:
     return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
-
-
-FORMAT = 3  # of a snapshot in parts, or of rows that are not all float32; any other is of format 2
-OF_GROUP = 4  # of a snapshot of a store that is trained together with others
-MANIFEST = "manifest.msgpack"
-ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
-
-Kind = Literal["full", "incremental", "checkpoint"]
-KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
-
-_MAX_WIDTH = 1 << 20
-_MAX_DIM = 1 << 16  # of an embedding
-LAST_SEQUENCE = (1 << 48) - 1
-_MAX_DEPTH = 32  # of lists and maps in a description
-_MAX_FIELDS = 1000
-_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or a mark has room for its other fields
-INSTANT = "instant"  # the field of a manifest that `Saved` has
-OWN = ("base", "place", GROUP, AT)  # fields of MARK that the store folder itself keeps
-SHARE = "share"  # the field of MARK that says which rank has its rows
-OF_THE_MARK = (
-    "live",
-    "rows",
-    "shards",
-    TABLE_ROWS,
-    SHARE,
-    LIVE,
-)  # fields of a mark beside the description of a snapshot
-_MAX_SHARDS = BUCKETS
-_ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
-_STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
-_MAX_NAMED = 16  # states that are NumPy fields, whose names a header has
-_OWN_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "step")
-_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ...engine import _core
 from ...engine.row_format import BUCKETS, Change, Chunks, Rows, keys_of
 
 _NONE = np.empty(0, np.uint8)
+_NEW = 2  # a code of `_core.join_rows`
 
 
 def aligned(left: Chunks, right: Chunks) -> Iterator[tuple[int, Rows | None, Rows | None]]:
@@ -96,9 +97,6 @@ class _Stream:
         taken: Rows = self.rows[:count]
         self.rows = self.rows[count:]
         return taken
-
-
-_NEW = 2  # a code of `_core.join_rows`
 
 
 class Difference(NamedTuple):

@@ -42,6 +42,8 @@ from .read_errors import UnreadError, damaged, remedy_of, unread
 _CHUNK_BYTES = 1 << 25
 
 Piece = tuple[str, Rows]  # file, rows
+Progress = Callable[[int], None]
+LONGEST_CHAIN = 100  # the most snapshots of one table; each is read by files and threads of its own
 
 
 class RowReader:
@@ -148,9 +150,6 @@ class RowReader:
         return damaged(self._folder / name, problem, self._folder)
 
 
-Progress = Callable[[int], None]
-
-
 class Link(Protocol):
     """What a chain needs of a `Snapshot`."""
 
@@ -220,9 +219,6 @@ def read_all(chunks: Chunks) -> None:
 
 def _untold(count: int) -> None:
     pass
-
-
-LONGEST_CHAIN = 100  # the most snapshots of one table; each is read by files and threads of its own
 
 
 class Snapshot:

@@ -31,6 +31,7 @@ from .rocksdb_child import END, FAILED, HEADER, READY
 
 _PIPE_BYTES = 1 << 20
 _SAID_BYTES = 500
+_PIECE_BYTES = 4 << 20
 
 
 class ApartError(Exception):
@@ -130,9 +131,6 @@ def _last_words(said_to: int) -> str:
     lines = os.pread(said_to, _SAID_BYTES, max(0, size - _SAID_BYTES)).decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f": {last}" if last else ""
-
-
-_PIECE_BYTES = 4 << 20
 
 
 def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:

@@ -51,6 +51,7 @@ from .reader import Snapshot, list_snapshots
 from .versions import Saved
 
 Progress = Callable[[int], None]
+Files = dict[str, RowFile]
 
 
 def write_rows(
@@ -347,9 +348,6 @@ def finish(
         file.flush()
         os.fsync(file.fileno())
     return manifest
-
-
-Files = dict[str, RowFile]
 
 
 def place_of(folder: Path) -> Path:

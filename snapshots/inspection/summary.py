@@ -20,6 +20,7 @@ from ...engine.row_format import EMBEDDING, RowForm
 from ..files.reader import Snapshot
 
 NORM_EDGES = np.concatenate([[0.0], np.logspace(-20, 20, 80_001)])  # each edge 0.12 % over the one before
+_BARS = 60
 
 
 @dataclass
@@ -94,9 +95,6 @@ def _spread(counter: Counter[int]) -> dict[str, int] | None:
     half = (counter.total() + 1) // 2
     median = next(v for v, below in zip(values, accumulate(counter[v] for v in values), strict=True) if below >= half)
     return {"min": values[0], "median": median, "max": values[-1]}
-
-
-_BARS = 60
 
 
 def check_plot(path: Path) -> None:

@@ -29,6 +29,9 @@ from .selection import ALL, LoadReport, Selection, types_of
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
 
+# files tell how they are read; only a run with the options of their making should merge them
+_AS_IS = "disable_auto_compactions=true"
+
 
 def mark_of_ranks(state: FolderState) -> dict[str, Any] | None:
     """One mark for the shares of ranks, as of a table that has all their rows; None where they are not whole.
@@ -294,7 +297,3 @@ def marked(store: StoreFolder) -> dict[str, Any]:
             "snapshot that it saved or loaded last"
         )
     return mark
-
-
-# files tell how they are read; only a run with the options of their making should merge them
-_AS_IS = "disable_auto_compactions=true"

@@ -18,6 +18,9 @@ from ..files.versions import AT, GROUP, At, GroupRecord
 
 PLACES = ("live", "live-2")
 LOCK = "LOCK"
+RANKS = "ranks"  # the folder of ranks' store folders in a store folder
+SNAPSHOTS = "snapshots"
+_LED = ".live-rows-"  # begins the name of a file, beside snapshots, that names a store folder which leads to them
 
 
 class RanksRecord(NamedTuple):
@@ -178,9 +181,6 @@ def holder(path: Path) -> int | None:
     return None
 
 
-RANKS = "ranks"  # the folder of ranks' store folders in a store folder
-
-
 class Live(NamedTuple):
     """The live rows of a share: their run, how many operations of all ranks wrote since it began, and their step."""
 
@@ -231,10 +231,6 @@ def remove_other_shares(store: Path, ranks: int) -> None:
     for place in (store / RANKS).glob("*-of-*"):
         if not place.name.endswith(f"-of-{ranks}"):
             shutil.rmtree(place, ignore_errors=True)
-
-
-SNAPSHOTS = "snapshots"
-_LED = ".live-rows-"  # begins the name of a file, beside snapshots, that names a store folder which leads to them
 
 
 def place_of(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:

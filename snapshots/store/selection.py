@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 Types = tuple[str, str]  # of the embedding, and of the states that every element has
+Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
 
 def converted_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
@@ -69,9 +70,6 @@ def _check_range(values: NDArray[np.float32], name: str, type: str, rows: Rows, 
             f"convert=True: {name} of key {keys[row]} in table {rows['table'][row]} holds {values[row, column]!s}, "
             f"which overflows {type}; load it into rows of torch.float32"
         )
-
-
-Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
 
 @dataclass

@@ -29,6 +29,10 @@ from ...row_format import BUCKETS, Keys, Tables
 from ...signals import uninterrupted
 from ...store.contract import Asked
 
+POLICIES = ("lru", "lfu")
+COUNTS = ("evictions_clean", "evictions_dirty", "overflows")
+_CACHE = np.dtype([("tags", "<u8"), ("ways", "<u8"), ("memory", "<u8"), ("sets", "<u4")], align=True)
+
 
 class _Coming:
     """An announced batch, and whether its rows are up."""
@@ -156,10 +160,6 @@ class CudaWindow:
         return True
 
 
-POLICIES = ("lru", "lfu")
-COUNTS = ("evictions_clean", "evictions_dirty", "overflows")
-
-_CACHE = np.dtype([("tags", "<u8"), ("ways", "<u8"), ("memory", "<u8"), ("sets", "<u4")], align=True)
 _ADMISSION = np.dtype([(name, "<u8") for name in ("slots", "lines", "hit", "gone", "before")])
 
 

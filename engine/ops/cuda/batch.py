@@ -24,6 +24,11 @@ from .program import Program
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
+_PROGRAM = Program("ops/cuda/batch.cu")
+_IDS = np.dtype(
+    [("padding", "<u8"), ("last", "<u8"), ("drops", "<u8"), ("dropped", "<u8"), ("has_padding", "<u4"),
+     ("num_tables", "<u4")], align=True
+)  # fmt: skip
 
 
 class Faults:
@@ -77,13 +82,6 @@ class Faults:
         error = self.take(self.seen(wait=True))
         if error is not None:
             raise error
-
-
-_PROGRAM = Program("ops/cuda/batch.cu")
-_IDS = np.dtype(
-    [("padding", "<u8"), ("last", "<u8"), ("drops", "<u8"), ("dropped", "<u8"), ("has_padding", "<u4"),
-     ("num_tables", "<u4")], align=True
-)  # fmt: skip
 
 
 class Segment(NamedTuple):

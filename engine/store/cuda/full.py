@@ -24,6 +24,7 @@ from .changed_lines import ChangedLines
 from .full_table import CudaFullTable
 
 Kept = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]
+SCAN_ROWS = 1 << 16  # rows of a chunk
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,6 @@ class TableImage:
         for bucket, part in parts:
             self._kept[bucket].append(part)
         self.kept_bytes += there.nbytes + was.nbytes
-
-
-SCAN_ROWS = 1 << 16  # rows of a chunk
 
 
 class CudaFullStore(WithoutAnnouncements[Batch]):
