@@ -123,11 +123,12 @@ def _figures(sizes: Sizes) -> list[Figure]:
     del counted
     shared, each = Model(sizes), Model(sizes)
     batches = _batches(sizes, sizes.own)
-    before, step_cache.OWN = step_cache.OWN, sizes.own  # no step for many sizes among those of their own
+    before = step_cache.MAX_STATIC_SHAPES
+    step_cache.MAX_STATIC_SHAPES = sizes.own  # no step for many sizes among those of their own
     try:
         ratios, times = _timed(sizes, shared, each, batches)
     finally:
-        step_cache.OWN = before
+        step_cache.MAX_STATIC_SHAPES = before
     if (found := _steps_of(each)) != sizes.own:
         raise Mismatch(f"{found} steps for {sizes.own} sizes")
     _check_rows(sizes, shared, each)

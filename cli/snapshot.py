@@ -29,7 +29,7 @@ from .output import print_fields, print_json, print_table, progress, size, text
 if TYPE_CHECKING:
     from ..engine.errors import SnapshotError
     from ..snapshots.files.reader import Snapshot
-    from ..snapshots.store.retention import Retained
+    from ..snapshots.store.retention import PrunePlan
 
 
 def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, as_json: Json = False) -> None:
@@ -106,7 +106,7 @@ def prune(
         print(f"{prefix and prefix + ' '}{len(done.removed)} of {count} snapshots, {size(bytes)}")
 
 
-def _prune(plans: dict[Path, Retained], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
+def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
     """Prune stores, by the process that has one open or by this, and let `plans` say what was done."""
     from ..engine.errors import TierbedError
     from ..snapshots.control.client import ask_prune
@@ -121,7 +121,7 @@ def _prune(plans: dict[Path, Retained], keep_last: int, keep_every: int | None, 
                 if one in held and (answer := ask_prune(one, keep_last, keep_every, timeout)) is not None:
                     gone, every = answer[0], [*plan.kept, *plan.removed]
                     kept, for_live = ([s for s in part if s.name not in gone] for part in (every, plan.for_live_rows))
-                    plans[one] = retention.Retained(kept, [s for s in every if s.name in gone], for_live)
+                    plans[one] = retention.PrunePlan(kept, [s for s in every if s.name in gone], for_live)
                 else:
                     with StoreFolder(one) as folder:
                         plans[one] = retention.prune(folder, keep_last, keep_every)

@@ -17,17 +17,17 @@ import torch
 
 from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
-from .rank_group import Script
+from .rank_group import CollectiveSequence
 
 if TYPE_CHECKING:
-    from .rank_group import Exchange, Group
+    from .rank_group import PendingAllToAll, RankGroup
 
 FIELDS = 6  # of a header: whether it refuses, the checksums of op and numbers, the count for the receiver, a note, asks
 
 MOST_NAMED = 3  # of what differs between ranks, an error names so much
 
 
-class Answer(NamedTuple):
+class HandshakeResult(NamedTuple):
     """What the headers of all ranks say, by rank."""
 
     counts: list[int]  # what each rank sends to this one
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     asked: bool  # whether a rank asks for more
 
 
-class Agreement:
+class Handshake:
     """One exchange of headers, on its way from here until `settle`.
 
     op: what every rank must be about to do. same: numbers that must be equal on all ranks, by name. counts: by rank,
@@ -45,7 +45,7 @@ class Agreement:
 
     def __init__(
         self,
-        world: Group,
+        world: RankGroup,
         op: str,
         error: BaseException | None = None,
         same: Mapping[str, Any] | None = None,
@@ -57,7 +57,7 @@ class Agreement:
         self._world, self._op, self._error, self._same = world, op, error, dict(same or {})
         if world.pending is not None:
             world.pending.settle()  # in the place of its headers a rank may have sent others: all are told before these
-        self._answer: Answer | None = None
+        self._answer: HandshakeResult | None = None
         self.refused: BaseException | None = None  # what `settle` raised
         given = np.empty((world.size, FIELDS), np.int64)  # by NumPy, whose small calls take a fraction of torch's time
         given[:] = (error is not None, _checksum(op), _checksum(self._same), 0, note, asks)
@@ -67,10 +67,10 @@ class Agreement:
         self._headers = np.empty_like(given)
         out, sent = (torch.from_numpy(headers.reshape(-1)) for headers in (self._headers, given))
         sizes = [FIELDS] * world.size
-        self._exchange: Exchange = world.start(op, out, sent, sizes, sizes)
+        self._exchange: PendingAllToAll = world.start(op, out, sent, sizes, sizes)
         world.pending = self
 
-    def settle(self) -> Answer:
+    def settle(self) -> HandshakeResult:
         """Wait for all headers. Where a rank refuses, or ranks differ, raises on every rank, and nothing has moved.
 
         Raises the class of the lowest refusing rank's error where that is a TierbedError, else GroupError.
@@ -90,11 +90,11 @@ class Agreement:
                 self.refused = error
                 raise
         counts, notes, asks = ([header[field] for header in headers] for field in range(3, FIELDS))
-        self._answer = Answer(counts, notes, any(asks))
+        self._answer = HandshakeResult(counts, notes, any(asks))
         return self._answer
 
     def _refuse(self) -> NoReturn:
-        same = _packed(self._same, lambda one: one.parts if isinstance(one, Script) else repr(one))
+        same = _packed(self._same, lambda one: one.parts if isinstance(one, CollectiveSequence) else repr(one))
         said = msgpack.packb({"op": self._op, "same": msgpack.unpackb(same), "error": _told(self._error)})
         every = [msgpack.unpackb(data) for data in raw_bytes(self._world, self._op, said)]
         raise_first([one["error"] for one in every], self._error, self._world)
@@ -104,27 +104,27 @@ class Agreement:
 
 
 def agree(
-    world: Group,
+    world: RankGroup,
     op: str,
     error: BaseException | None = None,
     same: Mapping[str, Any] | None = None,
     counts: Sequence[int] | None = None,
     note: int = 0,
     asks: bool = False,
-) -> Answer:
-    """Exchange headers and wait for them, as `Agreement`."""
+) -> HandshakeResult:
+    """Exchange headers and wait for them, as `Handshake`."""
     with world.whole(op):
-        return Agreement(world, op, error, same, counts, note, asks).settle()
+        return Handshake(world, op, error, same, counts, note, asks).settle()
 
 
-def everywhere(world: Group, op: str, call: Callable[[], Any]) -> Any:
+def everywhere(world: RankGroup, op: str, call: Callable[[], Any]) -> Any:
     """The result of a call that every rank makes for itself. What it raises on one rank is raised on all."""
     result, error = attempt(call)
     agree(world, op, error)
     return result
 
 
-def told(world: Group, op: str, call: Callable[[], Any]) -> list[Any]:
+def told(world: RankGroup, op: str, call: Callable[[], Any]) -> list[Any]:
     """What `call` returned on each rank, as msgpack carries it. What it raises on one rank is raised on all."""
     value, error = attempt(call)
     with world.whole(op):
@@ -134,7 +134,7 @@ def told(world: Group, op: str, call: Callable[[], Any]) -> list[Any]:
 
 
 @contextmanager
-def telling(world: Group, op: str) -> Iterator[None]:
+def telling(world: RankGroup, op: str) -> Iterator[None]:
     """A block of exchanges that all ranks make. What it raises before the first of them is raised on all ranks."""
     before = world.calls
     try:
@@ -153,7 +153,7 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def raise_first(told: Sequence[Mapping[str, str] | None], error: BaseException | None, world: Group) -> None:
+def raise_first(told: Sequence[Mapping[str, str] | None], error: BaseException | None, world: RankGroup) -> None:
     """Raise the first error that ranks told, if there is one. error: that of this rank."""
     if error is not None and not isinstance(error, Exception):
         world.told = error
@@ -170,7 +170,7 @@ def raise_first(told: Sequence[Mapping[str, str] | None], error: BaseException |
     raise world.told from (error if rank == world.rank else None)
 
 
-def raw_bytes(world: Group, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
+def raw_bytes(world: RankGroup, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
     """The bytes of each rank, in rank order, where all ranks are known to be in this very call.
 
     readers: how many ranks, from rank 0 on, are given them; None for all. The others get empty ones.
@@ -189,7 +189,7 @@ def raw_bytes(world: Group, op: str, data: bytes, readers: int | None = None) ->
 def _checksum(value: Any) -> int:
     if isinstance(value, str):
         return zlib.crc32(value.encode(errors="backslashreplace"))
-    return zlib.crc32(_packed(value, lambda one: one.checksum if isinstance(one, Script) else repr(one)))
+    return zlib.crc32(_packed(value, lambda one: one.checksum if isinstance(one, CollectiveSequence) else repr(one)))
 
 
 def _packed(value: Any, default: Callable[[Any], Any]) -> bytes:

@@ -9,7 +9,7 @@ from ..snapshots.files.reader import Snapshot
 from .agreement import everywhere, told
 
 if TYPE_CHECKING:
-    from .rank_group import Group
+    from .rank_group import RankGroup
 
 
 def reading(op: str) -> str:
@@ -17,7 +17,7 @@ def reading(op: str) -> str:
     return f"{op}: its rows"
 
 
-def check_all_rows(world: Group, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
+def check_all_rows(world: RankGroup, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
     """Raise SnapshotError on all ranks where their parts are not all rows of each snapshot in the chain. Collective.
 
     read: gives how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..engine.errors import GraphError
 from .agreement import agree, attempt
-from .rank_group import Exchange, Group
+from .rank_group import PendingAllToAll, RankGroup
 from .sendable import bytes_of, check_sendable
 from .world import World
 
@@ -36,7 +36,7 @@ class Vote(NamedTuple):
 
 
 def reduce(
-    world: Group,
+    world: RankGroup,
     op: str,
     tensors: Sequence[Tensor],
     error: BaseException | None = None,
@@ -62,7 +62,7 @@ def reduce(
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)
         sums = list(tensors)
-        running = [_Sum(world, op, [tensors[i] for i in places], givers) for places in by_dtype.values()]
+        running = [_OrderedAllReduce(world, op, [tensors[i] for i in places], givers) for places in by_dtype.values()]
         for each in running:
             each.add()
         for each, places in zip(running, by_dtype.values(), strict=True):
@@ -71,10 +71,10 @@ def reduce(
     return Vote(sums, len(givers), all(number & _FINITE for number in told))
 
 
-class _Sum:
+class _OrderedAllReduce:
     """The sum of tensors of one dtype, on its way: each rank adds up a slice, and gives it to all."""
 
-    def __init__(self, world: Group, op: str, tensors: list[Tensor], givers: list[int]) -> None:
+    def __init__(self, world: RankGroup, op: str, tensors: list[Tensor], givers: list[int]) -> None:
         self._world, self._op, self._tensors, self._givers = world, op, tensors, givers
         gives = world.rank in givers
         self._dtype = tensors[0].dtype
@@ -109,7 +109,7 @@ class _Sum:
         parts = (self._flat[begin:end] for begin, end in pairwise(ends))
         return [part.view(like.shape).to(like.device) for part, like in zip(parts, self._tensors, strict=True)]
 
-    def _start(self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int]) -> Exchange:
+    def _start(self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int]) -> PendingAllToAll:
         """As bytes, since Gloo does not take every dtype."""
         width = self._dtype.itemsize
         return self._world.start(

@@ -11,25 +11,25 @@ from zlib import crc32
 
 import numpy as np
 
-from ..embedding.recovery import Share
+from ..embedding.recovery import RankShard
 from ..embedding.rows_in_tensors import NOT_WHOLE, RowTensors
 from ..embedding.rows_reference import is_at, saved_as
-from ..embedding.table_handle import HeldTable
+from ..embedding.table_handle import LocalTableHandle
 from ..embedding.training_group import UNSETTLED
 from ..engine.errors import SnapshotError, StoreError
 from ..engine.row_format import RowForm
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
-from ..snapshots.files.format import Part
+from ..snapshots.files.format import HashShard
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, Rows
-from ..snapshots.store.folder_state import Live, remove_other_shares
+from ..snapshots.store.folder_state import ShardVersion, remove_other_shares
 from ..snapshots.store.instants import rows_of, rows_of_ranks
 from .agreement import agree, attempt, everywhere, raw_bytes, told
-from .home import Home
-from .live_rows import LiveRows
+from .home import SharedFolder
+from .live_rows import RecoveryDecision
 from .membership import RankMembership, settle_ranks
-from .requests import Requests
+from .requests import SaveRequests
 from .saves import RankSnapshots
 from .sharded_table import ShardedTable
 
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..embedding.rows_reference import SavedAs
+    from ..embedding.rows_reference import RowsReference
     from ..embedding.training_group import TrainingGroup
     from ..engine.optim.row_optimizer import RowOptimizer
     from ..engine.options.store_options import StoreOptions
     from ..engine.options.table_spec import TableSpec
     from ..engine.table.table import OpenTable
-    from .rank_group import Group
+    from .rank_group import RankGroup
     from .together import SavesTogether
 
-_by_folder: weakref.WeakValueDictionary[str, ShardedHeld] = weakref.WeakValueDictionary()
+_by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakValueDictionary()
 
 
-class ShardedHeld(RankSnapshots):
-    """A `Held` of rows of all ranks. `own` holds the rows that this rank has, in tiers and a store folder of its own.
+class ShardedTableHandle(RankSnapshots):
+    """A `TableHandle` of rows of all ranks. `own` holds the rows of this rank, in its own tiers and store folder.
 
-    `home` is the store folder of all of them, None where they are not on a disk. As with `HeldTable`, a second hold of
-    a folder closes the first.
+    `home` is the store folder of all of them, None where they are not on a disk. As with `LocalTableHandle`, a second
+    handle of a folder closes the first.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class ShardedHeld(RankSnapshots):
         group: TrainingGroup | None = None,
         for_load: bool = False,
     ) -> None:
-        """Open the rows on all ranks. Raises what `HeldTable` raises, on every rank, and GroupError."""
+        """Open the rows on all ranks. Raises what `LocalTableHandle` raises, on every rank, and GroupError."""
         self._world, self.name = world, spec.name
-        self.awaited: Sequence[SavedAs] = ()
+        self.awaited: Sequence[RowsReference] = ()
         self.home = None
         self.membership = None  # on rank 0
         op = f"opening embedding {spec.name!r}"
@@ -96,7 +96,7 @@ class ShardedHeld(RankSnapshots):
             _by_folder[folder] = self
         self.table = ShardedTable(world, self.own, options.capacity if options.eviction == "none" else None)
         self.table.between_steps = self.at_step
-        self.table.requests = Requests(world, self, _held_at)
+        self.table.requests = SaveRequests(world, self, _held_at)
         self._service = Service()
         self._serve()
 
@@ -107,12 +107,12 @@ class ShardedHeld(RankSnapshots):
         options: StoreOptions,
         optimizer: RowOptimizer | None,
         device: torch.device,
-    ) -> tuple[HeldTable, LiveRows | None]:
+    ) -> tuple[LocalTableHandle, RecoveryDecision | None]:
         world = self._world
-        share = Share(world.rank, world.size, world.on_host)
-        rows = None if self.home is None else LiveRows(world, op, self.home, options.open)
+        share = RankShard(world.rank, world.size, world.on_host)
+        rows = None if self.home is None else RecoveryDecision(world, op, self.home, options.open)
         decide = None if rows is None else rows.decide
-        own, error = attempt(lambda: HeldTable(spec, options, optimizer, device, share, decide))
+        own, error = attempt(lambda: LocalTableHandle(spec, options, optimizer, device, share, decide))
         if rows is not None:
             rows.settle(error)
         try:
@@ -127,7 +127,7 @@ class ShardedHeld(RankSnapshots):
             raise
         return own, rows
 
-    def _enlist(self, op: str, group: TrainingGroup | None, rows: LiveRows | None, fresh: bool) -> None:
+    def _enlist(self, op: str, group: TrainingGroup | None, rows: RecoveryDecision | None, fresh: bool) -> None:
         """Note on rank 0 what the rows are trained together with. Where that fails, closes them on all ranks."""
         home = self.home
 
@@ -138,7 +138,7 @@ class ShardedHeld(RankSnapshots):
             self.membership.holder = ref(self)
             self.own.before_first_write(self.membership.first_write_noted)
             if rows.is_live:
-                live = Live(self.own.life.run, self.own.life.writes, 0)
+                live = ShardVersion(self.own.life.run, self.own.life.writes, 0)
                 opened = rows_of_ranks(live, self.membership.record, home.keeper)
             else:
                 base = rows.base
@@ -154,13 +154,13 @@ class ShardedHeld(RankSnapshots):
                 self.own.close()
                 raise
 
-    def _take(self, folder: str, options: StoreOptions) -> Home:
+    def _take(self, folder: str, options: StoreOptions) -> SharedFolder:
         older = _by_folder.get(folder)
         if older is not None:
             older.close()
-        return Home(self._world.rank, self.name, options)
+        return SharedFolder(self._world.rank, self.name, options)
 
-    def _begin(self, rows: LiveRows) -> None:
+    def _begin(self, rows: RecoveryDecision) -> None:
         """Note on rank 0 whose the live rows are, once every rank has those that it opens with."""
         if self.home is not None and self.home.folder is not None:
             self.home.begin(self._world.size, rows.run, rows.base)
@@ -179,18 +179,18 @@ class ShardedHeld(RankSnapshots):
         return self.own.unsettled
 
     def keep_rows(self) -> None:
-        """As `HeldTable.keep_rows`. Every rank calls it."""
+        """As `LocalTableHandle.keep_rows`. Every rank calls it."""
         if self.own.is_open:
             op = f"keep_rows() of embedding {self.name!r}"
             everywhere(self._world, op, (lambda: None) if self.membership is None else self.membership.keep)
 
     @property
     def own_open(self) -> OpenTable | None:
-        """As `HeldTable.own_open`, of this rank's rows."""
+        """As `LocalTableHandle.own_open`, of this rank's rows."""
         return self.own.own_open
 
     def join(self, group: TrainingGroup) -> None:
-        """As `HeldTable.join`. Every rank calls it."""
+        """As `LocalTableHandle.join`. Every rank calls it."""
         if self.own.is_open:
             everywhere(self._world, f"group of embedding {self.name!r}", lambda: self._join(group))
 
@@ -200,11 +200,11 @@ class ShardedHeld(RankSnapshots):
             self.membership.enlist()
 
     def note_torn(self) -> None:
-        """As `HeldTable.note_torn`."""
+        """As `LocalTableHandle.note_torn`."""
         self.own.note_torn()
 
-    def go_to(self, awaited: SavedAs) -> bool:
-        """As `HeldTable.go_to`. Every rank calls it."""
+    def go_to(self, awaited: RowsReference) -> bool:
+        """As `LocalTableHandle.go_to`. Every rank calls it."""
         op = f"loading the state of embedding {self.name!r}"
         agree(self._world, op, same={"state_dict": awaited._asdict()})
         there = saved_as(self.place, awaited.snapshot)
@@ -228,7 +228,7 @@ class ShardedHeld(RankSnapshots):
         return RowTensors.filled({**own.description, NOT_WHOLE: self._world.rank > 0}, sum(map(len, parts)), parts)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
-        """As `HeldTable.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
+        """As `LocalTableHandle.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
         def parsed() -> RowTensors:
@@ -244,7 +244,7 @@ class ShardedHeld(RankSnapshots):
         for _, rows in held.chunks():
             checksum = crc32(rows.tobytes(), checksum)
         agree(self._world, op, same={"rows": len(held), "their checksum": checksum})
-        part = Part(self._world.rank, self._world.size)
+        part = HashShard(self._world.rank, self._world.size)
         mine = [part.rows(rows) for _, rows in held.chunks()]
         own = RowTensors.filled(held.description, sum(map(len, mine)), mine)
         try:
@@ -262,7 +262,7 @@ class ShardedHeld(RankSnapshots):
         return self.table.size()
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """As `HeldTable.use_optimizer`. Every rank calls it. Where it costs one of them its rows, all are closed."""
+        """As `LocalTableHandle.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
         everywhere(self._world, op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows takes any
         with self._world.whole(op):
@@ -272,11 +272,11 @@ class ShardedHeld(RankSnapshots):
             agree(self._world, f"{op}: done", error)
 
     def move(self, device: torch.device) -> None:
-        """As `HeldTable.move`, for the rows of this rank."""
+        """As `LocalTableHandle.move`, for the rows of this rank."""
         self.own.move(device)
 
     def forget_announced(self) -> None:
-        """As `HeldTable.forget_announced`. Other ranks learn of it at the next step."""
+        """As `LocalTableHandle.forget_announced`. Other ranks learn of it at the next step."""
         self.table.ahead.forget()
         self.own.forget_announced()
 
@@ -285,7 +285,7 @@ class ShardedHeld(RankSnapshots):
         self.table.release()
 
     def close(self) -> None:
-        """As `HeldTable.close`, for the rows of this rank. Waits for no other rank."""
+        """As `LocalTableHandle.close`, for the rows of this rank. Waits for no other rank."""
         self.drop_saving()
         self._service.stop()
         try:
@@ -301,7 +301,7 @@ class ShardedHeld(RankSnapshots):
                 self._let_go()
 
     def finish(self) -> None:
-        """Close at the end of the embedding or the process, as `HeldTable.finish`. Waits for no other rank."""
+        """Close at the end of the embedding or the process, as `LocalTableHandle.finish`. Waits for no other rank."""
         self.drop_saving()
         self._service.stop()
         self.own.finish()
@@ -319,7 +319,7 @@ class ShardedHeld(RankSnapshots):
             self.home.release()
 
 
-def _held_at(store: str) -> ShardedHeld:
+def _held_at(store: str) -> ShardedTableHandle:
     """What this process holds of the store in a folder, by its real path. StoreError."""
     held = _by_folder.get(store)
     if held is None or not held.own.is_open:
@@ -327,7 +327,9 @@ def _held_at(store: str) -> ShardedHeld:
     return held
 
 
-def _described(world: Group, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
+def _described(
+    world: RankGroup, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None
+) -> dict[str, Any]:
     """What must be the same on all ranks, by the name that the user knows."""
     state = None if optimizer is None else spec.state_of(optimizer)
     rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]

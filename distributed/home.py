@@ -6,7 +6,7 @@ import contextlib
 import secrets
 from pathlib import Path
 
-from ..embedding.recovery import Base
+from ..embedding.recovery import RecoveryPoint
 from ..engine.errors import StoreError
 from ..engine.options.store_options import StoreOptions
 from ..snapshots.store.folder import StoreFolder
@@ -16,7 +16,7 @@ from ..snapshots.store.save import base_of
 _TOKEN = ".token-"
 
 
-class Home:
+class SharedFolder:
     """What a rank has of the store folder. `folder` is held by rank 0, and None on the others."""
 
     def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
@@ -64,16 +64,16 @@ class Home:
             with contextlib.suppress(OSError):
                 token.unlink()
 
-    def base_of_ranks(self) -> Base | None:
+    def base_of_ranks(self) -> RecoveryPoint | None:
         """The snapshot that rows of ranks go back to, on rank 0. Raises SnapshotError."""
-        return Base.of(base_of(self.keeper))
+        return RecoveryPoint.of(base_of(self.keeper))
 
-    def base_of_one(self) -> Base | None:
+    def base_of_one(self) -> RecoveryPoint | None:
         """The snapshot that rows of one process go back to, on rank 0. Raises SnapshotError."""
         assert self.folder is not None
-        return Base.of(base_of(self.folder))
+        return RecoveryPoint.of(base_of(self.folder))
 
-    def begin(self, ranks: int, run: str, base: Base | None) -> None:
+    def begin(self, ranks: int, run: str, base: RecoveryPoint | None) -> None:
         """On rank 0, let the live rows be those of ranks, in place of what was there. Raises StoreError."""
         assert self.folder is not None
         if self.folder.live.exists() or self.folder.read_mark() is not None:

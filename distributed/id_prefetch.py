@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING
 
 from ..engine.options.lookup import Lookup
 from ..engine.table.prefetch import QUEUE, copied, same_lookups
-from .agreement import Agreement
-from .row_exchange import IdsOnTheirWay, Local, Traffic
+from .agreement import Handshake
+from .row_exchange import IdExchange, LocalBatch, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
     from ..engine.processors.processor import Processor
-    from .rank_group import Group
+    from .rank_group import RankGroup
 
 
-class Coming:
+class AnnouncedStep:
     """An announced step. Its headers are on their way, then its ids, then `asked` is there."""
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         op: str,
         number: int,
         lookups: Sequence[Lookup] | None,
-        local: Local | None,
+        local: LocalBatch | None,
         traffic: Traffic,
     ) -> None:
         self.number = number  # of the announcement, the same on all ranks
@@ -42,8 +42,8 @@ class Coming:
         self._group, self._op, self._traffic = group, op, traffic
         self._lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
         counts = [0] * group.size if local is None else local.counts
-        self._headers = Agreement(group, op, counts=counts, note=local is None)
-        self._ids: IdsOnTheirWay | None = None
+        self._headers = Handshake(group, op, counts=counts, note=local is None)
+        self._ids: IdExchange | None = None
 
     @property
     def is_refused(self) -> bool:
@@ -78,18 +78,18 @@ class Coming:
         self.dropped = any(answer.notes)
         if not self.dropped:
             assert self.local is not None
-            self._ids = IdsOnTheirWay(self._group, f"ids of {self._op}", self.local, answer.counts, self._traffic)
+            self._ids = IdExchange(self._group, f"ids of {self._op}", self.local, answer.counts, self._traffic)
 
 
-class Ahead:
+class IdPrefetcher:
     """The announced steps of one embedding, in their order. `tell` gets what the ranks will ask of this one."""
 
-    def __init__(self, group: Group, name: str, traffic: Traffic, tell: Callable[[list[Lookup]], None]) -> None:
+    def __init__(self, group: RankGroup, name: str, traffic: Traffic, tell: Callable[[list[Lookup]], None]) -> None:
         self._group, self._name, self._traffic, self._tell = group, name, traffic, tell
-        self._coming: deque[Coming] = deque()
+        self._coming: deque[AnnouncedStep] = deque()
         self._count = 0
 
-    def announce(self, lookups: Sequence[Lookup] | None, make: Callable[[], Local]) -> None:
+    def announce(self, lookups: Sequence[Lookup] | None, make: Callable[[], LocalBatch]) -> None:
         """Announce a step on all ranks. lookups: None where this rank does not know them; then nobody is told.
 
         make: deduplicates them. What it raises is left for the step.
@@ -103,7 +103,7 @@ class Ahead:
                 lookups = None
         number = self._count + 1
         op = f"coming step {number} of embedding {self._name!r}"
-        self._coming.append(Coming(self._group, op, number, lookups, local, self._traffic))
+        self._coming.append(AnnouncedStep(self._group, op, number, lookups, local, self._traffic))
         self._count = number  # only now: on no rank it is announced where the headers before these are refused
         if len(self._coming) > QUEUE and self._coming[0].is_over:
             self._coming.popleft()
@@ -119,7 +119,7 @@ class Ahead:
         """The number of the announcement of these lookups on a processor, from 1; 0 where there is none."""
         return next((coming.number for coming in self._coming if coming.is_of(lookups, processor)), 0)
 
-    def local_of(self, number: int) -> Local:
+    def local_of(self, number: int) -> LocalBatch:
         """The unique rows of an announced step."""
         local = self._of(number).local
         assert local is not None
@@ -151,10 +151,10 @@ class Ahead:
             self._count -= 1  # the others announced nothing, or as little as this rank
         self._coming = deque(coming for coming in self._coming if coming.is_wanted or not coming.is_over)
 
-    def _of(self, number: int) -> Coming:
+    def _of(self, number: int) -> AnnouncedStep:
         return next(coming for coming in self._coming if coming.number == number)
 
-    def _advance(self, coming: Coming) -> None:
+    def _advance(self, coming: AnnouncedStep) -> None:
         if not coming.is_over:
             coming.advance()
             if coming.asked is not None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..embedding.recovery import (
-    Base,
-    Found,
-    Opening,
+    FolderContents,
+    OpenPlan,
+    RecoveryPoint,
     check_let_go,
     keep,
     leave_ranks,
@@ -20,39 +20,39 @@ from ..embedding.recovery import (
     restored,
 )
 from ..engine.errors import StoreError
-from ..snapshots.files.format import Part
+from ..snapshots.files.format import HashShard
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.store.folder_state import Live, RanksRecord, live_in, live_of, live_together, marks_in
+from ..snapshots.store.folder_state import RanksRecord, ShardVersion, live_in, live_of, live_together, marks_in
 from .agreement import agree, told
 from .all_rows import check_all_rows, reading
 
 if TYPE_CHECKING:
-    from .home import Home
-    from .rank_group import Group
+    from .home import SharedFolder
+    from .rank_group import RankGroup
 
 
-class Report(NamedTuple):
+class ShardReport(NamedTuple):
     """What a rank found: the live rows and the noted step of its share, and shares of another number of ranks.
 
     Of rank 0 alone, what the store folder has of one process: the step and the number of its live rows where they are
     whole, whether it was open, and whether it holds anything.
     """
 
-    live: Live | None
+    live: ShardVersion | None
     noted: int | None
-    others: dict[int, Live | None]
+    others: dict[int, ShardVersion | None]
     alone: tuple[int, int] | None = None
     was_open: bool = False
     begun: bool = False
 
 
-class LiveRows:
+class RecoveryDecision:
     """The decision of all ranks with which rows to open.
 
     Every rank makes one, opens its share by `decide`, and calls `settle` then.
     """
 
-    def __init__(self, world: Group, op: str, home: Home, mode: str) -> None:
+    def __init__(self, world: RankGroup, op: str, home: SharedFolder, mode: str) -> None:
         """home: of this rank. mode: the option `open`. Raises StoreError on all ranks."""
         self._world, self._home = world, home
         self._op = f"{op}: its rows"
@@ -62,30 +62,30 @@ class LiveRows:
         self._has_read = False  # whether this rank told the others how many rows of the base it read
         self._counted = False  # whether the ranks read all of them
         self.is_live = False
-        self.base: Base | None = None
+        self.base: RecoveryPoint | None = None
         first = told(world, f"{op}: its store folder", self._introduced)[0]
         self._token: str = first["token"]
         self.run = self._token  # the id of a run that begins here
         self._record = None if first["record"] is None else RanksRecord(*first["record"])
         self._path = Path(first["path"])  # of rank 0
 
-    def decide(self, found: Found) -> Opening:
+    def decide(self, found: FolderContents) -> OpenPlan:
         """How this rank opens its share. Raises StoreError and SnapshotError on all ranks, if the ranks disagree."""
         self._asked = True
         reports = [_read(one) for one in told(self._world, self._op, lambda: self._report(found))]
         live = self._live(reports)
         if live is not None:
             self.run, self.is_live, self._agreed = live.run, True, True
-            return Opening(found.mark, run=live.run, writes=live.writes)
+            return OpenPlan(found.mark, run=live.run, writes=live.writes)
         said = None if self._fresh else self._go_back(reports)
         self._agreed = True
         if self._home.folder is None or self._home.keeper.at is not None:  # it was said of all that train together
             said = None
         if self.base is None:
-            return Opening(run=self.run, said=said)
-        part = Part(self._world.rank, self._world.size)
+            return OpenPlan(run=self.run, said=said)
+        part = HashShard(self._world.rank, self._world.size)
         snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_part(part)
-        return Opening(snapshot=snapshot, run=self.run, said=said, verified=lambda: self._count(snapshot))
+        return OpenPlan(snapshot=snapshot, run=self.run, said=said, verified=lambda: self._count(snapshot))
 
     def settle(self, error: BaseException | None) -> None:
         """Join the other ranks, which wait for this one, where its share could not be opened. error: of that.
@@ -119,7 +119,7 @@ class LiveRows:
             return {}
         return {"token": home.leave_token(), "record": home.keeper.of_ranks, "path": str(home.path)}
 
-    def _report(self, found: Found) -> Report:
+    def _report(self, found: FolderContents) -> ShardReport:
         home, record = self._home, self._record
         home.find_token(self._token)
         others = {}
@@ -127,21 +127,21 @@ class LiveRows:
             check_let_go(home.path, record.ranks)
             others = dict(live_of(marks_in(home.path, record.ranks), record.ranks))
         noted = found.noted_step if record is not None or home.folder is None else home.folder.noted_step
-        report = Report(live_in(found.mark, self._world.rank, self._world.size), noted, others)
+        report = ShardReport(live_in(found.mark, self._world.rank, self._world.size), noted, others)
         if home.folder is None:
             return report
         mark = home.folder.read_mark()
         alone = None if mark is None else (mark["step"], mark["rows"])
         return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.begun)
 
-    def _live(self, reports: list[Report]) -> Live | None:
+    def _live(self, reports: list[ShardReport]) -> ShardVersion | None:
         """The live rows of this number of ranks, where all are of one instant and later than those of one process."""
         record = self._record
         if self._fresh or record is None or record.ranks != self._world.size or reports[0].alone is not None:
             return None
         return live_together(record, [report.live for report in reports])
 
-    def _go_back(self, reports: list[Report]) -> tuple[int, str] | None:
+    def _go_back(self, reports: list[ShardReport]) -> tuple[int, str] | None:
         """Find the snapshot to go back to. Returns the level and the text to log."""
         record, first = self._record, reports[0]
         if record is None or first.alone is not None:
@@ -149,7 +149,7 @@ class LiveRows:
             return self._leave_one(first)
         self.base = base = self._told_base(lambda: self._home.base_of_ranks())
         if record.ranks != self._world.size:
-            shares: dict[int, Live | None] = {}
+            shares: dict[int, ShardVersion | None] = {}
             for rank, live in (one for report in reports for one in report.others.items()):
                 if rank not in shares or (live is not None and live.run == record.run):  # a host may have an older one
                     shares[rank] = live
@@ -160,11 +160,11 @@ class LiveRows:
         reached = max((report.noted for report in reports if report.noted is not None), default=None)
         return logging.WARNING, f"{why}; all ranks: {restored(base)}; {lost(base, reached)}"
 
-    def _told_base(self, find: Callable[[], Base | None]) -> Base | None:
+    def _told_base(self, find: Callable[[], RecoveryPoint | None]) -> RecoveryPoint | None:
         found = told(self._world, f"{self._op}: the snapshot", find if self._world.rank == 0 else lambda: None)[0]
-        return None if found is None else Base(*found)
+        return None if found is None else RecoveryPoint(*found)
 
-    def _leave_one(self, first: Report) -> tuple[int, str] | None:
+    def _leave_one(self, first: ShardReport) -> tuple[int, str] | None:
         """What is logged where ranks take over the folder of one process, or a new one. StoreError."""
         path, base = self._path, self.base
         if first.alone is not None:
@@ -184,11 +184,11 @@ class LiveRows:
         )
 
 
-def _read(report: list[Any]) -> Report:
+def _read(report: list[Any]) -> ShardReport:
     live, noted, others, alone, was_open, begun = report
     others = {rank: _live(one) for rank, one in others.items()}
-    return Report(_live(live), noted, others, None if alone is None else tuple(alone), was_open, begun)
+    return ShardReport(_live(live), noted, others, None if alone is None else tuple(alone), was_open, begun)
 
 
-def _live(found: list[Any] | None) -> Live | None:
-    return None if found is None else Live(*found)
+def _live(found: list[Any] | None) -> ShardVersion | None:
+    return None if found is None else ShardVersion(*found)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from ..embedding.training_group import Membership, TrainingGroup, open_rows
 from ..snapshots.files.versions import AT, Instant, Rows, Versions
-from ..snapshots.store.folder_state import FolderState, Live, live_in, share_folder
+from ..snapshots.store.folder_state import FolderState, ShardVersion, live_in, share_folder
 from ..snapshots.store.instants import Group, settle
 from .agreement import told
 
 if TYPE_CHECKING:
-    from ..embedding.table_handle import HeldTable
-    from .home import Home
-    from .rank_group import Group as Ranks
+    from ..embedding.table_handle import LocalTableHandle
+    from .home import SharedFolder
+    from .rank_group import RankGroup
 
 
 class SharedVersions(Versions):
     """The versions of rows that ranks share: their run, and how many operations of all ranks wrote since it began."""
 
-    def __init__(self, opened: Rows, began: tuple[Any, ...], own: HeldTable) -> None:
+    def __init__(self, opened: Rows, began: tuple[Any, ...], own: LocalTableHandle) -> None:
         self._opened, self._began, self._own, self._from = opened, began, own, own.life.writes
 
     @property
@@ -36,7 +36,7 @@ class SharedVersions(Versions):
 class RankMembership(Membership):
     """The membership of a store whose rows ranks share, on rank 0. own: the rows of this rank."""
 
-    def __init__(self, home: Home, group: TrainingGroup | None, own: HeldTable) -> None:
+    def __init__(self, home: SharedFolder, group: TrainingGroup | None, own: LocalTableHandle) -> None:
         assert home.folder is not None
         super().__init__(home.keeper, group, home.path)
         self._own = own
@@ -74,7 +74,9 @@ class RankMembership(Membership):
         return super().loaded(snapshot_rows, by, all_)
 
 
-def settle_ranks(world: Ranks, op: str, home: Home, group: TrainingGroup | None, mode: str, for_load: bool) -> str:
+def settle_ranks(
+    world: RankGroup, op: str, home: SharedFolder, group: TrainingGroup | None, mode: str, for_load: bool
+) -> str:
     """Do `settle` on rank 0, with what the ranks on all hosts have. Raises on all ranks, or returns what it returns."""
     op = f"{op}: those that are trained together"
     stores = [] if group is None else [place for _, place in group.stores().values() if place != home.path]
@@ -90,10 +92,10 @@ def settle_ranks(world: Ranks, op: str, home: Home, group: TrainingGroup | None,
         return [str(path) for path in ours] if len(known.members) + len(known.missing) > 1 else []
 
     paths: list[str] = told(world, op, shared)[0]
-    shares: dict[str, list[Live | None]] = {}
+    shares: dict[str, list[ShardVersion | None]] = {}
     if paths:
         every = told(world, op, lambda: [_share(Path(path), world.rank, world.size) for path in paths])
-        shares = {path: [one[at] and Live(*one[at]) for one in every] for at, path in enumerate(paths)}
+        shares = {path: [one[at] and ShardVersion(*one[at]) for one in every] for at, path in enumerate(paths)}
 
     def settled() -> str:
         return "" if home.folder is None else settle(home.folder, mode, open_rows(), for_load, shares, stores)
@@ -102,6 +104,6 @@ def settle_ranks(world: Ranks, op: str, home: Home, group: TrainingGroup | None,
     return said[0]
 
 
-def _share(path: Path, rank: int, ranks: int) -> Live | None:
+def _share(path: Path, rank: int, ranks: int) -> ShardVersion | None:
     place = share_folder(path, rank, ranks)
     return live_in(FolderState(place).read_mark(), rank, ranks) if place.is_dir() else None

@@ -16,7 +16,7 @@ from ..engine.durable import fsync_dir
 from ..engine.errors import StoreError
 from ..engine.row_format import Change, Chunks
 from ..engine.store.image import KEPT_BYTES
-from ..snapshots.files.format import Part, RowFile
+from ..snapshots.files.format import HashShard, RowFile
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.writer import (
     Files,
@@ -33,14 +33,14 @@ from .agreement import agree, attempt, everywhere, told
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ..embedding.table_handle import HeldTable
+    from ..embedding.table_handle import LocalTableHandle
     from ..engine.table.background_save import BackgroundSave
-    from .rank_group import Group
+    from .rank_group import RankGroup
 
 log = logging.getLogger("tierbed")
 
 
-class PartSave:
+class ShardedSave:
     """A snapshot that has begun on all ranks, as of the step at which this object was made.
 
     folder: its place when it is whole. parent: what it goes over, None for a full one. Raises SnapshotError on all
@@ -49,7 +49,7 @@ class PartSave:
 
     def __init__(
         self,
-        world: Group,
+        world: RankGroup,
         op: str,
         folder: Path,
         description: dict[str, Any],
@@ -61,7 +61,7 @@ class PartSave:
         """rows: of this rank. together: on rank 0, of a store that is trained together with others."""
         self._world, self._op, self._folder = world, op, folder
         self._description, self._rows, self._parent = description, rows, parent
-        self.part, self._together = Part(world.rank, world.size), together
+        self.part, self._together = HashShard(world.rank, world.size), together
         self.files: Files = {}
         self._parts: list[Any] = []  # of all ranks
         self._id = ""
@@ -147,13 +147,13 @@ class PartSave:
 
 
 def commit_together(
-    world: Group,
+    world: RankGroup,
     op: str,
-    saves: Sequence[PartSave],
+    saves: Sequence[ShardedSave],
     errors: Sequence[BaseException | None],
     then: Sequence[Callable[[], None]],
 ) -> list[str]:
-    """Do `PartSave.commit` of several snapshots, all or none: all are there once the first is. Returns their ids."""
+    """Do `ShardedSave.commit` of several snapshots, all or none: all are there once the first is. Returns their ids."""
     try:
         for save, error in zip(saves, errors, strict=True):
             save.gather(error)
@@ -167,7 +167,7 @@ def commit_together(
         raise
 
 
-class BackgroundPartSave:
+class BackgroundShardedSave:
     """Snapshots that a thread of each rank for each of them writes while steps go on: a `Saving` of all ranks.
 
     They are there, all or none, when all ranks have come to `at_step` or `wait` after the last of them had written.
@@ -176,9 +176,9 @@ class BackgroundPartSave:
 
     def __init__(
         self,
-        world: Group,
+        world: RankGroup,
         op: str,
-        parts: Sequence[tuple[HeldTable, PartSave]],
+        parts: Sequence[tuple[LocalTableHandle, ShardedSave]],
         then: Sequence[Callable[[], None]],
         what: str,
     ) -> None:
@@ -203,7 +203,7 @@ class BackgroundPartSave:
             write = partial(self._write, save)
             self._threads.append(watch.save_in_background(self.what, write, KEPT_BYTES // len(self._saves)))
 
-    def _write(self, save: PartSave, chunks: Chunks) -> None:
+    def _write(self, save: ShardedSave, chunks: Chunks) -> None:
         save.write(self._rows(chunks))
 
     def _rows(self, chunks: Chunks) -> Chunks:

@@ -221,7 +221,7 @@ def _own_address() -> str:
     return "127.0.0.1"
 
 
-class Left(Exception):
+class GroupAborted(Exception):
     """A rank has ended the group. `why` says, of each rank that it missed, what is known."""
 
     def __init__(self, rank: int, why: Mapping[int, str]) -> None:
@@ -229,7 +229,7 @@ class Left(Exception):
         self.rank, self.why = rank, dict(why)
 
 
-class RollCall:
+class PeerMonitor:
     """The connections of this rank to the others, and the thread that answers on them.
 
     A process that ends closes its connections, which tells the others at once. What a rank does with the group at its
@@ -238,7 +238,7 @@ class RollCall:
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], on_loss: Callable[[int, str], None]) -> None:
-        self.left: Left | None = None  # how another rank ended the group
+        self.left: GroupAborted | None = None  # how another rank ended the group
         self.at = 0  # the number of the last call that this rank began
         self._connections = dict(connections)
         self._changed = Condition()
@@ -335,6 +335,6 @@ class RollCall:
             case {"here": at}:
                 self._here[rank] = at
             case {"left": by, "why": why}:
-                self.left = self.left or Left(by, dict(why))
+                self.left = self.left or GroupAborted(by, dict(why))
             case {"closed": why, "at": at}:
                 self._ended[rank], self._closed[rank] = why, at

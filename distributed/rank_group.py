@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..engine.checks import real
 from ..engine.errors import GroupError, OptionError
 from ..engine.signals import held, uninterrupted
-from .peer_monitor import ADDRESS, Left, RollCall, connect
+from .peer_monitor import ADDRESS, GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
 LOOK = timedelta(seconds=0.1)  # a wait looks for signals, and for ranks that ended the group, so often
@@ -36,7 +36,7 @@ WIRE = (torch.float32, torch.bfloat16, torch.float16)
 _left: set[tuple[int, ...]] = set()  # the ranks of groups that this process has left
 
 
-class Script:
+class CollectiveSequence:
     """The exchanges of a step in their order, and the dense parameters whose gradients it sums, in words."""
 
     def __init__(self, exchanges: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
@@ -54,7 +54,7 @@ class Script:
         return crc32(repr((*self._exchanges, "", *self._parameters)).encode())
 
 
-NONE = Script()  # outside of a graph's steps
+NO_COLLECTIVES = CollectiveSequence()  # outside of a graph's steps
 
 
 class LossReport:
@@ -100,7 +100,7 @@ class Settles(Protocol):
     def settle(self) -> object: ...
 
 
-class Group:
+class RankGroup:
     """A process group of its own for the ranks of `group`, and the collectives that it makes, in one thread.
 
     Where a rank does not answer, or this one is interrupted while it waits, the group is at its end: `failure` says
@@ -125,7 +125,7 @@ class Group:
         self.timeout, self.rows, self.grads = timeout, rows, grads
         self.on_host = 1  # how many of the ranks are on this host
         self.passed = 0  # exchanges of steps that began
-        self.script = NONE  # of the step under way, which all ranks must be in
+        self.script = NO_COLLECTIVES  # of the step under way, which all ranks must be in
         self.pending: Settles | None = None  # headers on their way
         self.begun = WeakTensorKeyDictionary()  # the tensors that began as those of rank 0
         self.batches: list[Any] | None = None  # that a graph's step has pinned so far, in the order of its pins
@@ -134,9 +134,9 @@ class Group:
         self.failure: GroupError | None = None
         self._user: tuple[int, int] | None = None  # the process and the thread that make the calls
         self.calls = self._common = 0  # exchanges that this rank began, and those that all are known to have begun
-        self._under_way: list[Exchange] = []  # a failed step leaves some that nobody waits for
+        self._under_way: list[PendingAllToAll] = []  # a failed step leaves some that nobody waits for
         self._group: dist.ProcessGroup | None = None
-        self._roll_call: RollCall | None = None
+        self._roll_call: PeerMonitor | None = None
         self._op = "start of the world"  # the last call that began
         self._report = LossReport(self.rank)
         if self.size > 1:
@@ -176,7 +176,7 @@ class Group:
 
     def start(
         self, op: str, out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int]
-    ) -> Exchange:
+    ) -> PendingAllToAll:
         """Begin to send parts of `given` to the ranks, and to receive parts of `out` from them.
 
         Both are contiguous CPU tensors of one dimension, and the sizes, in elements, are in the order of ranks. Each
@@ -192,7 +192,7 @@ class Group:
         self._op = op
         if self._roll_call is not None:
             self._roll_call.at = self.calls
-        begun = Exchange(self, op, self.calls, work, out)
+        begun = PendingAllToAll(self, op, self.calls, work, out)
         self._under_way = [*(one for one in self._under_way if one.lasts()), begun]
         return begun
 
@@ -234,7 +234,7 @@ class Group:
         if self._roll_call is not None:
             try:
                 missing = self._roll_call.missing(call)
-            except Left as left:
+            except GroupAborted as left:
                 return self._ended_by(op, left)
             self._roll_call.leave(self.rank, missing)
         return self._end(f"{op}: {_said(missing) or how}", missing)
@@ -245,7 +245,7 @@ class Group:
             self._roll_call.leave(self.rank, {self.rank: why})
         return self._end(f"{op}: {why}", {})
 
-    def _ended_by(self, op: str, left: Left) -> GroupError:
+    def _ended_by(self, op: str, left: GroupAborted) -> GroupError:
         if self._roll_call is not None:
             self._roll_call.leave(left.rank, left.why)
         return self._end(f"{op}: rank {left.rank} ended the group: {_said(left.why)}", left.why)
@@ -295,7 +295,7 @@ class Group:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
         try:
             sockets, self.on_host = connect(self.rank, self.size, self._addresses, MEETING)
-            self._roll_call = RollCall(sockets, self._note_loss)
+            self._roll_call = PeerMonitor(sockets, self._note_loss)
         except BaseException:
             self.close()
             raise
@@ -308,10 +308,10 @@ class Group:
         return [part.numpy().tobytes() for part in found.split(ADDRESS)]
 
 
-class Exchange:
+class PendingAllToAll:
     """Tensors on their way between the ranks."""
 
-    def __init__(self, group: Group, op: str, call: int, work: dist.Work, out: Tensor) -> None:
+    def __init__(self, group: RankGroup, op: str, call: int, work: dist.Work, out: Tensor) -> None:
         self._group, self._op, self.call, self._out = group, op, call, out
         self._work: dist.Work | None = work  # which holds the process group
         self._end = monotonic() + group.timeout

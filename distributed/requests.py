@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LOOK_AGAIN = 0.05  # seconds between two looks whether the asker still waits
 
 
-class Requests:
+class SaveRequests:
     """What a `StoreServer` of rank 0 is asked to do by the ranks. The other ranks have one that nobody asks.
 
     A thread of the server leaves a request, which the ranks take in the thread of their steps: rank 0 sets a flag in
@@ -28,7 +28,7 @@ class Requests:
     def __init__(self, world: SavesTogether, held: Any, find: Callable[[str], Any]) -> None:
         """held: the `ShardedHeld`, whose file imports this one. find: gives that of a store by its real path."""
         self._world, self._held, self._find = world, held, find
-        self._request: _Request | None = None
+        self._request: _SaveRequest | None = None
         self._taking, self._asking = Lock(), Lock()
 
     @property
@@ -57,7 +57,7 @@ class Requests:
             if request is not None:
                 request.end(error)
 
-    def _do(self, op: str, wish: list[Any], request: _Request | None) -> None:
+    def _do(self, op: str, wish: list[Any], request: _SaveRequest | None) -> None:
         match wish:
             case ["save", name, kind, overwrite, []]:
                 self._held.save_snapshot(name, kind, overwrite, None if request is None else request.progress)
@@ -84,7 +84,7 @@ class Requests:
         tables = [self._find(store) for store in several] or [self._held]
         for one in tables:
             check_not_awaiting(one.name, one.awaited)
-        if self._asked(_Request(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
+        if self._asked(_SaveRequest(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
             return None
         return Snapshot.open(self._held.folder / name).manifest
 
@@ -98,7 +98,7 @@ class Requests:
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Let the rank that has a row tell it at the next step, as `Served.row_between_steps` says."""
-        request = self._asked(_Request(["get", table, key], [self._held], give_up))
+        request = self._asked(_SaveRequest(["get", table, key], [self._held], give_up))
         return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Requests:
         table = self._held.own.table
         return {"name": self._held.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
 
-    def _asked(self, request: _Request) -> _Request | None:
+    def _asked(self, request: _SaveRequest) -> _SaveRequest | None:
         """The request, once the ranks have done it; None where they had not begun when the asker gave up."""
         while not self._asking.acquire(timeout=_LOOK_AGAIN):  # one at a time
             if request.give_up():
@@ -122,7 +122,7 @@ class Requests:
             raise request.error
         return request if request.begun else None
 
-    def _take(self, begin: bool = False) -> _Request | None:
+    def _take(self, begin: bool = False) -> _SaveRequest | None:
         """The request, if there is one that somebody waits for; with `begin`, to do it. One that is not is over."""
         with self._taking:
             request, self._request = self._request, None
@@ -134,7 +134,7 @@ class Requests:
             return request if request.begun else None
 
 
-class _Request:
+class _SaveRequest:
     """What was asked for. `begun`: whether the ranks took it. `done` is set when it is over."""
 
     def __init__(

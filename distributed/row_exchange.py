@@ -15,11 +15,11 @@ from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
 from ..engine.processors.processor import Processor
-from .agreement import Agreement, Answer
+from .agreement import Handshake, HandshakeResult
 
 if TYPE_CHECKING:
     from ..engine.processors.processor import ByOwner
-    from .rank_group import Exchange, Group
+    from .rank_group import PendingAllToAll, RankGroup
 
 
 @dataclass
@@ -34,10 +34,10 @@ class Traffic:
     bytes_received: int = 0
 
 
-class Blocks:
+class RankBuffers:
     """A block of rows [count, dim] for each rank. `rows` is all memory, [sum of counts, dim]."""
 
-    def __init__(self, group: Group, counts: list[int], dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, group: RankGroup, counts: list[int], dim: int, dtype: torch.dtype) -> None:
         """counts: by rank."""
         self.counts, self.me, self._row_bytes = counts, group.rank, dim * dtype.itemsize
         self.rows = empty((sum(counts), dim), dtype)
@@ -60,31 +60,31 @@ class Blocks:
         return self.rows[end - self.counts[rank] : end]
 
 
-class Message:
+class RowExchange:
     """Blocks on their way to the other ranks, with headers that say whether each rank could give its own."""
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         op: str,
-        given: Blocks,
-        taken: Blocks,
+        given: RankBuffers,
+        taken: RankBuffers,
         traffic: Traffic,
         error: BaseException | None = None,
         counts: list[int] | None = None,
         note: int = 0,
     ) -> None:
-        """error, counts, note: as of `Agreement`. With an error the blocks hold anything."""
-        self._headers = Agreement(group, op, error, None, counts, note)
+        """error, counts, note: as of `Handshake`. With an error the blocks hold anything."""
+        self._headers = Handshake(group, op, error, None, counts, note)
         self._rows = start(group, op, given, taken, traffic)
 
-    def wait(self) -> Answer:
+    def wait(self) -> HandshakeResult:
         """Wait for the blocks of all ranks. Raises on every rank where one could not give its own."""
         self._rows.wait()
         return self._headers.settle()
 
 
-def start(group: Group, op: str, given: Blocks, taken: Blocks, traffic: Traffic) -> Exchange:
+def start(group: RankGroup, op: str, given: RankBuffers, taken: RankBuffers, traffic: Traffic) -> PendingAllToAll:
     """Begin to send the blocks of `given` to the other ranks, and to receive those of `taken`."""
     sent, received = given.sizes, taken.sizes
     traffic.bytes_sent += sum(sent)
@@ -92,11 +92,16 @@ def start(group: Group, op: str, given: Blocks, taken: Blocks, traffic: Traffic)
     return group.start(op, taken.travelling, given.travelling, received, sent)
 
 
-class Local:
+class LocalBatch:
     """The unique rows of this rank's lookups, ordered by the ranks that have them."""
 
     def __init__(
-        self, processor: Processor[Any], spec: TableSpec, lookups: list[Lookup], group: Group, like: Local | None = None
+        self,
+        processor: Processor[Any],
+        spec: TableSpec,
+        lookups: list[Lookup],
+        group: RankGroup,
+        like: LocalBatch | None = None,
     ) -> None:
         """like: of an embedding with the same lookups, whose unique rows are taken. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
@@ -113,10 +118,10 @@ class Local:
         return self.by_owner.counts
 
 
-class IdsOnTheirWay:
+class IdExchange:
     """The exchange of ids that follows the headers: `wait` gives the rows that each rank asks of this one."""
 
-    def __init__(self, world: Group, op: str, local: Local, counts: list[int], traffic: Traffic) -> None:
+    def __init__(self, world: RankGroup, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this one included."""
         columns = [local.by_owner.keys]
         if local.spec.num_tables > 1:
@@ -134,7 +139,7 @@ class IdsOnTheirWay:
         traffic.ids_received += sum(self._takes)
         traffic.bytes_sent += 8 * sum(given_sizes)
         traffic.bytes_received += 8 * sum(sizes)
-        self._exchange: Exchange = world.start(op, empty((sum(sizes),), torch.int64), given, sizes, given_sizes)
+        self._exchange: PendingAllToAll = world.start(op, empty((sum(sizes),), torch.int64), given, sizes, given_sizes)
 
     def wait(self) -> list[Lookup]:
         """One lookup for each rank, of rows that this rank has."""
@@ -149,7 +154,7 @@ def without(counts: list[int], rank: int) -> list[int]:
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 
 
-def all_of(lookups: list[Lookup]) -> Lookup:
+def concat_lookups(lookups: list[Lookup]) -> Lookup:
     """The lookups of all ranks as one."""
     tables = [lookup.table_ids for lookup in lookups if lookup.table_ids is not None]
     return Lookup(torch.cat([lookup.ids for lookup in lookups]), torch.cat(tables) if tables else None)

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..embedding.rows_reference import SavedAs, of_step, saved_as
+from ..embedding.rows_reference import RowsReference, reference_at, saved_as
 from ..engine.errors import OptionError, SnapshotError, StoreError
 from ..engine.table.change_observers import still_saving
-from ..snapshots.files.format import Part, check_name
+from ..snapshots.files.format import HashShard, check_name
 from ..snapshots.files.merging import changes_between
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, Version
@@ -23,17 +23,17 @@ from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
-from ..snapshots.store.save import Held, begin_save, check_kind, check_save, clear_leftovers, parent_for
+from ..snapshots.store.save import SaveSource, begin_save, check_kind, check_save, clear_leftovers, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
 from .all_rows import check_all_rows
-from .part_save import BackgroundPartSave, PartSave
+from .part_save import BackgroundShardedSave, ShardedSave
 
 if TYPE_CHECKING:
-    from ..embedding.table_handle import HeldTable
+    from ..embedding.table_handle import LocalTableHandle
     from ..snapshots.files.versions import Instant
     from ..snapshots.store.all_or_none import OfAll
-    from .home import Home
+    from .home import SharedFolder
     from .membership import RankMembership
     from .together import SavesTogether
 
@@ -45,11 +45,11 @@ class RankSnapshots:
 
     _world: SavesTogether
     name: str
-    own: HeldTable
-    home: Home | None
+    own: LocalTableHandle
+    home: SharedFolder | None
     membership: RankMembership | None
     _for_state: Together | None = None  # on rank 0, of a save for a state_dict
-    _saving: BackgroundPartSave | None = None
+    _saving: BackgroundShardedSave | None = None
 
     def close(self) -> None:
         """Close the rows of this rank."""
@@ -60,16 +60,16 @@ class RankSnapshots:
         """The snapshot that was saved or loaded last, if any. Local."""
         return None if self.home is None else self.home.base
 
-    def named(self) -> SavedAs:
-        """As `HeldTable.named`. Local."""
-        return of_step(self.own.named().step, self.place, self.base, self._now())
+    def named(self) -> RowsReference:
+        """As `LocalTableHandle.named`. Local."""
+        return reference_at(self.own.named().step, self.place, self.base, self._now())
 
     def _now(self) -> Version | None:
         """The version of the rows, known to each rank by what rank 0 notes; None without a folder. Local."""
         record = None if self.home is None else FolderState(self.home.snapshots.parent).of_ranks
         if record is None or (record.run, record.saved) != (self.own.life.run, self.own.life.writes):
             return None if self.home is None else (self.own.life.run, self.own.life.writes)
-        saved = saved_as(self.place, record.snapshot) if record.snapshot else SavedAs(0, version=EMPTY)
+        saved = saved_as(self.place, record.snapshot) if record.snapshot else RowsReference(0, version=EMPTY)
         return (record.run, record.saved) if saved is None else saved.version
 
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
@@ -79,7 +79,7 @@ class RankSnapshots:
         everywhere(self._world, op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
 
     def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
-        """As `HeldTable.save_snapshot`."""
+        """As `LocalTableHandle.save_snapshot`."""
         op = self._op(f"saving snapshot {name!r}")
         self._agree(name, kind, overwrite)
         self.at_step()
@@ -91,8 +91,8 @@ class RankSnapshots:
             made = save.commit(error, self.when_saved())
             self.end_save(kind, made)
 
-    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundPartSave:
-        """As `HeldTable.save_in_background`. The result's `wait` is called by all ranks."""
+    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundShardedSave:
+        """As `LocalTableHandle.save_in_background`. The result's `wait` is called by all ranks."""
         op = self._op(f"saving snapshot {name!r} in the background")
         self._agree(name, kind, overwrite, background=True)
         self.at_step()
@@ -101,7 +101,7 @@ class RankSnapshots:
             self.check_not_saving(op)
             save, _ = self.begin_save(op, name, kind, overwrite)
             what = f"snapshot {name!r}"
-            self._saving = BackgroundPartSave(self._world, op, [(self.own, save)], [self.when_saved()], what)
+            self._saving = BackgroundShardedSave(self._world, op, [(self.own, save)], [self.when_saved()], what)
         return self._saving
 
     def at_step(self) -> None:
@@ -116,8 +116,8 @@ class RankSnapshots:
         if self._saving is not None:
             self._saving.drop()
 
-    def save_for_state(self, keep: int | None) -> SavedAs:
-        """As `HeldTable.save_for_state`."""
+    def save_for_state(self, keep: int | None) -> RowsReference:
+        """As `LocalTableHandle.save_for_state`."""
         op = self._op("saving rows for a state_dict")
         agree(self._world, op, same={"state_dict_snapshots": keep})
         self.at_step()
@@ -128,15 +128,15 @@ class RankSnapshots:
             name, is_new, instant = told(self._world, f"{op}: its place", lambda: self._at_home(place_of))[0]
             if name and is_new:
                 rows, place = table.counts.rows, self.folder / name
-                save = PartSave(self._world, op, place, table.describe(), rows, together=self._for_state)
+                save = ShardedSave(self._world, op, place, table.describe(), rows, together=self._for_state)
                 _, error = attempt(lambda: save.write(table.scan()))
                 made = save.commit(error)
                 if self.membership is not None:
                     self.membership.saved_as(made)
-        found = saved_as(self.place, name) or SavedAs(table.step, version=self._now() if name else EMPTY)
+        found = saved_as(self.place, name) or RowsReference(table.step, version=self._now() if name else EMPTY)
         return found._replace(instant=instant)
 
-    def _state_place(self, home: Home, keep: int | None) -> tuple[str, bool, str | None]:
+    def _state_place(self, home: SharedFolder, keep: int | None) -> tuple[str, bool, str | None]:
         """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made.
 
         The last is the digest of the instant.
@@ -155,7 +155,7 @@ class RankSnapshots:
         return OF_STATE + self._for_state.id, True, None if saved is None else saved.instant.digest
 
     def load_for_state(self, name: str, instant: str | None) -> None:
-        """Load a snapshot that a state_dict names, as `HeldTable.go_to`. instant: as of `SavedAs`."""
+        """Load a snapshot that a state_dict names, as `LocalTableHandle.go_to`. instant: as of `RowsReference`."""
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
         member, place = self.membership, self.folder / name
         together: Instant | None = everywhere(
@@ -164,14 +164,14 @@ class RankSnapshots:
         self.load_from(place, together=together, why=" for a state_dict")
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
-        """As `HeldTable.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
+        """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also where a rank is of another step
         self._finish_saving()
         snapshot: Snapshot = everywhere(self._world, op, lambda: self._part_of(self.folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """As `HeldTable.prune_snapshots`."""
+        """As `LocalTableHandle.prune_snapshots`."""
         op = f"pruning snapshots of embedding {self.name!r}"  # also where a rank is of another step
         _, error = attempt(lambda: (self.own.table, self.folder))
         agree(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
@@ -180,7 +180,7 @@ class RankSnapshots:
         )
 
     def save_rows(self, place: Path) -> None:
-        """As `HeldTable.save_rows`, into a folder that all ranks see."""
+        """As `LocalTableHandle.save_rows`, into a folder that all ranks see."""
         if self.home is not None:
             self.save_snapshot(place.name, "full", False)
             self.link_rows(place)
@@ -188,7 +188,7 @@ class RankSnapshots:
         op = self._op(f"saving rows as {place.name!r}")
         table = self.own.table
         with table.lock:
-            save = PartSave(self._world, op, place, table.describe(), table.counts.rows)
+            save = ShardedSave(self._world, op, place, table.describe(), table.counts.rows)
             _, error = attempt(lambda: save.write(table.scan()))
             save.commit(error)
 
@@ -199,7 +199,7 @@ class RankSnapshots:
         everywhere(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
-        """As `HeldTable.check_rows`. Each rank reads its part."""
+        """As `LocalTableHandle.check_rows`. Each rank reads its part."""
         op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
         snapshot: Snapshot = everywhere(self._world, op, lambda: self._part_of(place))
 
@@ -217,7 +217,7 @@ class RankSnapshots:
             everywhere(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
-        """As `HeldTable.load_rows`."""
+        """As `LocalTableHandle.load_rows`."""
         with ExitStack() as linking:
             read = self.link_in(place, linking) if self.home is not None and selection.can_recover else place
             self.load_from(read, selection)
@@ -238,11 +238,11 @@ class RankSnapshots:
         return self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
 
     def drop_rows(self, saved: Snapshot) -> None:
-        """As `HeldTable.drop_rows`. Local: rank 0 does it."""
+        """As `LocalTableHandle.drop_rows`. Local: rank 0 does it."""
         self._at_home(lambda home: drop_unneeded(home.keeper, saved))
 
     def discard_rows(self, name: str) -> None:
-        """As `HeldTable.discard_rows`. Local: rank 0 does it."""
+        """As `LocalTableHandle.discard_rows`. Local: rank 0 does it."""
         self._at_home(lambda home: remove_snapshot(home.snapshots / name))
 
     def _op(self, what: str) -> str:
@@ -268,7 +268,7 @@ class RankSnapshots:
             f"embedding {self.name!r} has no persistent_path, so no place for snapshots; give one in its store options"
         )
 
-    def _at_home(self, call: Callable[[Home], Any]) -> Any:
+    def _at_home(self, call: Callable[[SharedFolder], Any]) -> Any:
         """What `call` returns on rank 0, which holds the store folder; None on the others, and without one."""
         return call(self.home) if self.home is not None and self._world.rank == 0 else None
 
@@ -302,27 +302,27 @@ class RankSnapshots:
         saving = self._saving  # also where this rank has written its part by now
         agree(self._world, op, None if saving is None else StoreError(still_saving(saving.what)))
 
-    def goes_on(self, saving: BackgroundPartSave) -> None:
+    def goes_on(self, saving: BackgroundShardedSave) -> None:
         """The rows are among those that are being saved in the background."""
         self._saving = saving
 
-    def _held(self) -> Held:
+    def _held(self) -> SaveSource:
         table = self.own.table
         record = None if self.membership is None else self.membership.record
-        return Held(table.describe(), table.counts.rows, table.scan, record=record)
+        return SaveSource(table.describe(), table.counts.rows, table.scan, record=record)
 
-    def _check(self, home: Home, name: str, kind: str, overwrite: bool) -> None:
+    def _check(self, home: SharedFolder, name: str, kind: str, overwrite: bool) -> None:
         home.keeper.check()
         check_save(home.keeper, name, kind, self._held(), overwrite)
 
     def begin_save(
         self, op: str, name: str, kind: str, overwrite: bool, of_all: OfAll | None = None
-    ) -> tuple[PartSave, Snapshot | None]:
+    ) -> tuple[ShardedSave, Snapshot | None]:
         """The save that all ranks write, once rank 0 has begun it, and the snapshot that it goes over, of this part."""
         together: Together | None = None
         replaces = overwrite
 
-        def prepare(home: Home) -> list[str] | None:
+        def prepare(home: SharedFolder) -> list[str] | None:
             nonlocal together, replaces
             home.keeper.check()
             parent = parent_for(home.keeper, name) if kind == "incremental" else None
@@ -340,7 +340,7 @@ class RankSnapshots:
             parent = everywhere(self._world, op, lambda: self._part_of(self.folder / over[0]))
         table = self.own.table
         rows, place = table.counts.rows, self.folder / name
-        return PartSave(self._world, op, place, table.describe(), rows, replaces, parent, together), parent
+        return ShardedSave(self._world, op, place, table.describe(), rows, replaces, parent, together), parent
 
     def end_save(self, kind: str, made: str) -> None:
         """After a save: note what changes from here on, where that is asked for."""
@@ -350,7 +350,7 @@ class RankSnapshots:
         if self.membership is not None:
             self.membership.saved_as(made)
 
-    def write_save(self, save: PartSave, parent: Snapshot | None, progress: Progress | None) -> None:
+    def write_save(self, save: ShardedSave, parent: Snapshot | None, progress: Progress | None) -> None:
         table = self.own.table
         if parent is None:
             save.write(table.scan(), progress)
@@ -363,7 +363,7 @@ class RankSnapshots:
         writes = self.own.life.writes
         return lambda: self._at_home(lambda home: home.keeper.note_saved(writes))
 
-    def prune_here(self, home: Home, keep_last: int, keep_every: int | None) -> list[str]:
+    def prune_here(self, home: SharedFolder, keep_last: int, keep_every: int | None) -> list[str]:
         """Prune on rank 0. Local."""
         home.keeper.check()
         if self._saving is None:
@@ -382,9 +382,9 @@ class RankSnapshots:
 
     def _part_of(self, place: Path) -> Snapshot:
         check_name(place.name)
-        return Snapshot.open(place).of_part(Part(self._world.rank, self._world.size))
+        return Snapshot.open(place).of_part(HashShard(self._world.rank, self._world.size))
 
-    def _link(self, home: Home, place: Path, linking: ExitStack) -> None:
+    def _link(self, home: SharedFolder, place: Path, linking: ExitStack) -> None:
         keeper = home.keeper
         needed = linked(Snapshot.open(place), home.snapshots / place.name, lambda: keeper.base == place.name)
         linking.enter_context(needed)
@@ -470,7 +470,7 @@ class RankSnapshots:
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
 
-    def _note_base(self, home: Home, base: str | None, snapshot: Snapshot, together: Instant | None) -> None:
+    def _note_base(self, home: SharedFolder, base: str | None, snapshot: Snapshot, together: Instant | None) -> None:
         if base is None:
             return
         noted = () if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)

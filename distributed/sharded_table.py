@@ -20,26 +20,26 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Gradients, Lookup, checked_gradients
 from ..engine.table.table import OpenTable, PinnedBatch
 from ..engine.table.table_report import new_rows
-from .agreement import Agreement, agree, attempt, telling
-from .id_prefetch import Ahead
-from .row_exchange import Blocks, IdsOnTheirWay, Local, Message, Traffic, all_of, start, without
+from .agreement import Handshake, agree, attempt, telling
+from .id_prefetch import IdPrefetcher
+from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traffic, concat_lookups, start, without
 
 if TYPE_CHECKING:
-    from ..embedding.table_handle import HeldTable
+    from ..embedding.table_handle import LocalTableHandle
     from ..engine.options.lookup import Lookup
     from ..engine.table.table import PinnedBatch
-    from .rank_group import Exchange, Group
-    from .requests import Requests
+    from .rank_group import PendingAllToAll, RankGroup
+    from .requests import SaveRequests
 
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Steps(Protocol):
+class RankedStep(Protocol):
     """What a step needs of the table that pinned its rows."""
 
-    world: Group
+    world: RankGroup
     traffic: Traffic
     capacity: int | None
     pinned: ShardedBatch | None
@@ -64,9 +64,9 @@ class ShardedBatch:
 
     def __init__(
         self,
-        table: Steps,
+        table: RankedStep,
         op: str,
-        local: Local,
+        local: LocalBatch,
         asked: list[Lookup],
         pools: bool,
         own: PinnedBatch | None,
@@ -88,13 +88,13 @@ class ShardedBatch:
         wire = dtype if not pools and self._world.rows == torch.float32 else self._world.rows
         self._stay = wire == torch.float32  # else those of this rank are rounded as well
         taken = without(local.counts, self._world.rank) if self._stay else local.counts
-        self._taken = Blocks(self._world, taken, self._dim, wire)
+        self._taken = RankBuffers(self._world, taken, self._dim, wire)
         self._rows: Tensor | None = None  # [m, dim] float32, those that travelled, once they are here
-        self._sent: Exchange | None = None
-        self._sums: Blocks | None = None  # the gradients of rows that this rank has, by rank
+        self._sent: PendingAllToAll | None = None
+        self._sums: RankBuffers | None = None  # the gradients of rows that this rank has, by rank
         self._own_sums = torch.empty(0)  # those of the rows that this rank asked itself for
         rows, new = (0, 0) if own is None else table.rows_and_new(own)
-        self._coming = Message(
+        self._coming = RowExchange(
             self._world,
             f"rows of {op}",
             self._given(wire),
@@ -106,10 +106,10 @@ class ShardedBatch:
         )
         table.traffic.rows_received += sum(without(local.counts, self._world.rank))
 
-    def _given(self, wire: torch.dtype) -> Blocks:
+    def _given(self, wire: torch.dtype) -> RankBuffers:
         """The rows that this rank has, for each other rank."""
         me = self._world.rank
-        blocks = Blocks(self._world, without(self._asked_counts, me), self._dim, wire)
+        blocks = RankBuffers(self._world, without(self._asked_counts, me), self._dim, wire)
         if self.own is not None:
             for rank in range(self._world.size):
                 if rank == me and self._stay:
@@ -167,16 +167,16 @@ class ShardedBatch:
             return
         world = self._world
         try:
-            self._start(Blocks(world, self.local.counts, self._dim, world.grads))
+            self._start(RankBuffers(world, self.local.counts, self._dim, world.grads))
         except BaseException as error:
             if not world.untold(error):
                 raise
             raise world.broken_off(f"gradients of {self._op}", f"failed by {error!r}") from error
 
-    def _summed(self, gradients: Gradients) -> Blocks:
+    def _summed(self, gradients: Gradients) -> RankBuffers:
         """The gradients of this rank's unique rows."""
         local, wire = self.local, self._world.grads
-        blocks = Blocks(self._world, local.counts, self._dim, wire)
+        blocks = RankBuffers(self._world, local.counts, self._dim, wire)
         device = local.processor.device
         plain = wire == torch.float32 and device.type == "cpu"
         sums = blocks.rows if plain else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
@@ -185,9 +185,12 @@ class ShardedBatch:
             blocks.rows.copy_(sums)
         return blocks
 
-    def _start(self, given: Blocks) -> None:
+    def _start(self, given: RankBuffers) -> None:
         world = self._world
-        self._sums, self._own_sums = Blocks(world, self._asked_counts, self._dim, world.grads), given.of(world.rank)
+        self._sums, self._own_sums = (
+            RankBuffers(world, self._asked_counts, self._dim, world.grads),
+            given.of(world.rank),
+        )
         self._sent = start(world, f"gradients of {self._op}", given, self._sums, self._table.traffic)
         world.passed += 1
 
@@ -209,7 +212,7 @@ class ShardedBatch:
         own, sums, world, op = self._ready(grads, weights), self._receive(), self._world, f"norm of {self._op}"
         squares, error = attempt(lambda: own.partial_squares(sums))
         with world.whole(op):
-            headers = Agreement(world, op, error)
+            headers = Handshake(world, op, error)
             given = torch.from_numpy(partial(np.empty(0, np.float32)) if squares is None else squares)
             sizes = [len(given)] * world.size
             given = given.repeat(world.size)
@@ -293,7 +296,7 @@ def no_room(name: str, capacity: int, rows: int, new: int) -> CapacityError:
 
 
 def _whole(what: str) -> Callable[[Method], Method]:
-    """For a method of several exchanges, which all ranks make: `Group.whole`. what: it does, for errors.
+    """For a method of several exchanges, which all ranks make: `RankGroup.whole`. what: it does, for errors.
 
     What it raises before the first exchange is raised on all ranks.
     """
@@ -313,7 +316,7 @@ def _whole(what: str) -> Callable[[Method], Method]:
 class ShardedTable:
     """All rows of an embedding. Each rank has those whose `owner` it is, in a table of its own."""
 
-    def __init__(self, world: Group, held: HeldTable, capacity: int | None) -> None:
+    def __init__(self, world: RankGroup, held: LocalTableHandle, capacity: int | None) -> None:
         """held: of this rank's rows. capacity: the most rows of all ranks; None where each sees to its own."""
         self.world, self._held, self.capacity = world, held, capacity
         self.name = held.table.spec.name
@@ -321,8 +324,8 @@ class ShardedTable:
         self.pinned: ShardedBatch | None = None
         self._behind = ""  # the update that this rank's rows lack, and why
         self.between_steps: Callable[[], None] = lambda: None  # what all ranks do before a step
-        self.requests: Requests | None = None  # of other processes
-        self.ahead = Ahead(world, self.name, self.traffic, lambda asked: self.own.announce(asked))
+        self.requests: SaveRequests | None = None  # of other processes
+        self.ahead = IdPrefetcher(world, self.name, self.traffic, lambda asked: self.own.announce(asked))
 
     @property
     def own(self) -> OpenTable:
@@ -337,7 +340,7 @@ class ShardedTable:
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, like: Any = None) -> ShardedBatch:
         """Begin a training step, as `OpenTable.pin`, of all ranks. What keeps a rank from it is raised on every rank.
 
-        Rows are on their way when this returns. Raises the errors of `Agreement.settle`.
+        Rows are on their way when this returns. Raises the errors of `Handshake.settle`.
         """
         op = f"embedding {self.name!r}, step {self.own.step + 1}"
         self.release()
@@ -362,7 +365,7 @@ class ShardedTable:
 
     def _ask(
         self, op: str, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None
-    ) -> tuple[Local, list[Lookup], bool]:
+    ) -> tuple[LocalBatch, list[Lookup], bool]:
         """This rank's unique rows, a lookup of each rank of rows that this one has, and whether a rank pools rows.
 
         dtype: of what a step gathers; None where this is no step.
@@ -373,7 +376,7 @@ class ShardedTable:
 
         same: dict[str, Any] = {"graph": world.script, "shared lookups": like is not None}
 
-        def prepare() -> Local:
+        def prepare() -> LocalBatch:
             self._check_behind()
             if is_step:
                 optimizer = own.check_optimizer()
@@ -381,7 +384,7 @@ class ShardedTable:
                 same.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
             if number and like is None:
                 return self.ahead.local_of(number)
-            return Local(own.processor, own.spec, lookups, world, None if like is None else like.local)
+            return LocalBatch(own.processor, own.spec, lookups, world, None if like is None else like.local)
 
         local, error = attempt(prepare)
         counts = [0] * world.size if local is None else local.counts
@@ -402,7 +405,7 @@ class ShardedTable:
         if number and all(note >> 1 == number for note in answer.notes):
             return local, self.ahead.take(number), pools
         self.ahead.skip(number)
-        return local, IdsOnTheirWay(world, f"ids of {op}", local, answer.counts, self.traffic).wait(), pools
+        return local, IdExchange(world, f"ids of {op}", local, answer.counts, self.traffic).wait(), pools
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows of ids, or pooled bags of them, as `OpenTable.read`: all ranks call it, each with ids of its own."""
@@ -419,19 +422,19 @@ class ShardedTable:
         return local.processor.weights_grad(local.batch, 0, lookup, grad)
 
     @_whole("lookup")
-    def _look_up(self, lookup: Lookup) -> Local:
+    def _look_up(self, lookup: Lookup) -> LocalBatch:
         """This rank's unique rows of a lookup, with their lines set."""
         op = f"embedding {self.name!r}, lookup at step {self.own.step}"
         local, asked, _ = self._ask(op, [lookup])
         counts = [len(part.ids) for part in asked]
-        rows, error = attempt(lambda: self.own.get(all_of(asked)))
-        given, taken = (Blocks(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
+        rows, error = attempt(lambda: self.own.get(concat_lookups(asked)))
+        given, taken = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
                 (taken if rank == self.world.rank else given).of(rank).copy_(part)
         self.traffic.rows_sent += sum(counts) - counts[self.world.rank]
         self.traffic.rows_received += sum(local.counts) - local.counts[self.world.rank]
-        Message(self.world, f"rows of {op}", given, taken, self.traffic, error).wait()
+        RowExchange(self.world, f"rows of {op}", given, taken, self.traffic, error).wait()
         here = taken.rows.to(local.processor.device, torch.float32)
         local.processor.set_lines(local.batch, here, local.by_owner.places)
         local.rows = here
@@ -511,7 +514,7 @@ class ShardedTable:
         if not together:
             _, error = attempt(self._check_behind)
             agree(self.world, f"announcement of embedding {self.name!r} at step {self.own.step}", error)
-        self.ahead.announce(lookups, lambda: Local(self.own.processor, self.own.spec, lookups or [], self.world))
+        self.ahead.announce(lookups, lambda: LocalBatch(self.own.processor, self.own.spec, lookups or [], self.world))
 
     def rows_and_new(self, own: PinnedBatch) -> tuple[int, int]:
         """How many rows this rank has, and how many of a pinned batch come to them. Counted for a `capacity` alone."""

@@ -16,17 +16,17 @@ from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import LoadReport
 from .agreement import attempt, everywhere
-from .part_save import BackgroundPartSave, commit_together
-from .rank_group import Group
+from .part_save import BackgroundShardedSave, commit_together
+from .rank_group import RankGroup
 
 if TYPE_CHECKING:
-    from .part_save import PartSave
+    from .part_save import ShardedSave
 
 
 Tables = Sequence[Any]  # of ShardedHeld, whose file imports this one
 
 
-class SavesTogether(Group):
+class SavesTogether(RankGroup):
     """Ranks that save and load the rows of several embeddings: all of them, or none. All ranks make each call."""
 
     def save_together(
@@ -37,7 +37,7 @@ class SavesTogether(Group):
         overwrite: bool = False,
         background: bool = False,
         progress: Progress | None = None,
-    ) -> BackgroundPartSave | None:
+    ) -> BackgroundShardedSave | None:
         """As `save_together` of one process, or as `save_together_in_background`. progress: of this rank's rows."""
         for table in tables:
             table.check_save(name, _kind(table, kind), overwrite, background)
@@ -46,7 +46,7 @@ class SavesTogether(Group):
         home, of_all = tables[0].home, None
         if home is not None:
             of_all = OfAll(name, home.path, Decided(home.snapshots / name, secrets.token_hex(16), lambda: None))
-        saves: list[tuple[PartSave, Snapshot | None]] = []
+        saves: list[tuple[ShardedSave, Snapshot | None]] = []
         with _locked(tables):
             noted = [table.when_saved() for table in tables]
             try:
@@ -59,7 +59,7 @@ class SavesTogether(Group):
                 raise
             if background:
                 parts = [(table.own, save) for table, (save, _) in zip(tables, saves, strict=True)]
-                saving = BackgroundPartSave(self, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
+                saving = BackgroundShardedSave(self, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
                 for table in tables:
                     table.goes_on(saving)
                 return saving
@@ -99,7 +99,7 @@ def _locked(tables: Tables) -> Iterator[None]:
         yield
 
 
-def _load(world: Group, tables: Tables, places: Sequence[Path]) -> list[LoadReport]:
+def _load(world: RankGroup, tables: Tables, places: Sequence[Path]) -> list[LoadReport]:
     members = [table.membership for table in tables if table.membership is not None]
     op = f"loading {len(tables)} embeddings"
     together = everywhere(world, op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))

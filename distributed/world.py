@@ -21,7 +21,7 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
 from .agreement import agree, attempt, raw_bytes
-from .held import ShardedHeld
+from .held import ShardedTableHandle
 from .sendable import bytes_of, check_sendable
 from .together import SavesTogether
 
@@ -143,9 +143,9 @@ class World(SavesTogether):
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
-    ) -> ShardedHeld:
-        """Open the rows of an embedding over all ranks, as `ShardedHeld`."""
-        return ShardedHeld(self, spec, options, optimizer, device, group, for_load)
+    ) -> ShardedTableHandle:
+        """Open the rows of an embedding over all ranks, as `ShardedTableHandle`."""
+        return ShardedTableHandle(self, spec, options, optimizer, device, group, for_load)
 
     def _all_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
         """Copies of the tensors of all ranks, each with its length as first dimension.

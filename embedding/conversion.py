@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..engine.errors import OptionError
-from ..engine.ops.rows_contract import Rows
+from ..engine.ops.rows_contract import EmbeddingBase
 
 IN_PART = "A model around it may be converted in part by now: make or load it again"
 
 
 def converter(
-    embedding: Rows, function: Callable[[Tensor], Tensor], by_now: str = IN_PART
+    embedding: EmbeddingBase, function: Callable[[Tensor], Tensor], by_now: str = IN_PART
 ) -> Callable[[Tensor], Tensor]:
     """What converts the parameters of a module by `function`, for those of an embedding, which stay float32.
 

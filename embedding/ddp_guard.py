@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.errors import GraphError, OptimizerError, OptionError, TierbedError
-from ..engine.ops.rows_contract import Rows
+from ..engine.ops.rows_contract import EmbeddingBase
 from .handle_contract import Ranks
 
 log = logging.getLogger("tierbed")
@@ -46,7 +46,7 @@ def refuse_ranks(root: nn.Module) -> None:
         raise _refused(shared)
 
 
-def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[Rows]) -> Ranks | None:
+def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> Ranks | None:
     """The world of the trained embeddings of an EagerOptimizer, or None. OptimizerError where rows would drift apart.
 
     They would in a module or parameter that is split or kept equal over ranks, unless that is beside embeddings which
@@ -63,7 +63,7 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[Rows]) -> Ranks | N
             raise _told(OptimizerError, shared, "an EagerOptimizer", "EagerOptimizer")
     for path, module in root.named_modules():
         held = next((one for one in module.modules() if one in embeddings), None) if _is_wrapper(module) else None
-        if isinstance(held, Rows):
+        if isinstance(held, EmbeddingBase):
             raise OptimizerError(
                 f"embedding {held.name!r} is in {path or 'the module'}, a {type(module).__name__}, and its world sees "
                 "to its rows; wrap the modules beside it"

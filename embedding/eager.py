@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from ..engine.checks import real
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.ops.exact_sum import sum_of_squares
-from ..engine.ops.rows_contract import Rows
+from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.optim.base import LARGEST, SMALLEST
 from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
 from ..engine.signals import uninterrupted
@@ -30,7 +30,7 @@ from .training_group import check_failed_step, train_together
 
 MOST_SHARED = 62  # embeddings over ranks, a bit of a note each
 STEP = "step() of an EagerOptimizer"
-Reached = tuple[Rows, RowOptimizer, RowGradients | None]
+Reached = tuple[EmbeddingBase, RowOptimizer, RowGradients | None]
 
 
 class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
@@ -64,7 +64,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         check_is_optimizer(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        modules = (m for m in module.modules() if isinstance(m, Rows))
+        modules = (m for m in module.modules() if isinstance(m, EmbeddingBase))
         embeddings = [m for m in modules if m.shadow.requires_grad]
         self._world = refuse_eager_ranks(module, embeddings)
         self._torn = ""  # what this rank alone raised amid the updates of a step
@@ -258,7 +258,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 self._torn = self._torn or repr(error)
             raise
 
-    def _reached_anywhere(self, world: Ranks, reached: list[Reached]) -> list[tuple[Rows, RowOptimizer, RowGradients]]:
+    def _reached_anywhere(
+        self, world: Ranks, reached: list[Reached]
+    ) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
         error: BaseException | None = None
         try:

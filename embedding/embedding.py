@@ -42,10 +42,10 @@ from . import lookup_op as ops
 from .conversion import converter
 from .ddp_guard import check_world, refuse_lookup
 from .gradients import ShadowGrad, accumulate, holders, is_reached
-from .handle_contract import Held, Ranks, TableOfAll
-from .rows_reference import UNKNOWN, SavedAs
+from .handle_contract import Ranks, TableHandle, TableOfAll
+from .rows_reference import UNKNOWN, RowsReference
 from .saved_rows import SavedRows
-from .table_handle import HeldTable
+from .table_handle import LocalTableHandle
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 log = logging.getLogger("tierbed")
@@ -215,12 +215,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
         self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
         self.handle = ops.register(self)
-        self._held: Held | None = None
+        self._held: TableHandle | None = None
         self._opening = Lock()
         self._accumulating = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = self._has_warned = False
-        self._awaited: list[SavedAs] = []
+        self._awaited: list[RowsReference] = []
 
     @property
     def name(self) -> str:
@@ -466,7 +466,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def _own_table(self) -> OpenTable:
         return self.opened().own_table
 
-    def opened(self, for_load: bool = False) -> Held:
+    def opened(self, for_load: bool = False) -> TableHandle:
         """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
@@ -495,9 +495,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._await_rows()
         return held
 
-    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Held:
+    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:
         if self.world is None:
-            return HeldTable(self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load)
+            return LocalTableHandle(
+                self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load
+            )
         return self.world.hold(self.spec, self.store_options, optimizer, device, self.group, for_load)
 
 

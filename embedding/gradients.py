@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError, InputError
-from ..engine.ops.rows_contract import TRACED, Pinned, Rows
+from ..engine.ops.rows_contract import TRACED, EmbeddingBase, Pinned
 from ..engine.options.lookup import Lookup
 
 # the EagerOptimizer that steps an embedding, by its handle
@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_training.clear)
 
 
 @dataclass
-class _Kept:
+class _LookupGradient:
     lookup: Lookup  # a copy, and so are the weights
     weights: Tensor | None
     given: tuple[Tensor | None, ...]  # the caller's tensors, by whose identity the key is made
@@ -57,15 +57,15 @@ class _Kept:
 class RowGradients:
     """The gradients of one embedding. They add up over lookups, and over passes of a model, until `clear`."""
 
-    def __init__(self, embedding: Rows) -> None:
+    def __init__(self, embedding: EmbeddingBase) -> None:
         self._embedding = weakref.ref(embedding)  # which may hold this object
-        self._kept: dict[Hashable, _Kept] = {}
+        self._kept: dict[Hashable, _LookupGradient] = {}
         self._began = embedding.shadow._version
         self._scale = 1.0  # of clips: multiplies the sum of each row
         self._dtype = embedding.output_dtype  # of gradients in a step
 
     @property
-    def embedding(self) -> Rows:
+    def embedding(self) -> EmbeddingBase:
         """The embedding. It lives: callers of the methods here hold it."""
         embedding = self._embedding()
         assert embedding is not None
@@ -97,7 +97,7 @@ class RowGradients:
         ids, table_ids, offsets, weights = (None if part is None else part.detach().clone() for part in given)
         assert ids is not None
         copy = lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
-        self._kept[key] = _Kept(copy, weights, given, order, grad, _version(grad))
+        self._kept[key] = _LookupGradient(copy, weights, given, order, grad, _version(grad))
 
     def pin(self) -> Pinned | None:
         """Bring up and pin the rows of all lookups, each row once. Returns None where there is no lookup.
@@ -107,7 +107,7 @@ class RowGradients:
         kept = self.check()
         return self.embedding.pin([one.lookup for one in kept], dtype=self._dtype) if kept else None
 
-    def check(self) -> list[_Kept]:
+    def check(self) -> list[_LookupGradient]:
         """The gradients, in their order. InputError for one that can no longer be taken."""
         embedding, kept = self.embedding, self._in_order()
         for one in kept:
@@ -143,7 +143,7 @@ class RowGradients:
         """Multiply the gradients that there are by a number."""
         self._scale *= scale
 
-    def _in_order(self) -> list[_Kept]:
+    def _in_order(self) -> list[_LookupGradient]:
         return sorted(self._kept.values(), key=lambda kept: kept.order)
 
 
@@ -194,7 +194,7 @@ class ShadowGrad(Tensor):
         )
 
 
-def check_not_traced(embedding: Rows) -> None:
+def check_not_traced(embedding: EmbeddingBase) -> None:
     """Raises GraphError while another thread traces a graph with the embedding: it has no gradient then."""
     traced = getattr(embedding.shadow, TRACED, None)
     if traced is not None and traced[0] != get_ident():
@@ -204,7 +204,7 @@ def check_not_traced(embedding: Rows) -> None:
         )
 
 
-def is_reached(embedding: Rows) -> bool:
+def is_reached(embedding: EmbeddingBase) -> bool:
     """Whether the backward pass under way reaches the embedding's parameter: autograd.grad of others does not.
 
     In a trace this is not known here, and the answer is True. GraphError for autograd.grad of the parameter itself, and
@@ -227,7 +227,7 @@ def is_reached(embedding: Rows) -> bool:
     return reached
 
 
-def accumulate(embedding: Rows, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
+def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
     """Add the gradient of a lookup to `grad` of the embedding's parameter, as `RowGradients.add`. GraphError."""
     node = torch._C._current_autograd_node()
     if node is not None and node.name().startswith("CompiledFunction"):  # it computes the gradients of all its inputs
@@ -251,7 +251,7 @@ def accumulate(embedding: Rows, lookup: Lookup, grad: Tensor, weights: Tensor | 
 
 
 @contextmanager
-def training_step(embeddings: Iterable[Rows], owner: str) -> Iterator[None]:
+def training_step(embeddings: Iterable[EmbeddingBase], owner: str) -> Iterator[None]:
     """A block for a step that pins rows of `embeddings`: a step in another thread would take its pins away.
 
     owner: whose step it is, for messages. GraphError where another thread is in a step of one of them.

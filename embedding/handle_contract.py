@@ -16,12 +16,12 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Lookup
 from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
-from ..engine.table.background_save import Saving
+from ..engine.table.background_save import SaveHandle
 from ..engine.table.table import OpenTable
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rows_in_tensors import RowTensors
-from .rows_reference import SavedAs
+from .rows_reference import RowsReference
 from .training_group import TrainingGroup
 
 
@@ -46,11 +46,11 @@ class TableOfAll(Protocol):
     def delete(self, lookup: Lookup) -> int: ...
 
 
-class Held(Protocol):
+class TableHandle(Protocol):
     """An embedding's hold on its rows. The methods are those of `HeldTable`."""
 
     device: torch.device
-    awaited: Sequence[SavedAs]
+    awaited: Sequence[RowsReference]
 
     @property
     def table(self) -> TableOfAll: ...
@@ -86,7 +86,7 @@ class Held(Protocol):
 
     def save_snapshot(self, name: str, kind: str, overwrite: bool) -> Any: ...
 
-    def save_in_background(self, name: str, kind: str, overwrite: bool) -> Saving: ...
+    def save_in_background(self, name: str, kind: str, overwrite: bool) -> SaveHandle: ...
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport: ...
 
@@ -104,11 +104,11 @@ class Held(Protocol):
 
     def drop_rows(self, saved: Snapshot) -> None: ...
 
-    def named(self) -> SavedAs: ...
+    def named(self) -> RowsReference: ...
 
-    def save_for_state(self, keep: int | None) -> SavedAs: ...
+    def save_for_state(self, keep: int | None) -> RowsReference: ...
 
-    def go_to(self, awaited: SavedAs) -> bool: ...
+    def go_to(self, awaited: RowsReference) -> bool: ...
 
     def tensors(self) -> RowTensors: ...
 
@@ -133,14 +133,14 @@ class Ranks(Protocol):
         """The notes of all ranks, in their order. Where a rank gives an error, raises on every rank."""
 
     def save_together(
-        self, tables: Sequence[Held], name: str, kind: str, overwrite: bool, background: bool
-    ) -> Saving | None:
+        self, tables: Sequence[TableHandle], name: str, kind: str, overwrite: bool, background: bool
+    ) -> SaveHandle | None:
         """Save the rows of several embeddings, all or none."""
 
-    def load_together(self, tables: Sequence[Held], name: str) -> list[LoadReport]:
+    def load_together(self, tables: Sequence[TableHandle], name: str) -> list[LoadReport]:
         """Load the rows of several embeddings."""
 
-    def load_rows(self, tables: Sequence[Held], places: Sequence[Path]) -> None:
+    def load_rows(self, tables: Sequence[TableHandle], places: Sequence[Path]) -> None:
         """Load the rows of several embeddings from a checkpoint."""
 
     def hold(
@@ -151,5 +151,5 @@ class Ranks(Protocol):
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
-    ) -> Held:
+    ) -> TableHandle:
         """Open the rows over all ranks."""

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ..engine.errors import ClosedError, GraphError
-from ..engine.ops.rows_contract import Rows
+from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.options.lookup import Lookup
 
 _orders = itertools.count()
-_embeddings: weakref.WeakValueDictionary[int, Rows] = weakref.WeakValueDictionary()
+_embeddings: weakref.WeakValueDictionary[int, EmbeddingBase] = weakref.WeakValueDictionary()
 
 
-def register(embedding: Rows) -> int:
+def register(embedding: EmbeddingBase) -> int:
     """A number by which the ops find the embedding: op arguments are tensors and numbers only.
 
     The number is drawn at random, so that a program finds no wrong embedding by it, where the program was recorded
@@ -41,7 +41,7 @@ def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, places: Sequ
     return Lookup(ids, table_ids, offsets, pooling, None if places is None else tuple(places))
 
 
-def embedding_of(handle: int) -> Rows:
+def embedding_of(handle: int) -> EmbeddingBase:
     embedding = _embeddings.get(handle)
     if embedding is None:
         raise ClosedError(

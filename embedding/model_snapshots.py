@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..engine.errors import OptionError, SnapshotError
-from ..engine.table.background_save import Saving
+from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .conversion import converter
 from .group_snapshots import load_rows_together, load_together, save_together, save_together_in_background
@@ -30,7 +30,7 @@ class ModelSnapshots:
 
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
-    ) -> Saving | None:
+    ) -> SaveHandle | None:
         """Save the rows of all embeddings under one name, each in its store folder, between two steps: all or none.
 
         The arguments are those of `MultiTableEmbedding.save_snapshot`. An embedding that has no snapshot for an
@@ -101,7 +101,7 @@ def _save(
     kind: str = "full",
     overwrite: bool = False,
     background: bool = False,
-) -> Saving | None:
+) -> SaveHandle | None:
     if world is not None:
         return world.save_together(tables, name, kind, overwrite, background)
     if background:

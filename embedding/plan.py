@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..engine import _core
 from ..engine._core import WAYS
-from ..engine.cache.memory_split import BESIDE_BYTES, LEAST, MB, Division, divide
+from ..engine.cache.memory_split import LEAST, LINE_OVERHEAD_BYTES, MB, MemorySplit, divide
 from ..engine.checks import budget_option, real, whole, whole_option
 from ..engine.errors import InputError, OptionError
 from ..engine.host_memory import free_host_memory
@@ -41,11 +41,11 @@ class Plan:
     """Predicted hit rates of an LRU cache over all tables of an embedding. `plan` makes it; it prints as a table.
 
     Hits are counted as in the engine's metrics: each distinct row of a batch once. `dim`, `state`: floats of a row and
-    of its optimizer state. `line_bytes`: bytes of a row's line, with the record; a cache takes `BESIDE_BYTES` more for
-    each. `batches`: those of the trace after the warmup. `seen`: the distinct rows of the trace by table. `uses`: how
-    often the batches needed these rows. Both are exact at `rate` 1, else estimated from that share of the rows.
-    `memory_mb`: MiB that `division` divides; None where the system does not tell what is free. `ranks`: what ranks send
-    each other, or None without `world_size`.
+    of its optimizer state. `line_bytes`: bytes of a row's line, with the record; a cache takes `LINE_OVERHEAD_BYTES`
+    more for each. `batches`: those of the trace after the warmup. `seen`: the distinct rows of the trace by table.
+    `uses`: how often the batches needed these rows. Both are exact at `rate` 1, else estimated from that share of the
+    rows. `memory_mb`: MiB that `division` divides; None if the system does not report what is free. `ranks`: what ranks
+    send each other, or None without `world_size`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Plan:
 
     def bytes(self, rows: int) -> int:
         """The bytes of a cache with lines for so many rows, its metadata included."""
-        return rows * (self.line_bytes + BESIDE_BYTES)
+        return rows * (self.line_bytes + LINE_OVERHEAD_BYTES)
 
     def hit_rate(self, *, budget_mb: float | None = None, rows: int | None = None, table: int | None = None) -> float:
         """The predicted hit rate of a cache of the size `budget_mb` or `rows`.
@@ -100,7 +100,7 @@ class Plan:
             raise OptionError(f"rows={rows!r}: give a whole number of lines, {LEAST} or more")
         return self._mean(lines, self._of_table(table))
 
-    def division(self, capacity: int | None = None) -> Division:
+    def division(self, capacity: int | None = None) -> MemorySplit:
         """How `memory_mb` is divided by `cache_budget_mb="auto"` of a `cached_ssd` on the CPU, other options default.
 
         capacity: as the option. Raises OptionError where `memory_mb` is None.

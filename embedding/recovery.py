@@ -17,7 +17,7 @@ from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import (
     FolderState,
     RanksRecord,
-    Shares,
+    ShardVersions,
     holder,
     live_of,
     live_together,
@@ -28,7 +28,7 @@ from ..snapshots.store.folder_state import (
 from ..snapshots.store.save import base_of
 
 
-class Found(NamedTuple):
+class FolderContents(NamedTuple):
     """What a store folder holds. The fields are those of `FolderState`, with `mark` as `read_mark` returns it."""
 
     mark: dict[str, Any] | None
@@ -37,7 +37,7 @@ class Found(NamedTuple):
     was_open: bool
 
 
-class Base(NamedTuple):
+class RecoveryPoint(NamedTuple):
     """A snapshot to go back to: its name, step, and number of rows."""
 
     name: str
@@ -45,16 +45,16 @@ class Base(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, snapshot: Snapshot | None) -> Base | None:
+    def of(cls, snapshot: Snapshot | None) -> RecoveryPoint | None:
         if snapshot is None:
             return None
         return cls(snapshot.name, int(snapshot.description["step"]), snapshot.manifest.rows)
 
 
-class Opening(NamedTuple):
+class OpenPlan(NamedTuple):
     """The rows that a table opens with: the live rows that `mark` describes, or those of `snapshot`, or none.
 
-    `run`, `writes`: of a rank's share, as `Life` has them. `said`: the level and the text to log when it is open.
+    `run`, `writes`: of a rank's share, as `WriteEpoch` has them. `said`: the level and the text to log when it is open.
     `verified`: called when the rows of `snapshot` are, as of `TablePersistence.load`.
     """
 
@@ -66,34 +66,34 @@ class Opening(NamedTuple):
     verified: Callable[[], None] | None = None
 
 
-Decide = Callable[[Found], Opening]
+Decide = Callable[[FolderContents], OpenPlan]
 
 
-def found_in(folder: FolderState) -> Found:
+def found_in(folder: FolderState) -> FolderContents:
     """What a store folder holds. Raises StoreError."""
-    return Found(folder.read_mark(), folder.noted_step, folder.begun, folder.was_open)
+    return FolderContents(folder.read_mark(), folder.noted_step, folder.begun, folder.was_open)
 
 
-def own_decision(folder: StoreFolder, found: Found, fresh: bool, refuses: bool) -> Opening:
+def own_decision(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
     """How a table opens whose rows this process alone has.
 
     fresh: whether it starts empty in any case. refuses: whether a folder that was not closed is an error. StoreError.
     """
     if fresh:
-        return Opening()
+        return OpenPlan()
     if found.mark is not None:
-        return Opening(found.mark)
+        return OpenPlan(found.mark)
     if not found.begun:
-        return Opening()
+        return OpenPlan()
     where = f"store folder {folder.path}"
     if refuses and found.was_open:
         raise StoreError(not_closed(folder.path))
     snapshot = base_of(folder)
-    base = Base.of(snapshot)
+    base = RecoveryPoint.of(snapshot)
     if not found.was_open:
-        return Opening(snapshot=snapshot, said=(logging.INFO, f"{where} is new; {restored(base)}"))
+        return OpenPlan(snapshot=snapshot, said=(logging.INFO, f"{where} is new; {restored(base)}"))
     said = f"{where} was not closed by its last run; {restored(base)}; {lost(base, found.noted_step)}"
-    return Opening(snapshot=snapshot, said=(logging.WARNING, said))
+    return OpenPlan(snapshot=snapshot, said=(logging.WARNING, said))
 
 
 def not_closed(path: Path) -> str:
@@ -104,14 +104,14 @@ def not_closed(path: Path) -> str:
     )
 
 
-def restored(base: Base | None) -> str:
+def restored(base: RecoveryPoint | None) -> str:
     """What a run begins with in place of the live rows, for the log."""
     if base is None:
         return "started empty: it has no snapshot of its own"
     return f"restored its last snapshot {base.name!r}, of step {base.step}"
 
 
-def lost(base: Base | None, reached: int | None) -> str:
+def lost(base: RecoveryPoint | None, reached: int | None) -> str:
     """What an unclean end lost, for the log: the steps after `base`, up to `reached` where that is known."""
     kept = 0 if base is None else base.step
     if reached is None or reached < kept:
@@ -138,7 +138,9 @@ def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
     )
 
 
-def leave_ranks(path: Path, record: RanksRecord, shares: Shares, base: Base | None, refuses: bool) -> tuple[int, str]:
+def leave_ranks(
+    path: Path, record: RanksRecord, shares: ShardVersions, base: RecoveryPoint | None, refuses: bool
+) -> tuple[int, str]:
     """The level and text to log where rows of other ranks are left for those of `base`, or for none.
 
     Raises StoreError where this would lose rows that are whole, or where they are lost and open="error".
@@ -165,7 +167,7 @@ def check_let_go(path: Path, ranks: int) -> None:
             )
 
 
-def keep(path: Path, whose: str, step: int, base: Base | None) -> str:
+def keep(path: Path, whose: str, step: int, base: RecoveryPoint | None) -> str:
     """The error for live rows that no snapshot has, with the remedy."""
     last = "it has none" if base is None else f"its last, {base.name!r}, is of step {base.step}"
     return (
@@ -176,7 +178,7 @@ def keep(path: Path, whose: str, step: int, base: Base | None) -> str:
     )
 
 
-def not_all_closed(path: Path, record: RanksRecord, shares: Shares) -> str:
+def not_all_closed(path: Path, record: RanksRecord, shares: ShardVersions) -> str:
     """Why the live rows of ranks cannot be used, for the log."""
     unclosed = [rank for rank in range(record.ranks) if (live := shares.get(rank)) is None or live.run != record.run]
     if not unclosed:
@@ -184,7 +186,7 @@ def not_all_closed(path: Path, record: RanksRecord, shares: Shares) -> str:
     return f"store folder {path} was not closed by rank {', '.join(map(str, unclosed))} of its {record.ranks}"
 
 
-def decide_alone(folder: StoreFolder, found: Found, fresh: bool, refuses: bool) -> Opening:
+def decide_alone(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
     """As `own_decision`, also where the live rows are of ranks. StoreError where these may be on other hosts."""
     record = folder.keeper.of_ranks
     if record is not None:
@@ -199,7 +201,9 @@ def decide_alone(folder: StoreFolder, found: Found, fresh: bool, refuses: bool) 
             f"here: open it where they are, with {record.ranks} ranks, and save a snapshot. To do without these rows, "
             '`tierbed snapshot load` goes back to a snapshot, and open="fresh" starts empty'
         )
-    return Opening(snapshot=snapshot, said=leave_ranks(folder.path, record, shares, Base.of(snapshot), refuses))
+    return OpenPlan(
+        snapshot=snapshot, said=leave_ranks(folder.path, record, shares, RecoveryPoint.of(snapshot), refuses)
+    )
 
 
 def forget_ranks(folder: StoreFolder) -> None:
@@ -209,7 +213,7 @@ def forget_ranks(folder: StoreFolder) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class RankShard:
     """What rank `rank` of `ranks` has of a table's rows. on_host: how many of the ranks divide this host's memory."""
 
     rank: int
@@ -228,14 +232,14 @@ class Share:
 
 
 @dataclasses.dataclass
-class Life:
+class WriteEpoch:
     """Which rows a share has, for comparison with those of the other ranks.
 
     `run`: the id of the run in which these rows began, empty or from a snapshot. `writes`: how many operations of all
     ranks wrote since.
     """
 
-    share: Share
+    share: RankShard
     run: str = ""
     writes: int = 0
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..engine.errors import SnapshotError, StoreError
 from ..engine.optim.row_state import RowState
 from ..engine.options.table_spec import TableSpec
-from ..engine.row_format import EMBEDDING, Chunks, RowForm, Rows
+from ..engine.row_format import EMBEDDING, Chunks, RowArray, RowForm
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import check_description
 
@@ -82,7 +82,7 @@ class RowTensors:
         return cls.filled(spec.describe(RowState(), [], 0), 0, [])
 
     @classmethod
-    def filled(cls, description: dict[str, Any], count: int, chunks: Iterable[Rows]) -> RowTensors:
+    def filled(cls, description: dict[str, Any], count: int, chunks: Iterable[RowArray]) -> RowTensors:
         """Of `count` rows, chunk by chunk. StoreError if there are fewer."""
         form = RowForm.described(description)
         made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in _shapes(form, count).items()}
@@ -181,7 +181,7 @@ def _numbers(tensor: Tensor) -> NDArray[Any]:
     return bits
 
 
-def _embedding(form: RowForm, rows: Rows) -> NDArray[Any]:
+def _embedding(form: RowForm, rows: RowArray) -> NDArray[Any]:
     """The numbers of the embeddings as they are stored, a view [n, dim]."""
     found: NDArray[Any] = rows[EMBEDDING] if form.is_narrow else rows["values"][:, : form.dim]
     return found

@@ -16,7 +16,7 @@ from ..snapshots.store.instants import Member, rows_of
 from .training_group import open_rows
 
 
-class SavedAs(NamedTuple):
+class RowsReference(NamedTuple):
     """How a state_dict names the rows of an embedding: by step and version, and by a snapshot of them, if there is one.
 
     `digest` is of the snapshot's rows. It is None without a snapshot, and in state_dicts of early versions; `step` for
@@ -31,7 +31,7 @@ class SavedAs(NamedTuple):
     instant: str | None = None
 
     @classmethod
-    def parse(cls, said: Any) -> SavedAs:
+    def parse(cls, said: Any) -> RowsReference:
         """From JSON of the fields. ValueError, KeyError, TypeError."""
         step, snapshot, version = said["step"], said["snapshot"], said.get("version")
         parsed = cls(step, snapshot, said.get("digest"), parse_version(version), said.get("instant"))
@@ -41,7 +41,7 @@ class SavedAs(NamedTuple):
             raise ValueError(said)
         return parsed
 
-    def may_be(self, other: SavedAs) -> bool:
+    def may_be(self, other: RowsReference) -> bool:
         """Whether these can be the rows that `other`, of a state_dict, names."""
         if other.version is not None:
             return self.version == other.version
@@ -52,16 +52,16 @@ class SavedAs(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-UNKNOWN = SavedAs(-1)  # of a state_dict whose rows cannot be had
+UNKNOWN = RowsReference(-1)  # of a state_dict whose rows cannot be had
 _STOPPED = -2
 
 
-def stopped_at(what: str) -> SavedAs:
+def stopped_at(what: str) -> RowsReference:
     """No rows: the load of a state stopped at `what`, and left it unknown which of its parts were loaded."""
-    return SavedAs(_STOPPED, what)
+    return RowsReference(_STOPPED, what)
 
 
-def saved_as(snapshots: Path | None, name: str | None) -> SavedAs | None:
+def saved_as(snapshots: Path | None, name: str | None) -> RowsReference | None:
     """The name of the rows of a snapshot in a folder; None if no such snapshot can be read."""
     try:
         if snapshots is None or name is None:
@@ -74,30 +74,30 @@ def saved_as(snapshots: Path | None, name: str | None) -> SavedAs | None:
     files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(held.manifest.files.items())]
     said = json.dumps(files) if held.kind == "full" else held.manifest.id
     digest = hashlib.sha256(said.encode()).hexdigest()[:32]
-    return SavedAs(int(held.description["step"]), name, digest, rows_of(held).now)
+    return RowsReference(int(held.description["step"]), name, digest, rows_of(held).now)
 
 
-def of_step(step: int | None, snapshots: Path | None, base: str | None, now: Version | None) -> SavedAs:
+def reference_at(step: int | None, snapshots: Path | None, base: str | None, now: Version | None) -> RowsReference:
     """The name of rows of a step and of version `now`. It has the snapshot `base` if that has these rows."""
     held = saved_as(snapshots, base)
     if held is None or (held.step, held.version) != (step, now):
-        return SavedAs(step, version=now)
+        return RowsReference(step, version=now)
     return held
 
 
-def of_unopened(store: Path, fresh: bool) -> SavedAs:
+def of_unopened(store: Path, fresh: bool) -> RowsReference:
     """The name of the rows of a store folder that is not open, as far as its files tell their version. StoreError."""
-    return SavedAs(None, version=EMPTY if fresh else Member(store, open_rows()).present)
+    return RowsReference(None, version=EMPTY if fresh else Member(store, open_rows()).present)
 
 
-def is_at(awaited: SavedAs, mine: SavedAs, saved: SavedAs | None) -> bool | None:
+def is_at(awaited: RowsReference, mine: RowsReference, saved: RowsReference | None) -> bool | None:
     """Whether rows are those that a state_dict names; None if they are others, and its snapshot `saved` has them."""
     if saved is None or not saved.may_be(awaited):
         return mine.may_be(awaited)
     return True if mine.version == saved.version else None
 
 
-def check_not_awaiting(name: str, awaited: Sequence[SavedAs]) -> None:
+def check_not_awaiting(name: str, awaited: Sequence[RowsReference]) -> None:
     """Raises StoreError for rows that are to be those of a loaded state, and are others."""
     if awaited:
         raise StoreError(
@@ -106,7 +106,7 @@ def check_not_awaiting(name: str, awaited: Sequence[SavedAs]) -> None:
         )
 
 
-def unlike(name: str, mine: SavedAs, awaited: SavedAs, snapshots: bool) -> str:
+def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bool) -> str:
     """What to tell the user of embedding `name`, whose rows are not those of a loaded state_dict.
 
     snapshots: whether its own states name snapshots.

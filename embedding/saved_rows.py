@@ -24,15 +24,15 @@ from ..engine.errors import (
     StoreError,
     TierbedError,
 )
-from ..engine.ops.rows_contract import Rows
-from ..engine.table.background_save import Saving
+from ..engine.ops.rows_contract import EmbeddingBase
+from ..engine.table.background_save import SaveHandle
 from ..snapshots.files.versions import EMPTY
 from ..snapshots.store.selection import LoadReport, Selection, Where
 from .rows_in_tensors import FIELDS, RowTensors
-from .rows_reference import UNKNOWN, SavedAs, of_unopened, stopped_at, unlike
+from .rows_reference import UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
 
 if TYPE_CHECKING:
-    from .handle_contract import Held
+    from .handle_contract import TableHandle
     from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
@@ -44,14 +44,14 @@ _EXTRA_BYTES = 1024  # more than a name of 200 bytes and a digest take
 _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
-class SavedRows(Rows):
+class SavedRows(EmbeddingBase):
     """The part of the embedding modules that saves their rows."""
 
     _version = 2  # of the state_dict; version 1 had no extra state
     _closed: bool
-    _held: Held | None
+    _held: TableHandle | None
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
-    _awaited: list[SavedAs]  # the rows of a loaded state_dict, if the embedding does not have them yet
+    _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
     _has_warned: bool  # of its first state_dict
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
 
@@ -60,7 +60,7 @@ class SavedRows(Rows):
         """Whether the embedding's store is open, from the first use to `close`."""
         return self._held is not None and not self._closed
 
-    def opened(self, for_load: bool = False) -> Held:
+    def opened(self, for_load: bool = False) -> TableHandle:
         """The table, opened where it is not yet. for_load: whether its rows are about to be replaced."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class SavedRows(Rows):
 
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
-    ) -> Saving | None:
+    ) -> SaveHandle | None:
         """Save all rows with optimizer state in the store folder. The snapshot is durable on return.
 
         kind: "full"; "incremental", what changed since the snapshot that was saved or loaded last; or "checkpoint" of
@@ -174,7 +174,7 @@ class SavedRows(Rows):
         said = json.dumps(self._named()._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
         return torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
-    def _named(self) -> SavedAs:
+    def _named(self) -> RowsReference:
         """The name of the rows for a state_dict."""
         if self._awaited:
             return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
@@ -193,7 +193,7 @@ class SavedRows(Rows):
             return self._held.named()
         place = self.store_options.persistent_path
         if place is None or self.world is not None or self.store_options.snapshot_path is not None:
-            return SavedAs(None)
+            return RowsReference(None)
         return of_unopened(Path(place) / self.name, self.store_options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -205,17 +205,17 @@ class SavedRows(Rows):
         if are_apart():
             return
         try:
-            awaited = SavedAs.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
+            awaited = RowsReference.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
             awaited = UNKNOWN
         self.await_rows(awaited)
 
-    def await_rows(self, awaited: SavedAs) -> None:
+    def await_rows(self, awaited: RowsReference) -> None:
         """Let the rows be those that a loaded state_dict names, now or at the first use. SnapshotError.
 
         If that raises now, torch loads no module after this one: the others of the group raise as well.
         """
-        if awaited == SavedAs(None):  # of an embedding that was not used, which tells nothing of its rows
+        if awaited == RowsReference(None):  # of an embedding that was not used, which tells nothing of its rows
             return
         self._awaited[:] = [awaited]
         if self._held is None and _mode.get() != STAY:
@@ -256,7 +256,7 @@ class SavedRows(Rows):
             "accepts its rows"
         )
 
-    def _emptied(self, held: Held, awaited: SavedAs) -> bool:
+    def _emptied(self, held: TableHandle, awaited: RowsReference) -> bool:
         """Whether all rows were deleted, for a state of none."""
         empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == EMPTY
         if empties:

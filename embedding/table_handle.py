@@ -27,9 +27,9 @@ from ..snapshots.files.reader import list_snapshots
 from ..snapshots.inspection.row import place_of, plain_row, read_row
 from ..snapshots.store.selection import Selection
 from .group_snapshots import save_together
-from .recovery import Decide, Life, Share
+from .recovery import Decide, RankShard, WriteEpoch
 from .rows_in_tensors import RowTensors
-from .rows_reference import SavedAs, check_not_awaiting, is_at, saved_as
+from .rows_reference import RowsReference, check_not_awaiting, is_at, saved_as
 from .table_persistence import TablePersistence
 from .table_snapshots import TableSnapshots
 from .training_group import TrainingGroup
@@ -42,10 +42,10 @@ _ONE_AT_A_TIME = (
     "both places, or give each a name or a persistent_path of its own"
 )
 
-_by_folder: weakref.WeakValueDictionary[str, HeldTable] = weakref.WeakValueDictionary()
+_by_folder: weakref.WeakValueDictionary[str, LocalTableHandle] = weakref.WeakValueDictionary()
 
 
-class HeldTable(TableSnapshots):
+class LocalTableHandle(TableSnapshots):
     """Opens a table and holds it. A process has one handle of a folder: a second, as in notebooks, closes the first.
 
     share: what this process has of the rows; None for all of them. decide: chooses the rows to open with, by default
@@ -59,7 +59,7 @@ class HeldTable(TableSnapshots):
         options: StoreOptions,
         optimizer: RowOptimizer | None,
         device: torch.device,
-        share: Share | None = None,
+        share: RankShard | None = None,
         decide: Decide | None = None,
         group: TrainingGroup | None = None,
         for_load: bool = False,
@@ -71,7 +71,7 @@ class HeldTable(TableSnapshots):
         self._table: OpenTable | None = None
         self._closed_at = 0  # the step of the rows when they were closed
         self._service = Service()
-        self.awaited: Sequence[SavedAs] = ()  # of the embedding: rows of a loaded state that it does not have
+        self.awaited: Sequence[RowsReference] = ()  # of the embedding: rows of a loaded state that it does not have
         folder = None
         if options.persistent_path is not None:
             place = Path(options.persistent_path) / spec.name
@@ -224,7 +224,7 @@ class HeldTable(TableSnapshots):
         self.life.writes = 1 + (self.life.writes if before is None else before)
 
     @property
-    def life(self) -> Life:
+    def life(self) -> WriteEpoch:
         """Which rows a share has, and how many operations `count_write` has counted."""
         assert self._persistence.life is not None
         return self._persistence.life
@@ -264,7 +264,7 @@ class HeldTable(TableSnapshots):
         if self.membership is not None:
             self.membership.reformed()
 
-    def named(self) -> SavedAs:
+    def named(self) -> RowsReference:
         """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
 
         Raises what an earlier step did wrong and the device found late.
@@ -275,7 +275,7 @@ class HeldTable(TableSnapshots):
             self._table.check()
             return self._of_step(self._table.step)
 
-    def go_to(self, awaited: SavedAs) -> bool:
+    def go_to(self, awaited: RowsReference) -> bool:
         """Let rows be those that a state_dict names: its snapshot is loaded if they are others, and it has them.
 
         Returns whether they are. Others that are trained together come to its instant as well. Raises what a load does.
@@ -332,7 +332,9 @@ class HeldTable(TableSnapshots):
             row = read_row(table.use(), table.form, *place_of(description, label, key))
         return {} if row is None else plain_row(row[0], description)
 
-    def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[HeldTable] = ()) -> T | None:
+    def _visit(
+        self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[LocalTableHandle] = ()
+    ) -> T | None:
         """The result of a call between two steps, of all tables that are trained together with this and `others`."""
         while True:
             table = self.table
@@ -343,14 +345,14 @@ class HeldTable(TableSnapshots):
                     return call()
             sleep(0.05)  # the table was closed, and another is about to take its place
 
-    def _other(self, store: str) -> HeldTable:
+    def _other(self, store: str) -> LocalTableHandle:
         """The hold of this process on a store. Raises StoreError."""
         held = _by_folder.get(store)
         if held is None or held._table is None:
             raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
         return held
 
-    def _visited(self, others: Sequence[HeldTable]) -> list[OpenTable]:
+    def _visited(self, others: Sequence[LocalTableHandle]) -> list[OpenTable]:
         members = [one.membership for one in (self, *others)]
         peers = [peer for member in members if member is not None for peer in member.open_peers()]
         tables = [self.table, *(one.table for one in others), *(peer.table for peer in peers if peer.table is not None)]

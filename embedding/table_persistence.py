@@ -25,7 +25,7 @@ from ..engine.options.store_options import CachedSsdOptions, StoreOptions
 from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import Chunks, Field, RowForm
 from ..engine.signals import uninterrupted
-from ..engine.store.contract import Table
+from ..engine.store.contract import InMemoryTier
 from ..engine.store.rocksdb import RocksDB
 from ..engine.store.table_counts import FIELD, counted_chunks, counts_in
 from ..engine.table.budgets import AutoBudgets
@@ -45,12 +45,12 @@ from ..snapshots.store.save import base_of
 from ..snapshots.store.selection import ALL, LoadReport, Selection, converted_description
 from .compatible import LoadedIds, check_stored
 from .recovery import (
-    Base,
     Decide,
-    Found,
-    Life,
-    Opening,
-    Share,
+    FolderContents,
+    OpenPlan,
+    RankShard,
+    RecoveryPoint,
+    WriteEpoch,
     decide_alone,
     forget_ranks,
     found_in,
@@ -75,12 +75,12 @@ class TablePersistence:
         spec: TableSpec,
         options: StoreOptions,
         device: torch.device,
-        share: Share | None = None,
+        share: RankShard | None = None,
         group: TrainingGroup | None = None,
     ) -> None:
         self.spec = spec
         self.options = options = options if share is None else share.options(options)
-        self.life = None if share is None else Life(share)
+        self.life = None if share is None else WriteEpoch(share)
         self._processor = processor_of(device, options)
         self._budgets = AutoBudgets(spec.name, options, ranks=1 if share is None else share.on_host)
         self.folder: StoreFolder | None = None
@@ -130,7 +130,7 @@ class TablePersistence:
                 raise
             raise StoreError(no_space_to_open(self.folder, error)) from error
 
-    def _own_decision(self, found: Found) -> Opening:
+    def _own_decision(self, found: FolderContents) -> OpenPlan:
         assert self.folder is not None
         opening = decide_alone(self.folder, found, self._fresh, self.options.open == "error")
         if self.membership is not None and self.folder.at is not None:
@@ -140,7 +140,7 @@ class TablePersistence:
         return opening._replace(run=self.life.run, writes=self.life.writes)
 
     def _open_with(
-        self, optimizer: RowOptimizer | None, opening: Opening, folder: StoreFolder, is_new: bool, for_load: bool
+        self, optimizer: RowOptimizer | None, opening: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
     ) -> OpenTable:
         if self.life is not None:
             self.life.run, self.life.writes = opening.run, opening.writes
@@ -161,7 +161,7 @@ class TablePersistence:
                 fitting = converted_description(opening.snapshot.description, (spec.dtype, spec.state_dtype))
                 check_stored(spec, fitting, optimizer, StoreError, what)
                 self.unsettled, self.is_untouched = str(error), True  # a load that converts brings the rows
-                opening = Opening()
+                opening = OpenPlan()
         if opening.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
@@ -236,7 +236,7 @@ class TablePersistence:
             return f"the last snapshot, which the next run needs, cannot be read: {error}"
         if snapshot is None:
             return "the next run starts empty: it has no snapshot of its own"
-        base = Base(snapshot.name, snapshot.description["step"], snapshot.manifest.rows)
+        base = RecoveryPoint(snapshot.name, snapshot.description["step"], snapshot.manifest.rows)
         return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost(base, table.step)}"
 
     def release(self) -> None:
@@ -496,7 +496,7 @@ class TablePersistence:
                     raise
         return table
 
-    def _write_at(self, bottom: RocksDB | Table, step: int) -> None:
+    def _write_at(self, bottom: RocksDB | InMemoryTier, step: int) -> None:
         """Make the folder ready for a write of step `step`. Called before each write."""
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: where it fails, the live rows keep their mark

@@ -22,10 +22,10 @@ from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
-from ..snapshots.store.save import Held, begin_save, check_save, clear_leftovers, save_held
+from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_leftovers, save_held
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
-from .rows_reference import SavedAs, of_step, saved_as
+from .rows_reference import RowsReference, reference_at, saved_as
 from .table_persistence import TablePersistence
 from .training_group import Membership, between_steps
 
@@ -61,10 +61,12 @@ class TableSnapshots:
         with table.lock:
             check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
 
-    def _of_step(self, step: int) -> SavedAs:
+    def _of_step(self, step: int) -> RowsReference:
         """The name of the rows of a step."""
         membership = self.membership
-        found = of_step(step, self._place, self.base, None if membership is None else membership.version_for_state())
+        found = reference_at(
+            step, self._place, self.base, None if membership is None else membership.version_for_state()
+        )
         if found.snapshot is None or membership is None or membership.record is None:
             return found
         return found._replace(instant=membership.seen().digest)
@@ -134,7 +136,7 @@ class TableSnapshots:
             kept = KEPT_BYTES if of_all is None else KEPT_BYTES // of_all.stores
             return table.watch.save_in_background(f"snapshot {name!r}", write, kept)
 
-    def save_for_state(self, keep: int | None) -> SavedAs:
+    def save_for_state(self, keep: int | None) -> RowsReference:
         """The name of the rows as they are, saved as a snapshot that no chain or recovery of the user goes over.
 
         keep: how many of the latest such snapshots stay besides that of these rows; None for all.
@@ -145,7 +147,7 @@ class TableSnapshots:
             table.check()
             now = self.membership.versions.rows.now
             if now == EMPTY:  # which needs no snapshot, and a user may replace one of it
-                return SavedAs(table.step, version=self.membership.version_for_state())
+                return RowsReference(table.step, version=self.membership.version_for_state())
             place = state_snapshot(folder, now, keep)
             if place is None:
                 together = together or Together(secrets.token_hex(16), None)
@@ -281,12 +283,14 @@ class TableSnapshots:
         if self._persistence.folder is not None:
             remove_snapshot(self._persistence.folder.snapshots / name)
 
-    def _held(self, table: OpenTable, together: Together | None = None) -> Held:
+    def _held(self, table: OpenTable, together: Together | None = None) -> SaveSource:
         assert table.stack is not None
         bottom = table.stack.bottom
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
         record = None if self.membership is None else self.membership.record
-        return Held(table.describe(), table.counts.rows, table.scan, rocksdb, table.watch.changed, together, record)
+        return SaveSource(
+            table.describe(), table.counts.rows, table.scan, rocksdb, table.watch.changed, together, record
+        )
 
     def _folder_of(self, name: str) -> StoreFolder:
         folder = self.folder()

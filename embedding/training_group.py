@@ -15,8 +15,8 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 
 from ..engine.errors import StoreError
-from ..engine.ops.rows_contract import Rows as Embedding
-from ..engine.table.step_gate import BetweenSteps
+from ..engine.ops.rows_contract import EmbeddingBase
+from ..engine.table.step_gate import StepGate
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from ..snapshots.files.versions import (
     AT,
@@ -55,7 +55,7 @@ class TrainingGroup:
     def __init__(self) -> None:
         self.embeddings: WeakSet[Any] = WeakSet()
         self.ids: dict[str, str] = {}  # by the real path of a store
-        self.gate = BetweenSteps()  # of all their tables
+        self.gate = StepGate()  # of all their tables
 
     def begin_pass(self) -> None:
         """A backward pass has pinned the rows of one of them, which it updates before it comes to others."""
@@ -92,7 +92,7 @@ def train_together(modules: Iterable[Any]) -> None:
 
     Those without a folder are left out.
     """
-    options = ((one, getattr(one, "store_options", None)) for one in modules if isinstance(one, Embedding))
+    options = ((one, getattr(one, "store_options", None)) for one in modules if isinstance(one, EmbeddingBase))
     stored = [one for one, given in options if given is not None and given.persistent_path is not None]
     if len(stored) < 2:
         return

@@ -24,11 +24,11 @@ NUMBERS: dict[str, np.dtype[Any]] = {  # as they are stored
 }
 LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and the number of the step after it is needed
 
-Tables = NDArray[np.uint32]  # [n]
+TableIds = NDArray[np.uint32]  # [n]
 Keys = NDArray[np.uint64]  # [n]
-Rows = NDArray[np.void]  # [n] of `row_dtype`, or of KEY
-Chunks = Iterator[tuple[int, Rows]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
-Change = tuple[int, Rows, Rows]  # (bucket, new or changed rows, keys [n] of KEY of erased rows)
+RowArray = NDArray[np.void]  # [n] of `row_dtype`, or of KEY
+Chunks = Iterator[tuple[int, RowArray]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
+Change = tuple[int, RowArray, RowArray]  # (bucket, new or changed rows, keys [n] of KEY of erased rows)
 
 KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # identifies a row
 
@@ -118,7 +118,7 @@ class RowForm:
         for bucket, rows in chunks:
             yield bucket, rows.view(self.dtype)
 
-    def numbers(self, rows: Rows, name: str) -> NDArray[np.float32]:
+    def numbers(self, rows: RowArray, name: str) -> NDArray[np.float32]:
         """Field `name` of rows [n] of `dtype`: float32 [n, count], exact. The memory may be that of the rows."""
         field = self._by_name[name]
         if not self.is_narrow:
@@ -126,7 +126,7 @@ class RowForm:
             return values
         return widened(rows[name], field.type)
 
-    def set_numbers(self, rows: Rows, name: str, values: NDArray[np.float32]) -> None:
+    def set_numbers(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
         """Set field `name` of rows [n] of `dtype` to values [n, count], rounded to nearest even."""
         field = self._by_name[name]
         if not self.is_narrow:
@@ -169,7 +169,7 @@ def overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
     return flags
 
 
-def keys_of(rows: Rows) -> Rows:
+def keys_of(rows: RowArray) -> RowArray:
     """The keys [n] of KEY of rows [n]."""
     keys = np.empty(len(rows), KEY)
     keys["table"], keys["key"] = rows["table"], rows["key"]

@@ -26,16 +26,16 @@ from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
 from ..engine.signals import uninterrupted
 from ..snapshots.store.selection import Selection
-from .passes.lookups import Coming
-from .passes.step_epilogue import StepEnd
+from .passes.lookups import KnownLookups
+from .passes.step_epilogue import StepEpilogue
 from .run.compiled_step import CompiledStep, Forward, compile_step
 from .run.loop import AHEAD, Bar, NoProgress, Run, forget_announced, iterate, make_run
-from .run.rank_step import Together, tell_ranks
-from .run.rollback import FailedForSizes
-from .run.step_cache import Steps, tell_uncompiled
+from .run.rank_step import RankStepState, tell_ranks
+from .run.rollback import DynamicStepFailed
+from .run.step_cache import StepCache, tell_uncompiled
 from .show.listing import draw
 from .show.profile import Profile, Timer, profile
-from .show.why import Compiles, facts
+from .show.why import RecompileLog, facts
 from .state import checkpoint
 from .state.extra_state import (
     check_state,
@@ -46,7 +46,7 @@ from .state.extra_state import (
     without_rows,
 )
 from .state.optimizer_set import OptimizerSet
-from .trace.built import Built
+from .trace.built import HasBuild
 from .trace.names import path_of
 from .trace.signature import NONE_OPEN, Call, Dims, Given, Structure, call_key, open_leaves, tensors_spec
 from .trace.swap import one_trace
@@ -55,7 +55,7 @@ from .trace.trace import trace
 STEPS = 64
 
 
-class Graph(ModelSnapshots, Built):
+class Graph(ModelSnapshots, HasBuild):
     """A training or evaluation step, traced once an input signature and then run without autograd.
 
     A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`. `build` computes a
@@ -79,20 +79,20 @@ class Graph(ModelSnapshots, Built):
                 "it build(), and do what is not part of the step around the call"
             )
         self.__optimizers = OptimizerSet()
-        self.__end = StepEnd()
+        self.__end = StepEpilogue()
         self.__inductor: dict[str, Any] | None = None
         self.__recorded = False
         self.__left: list[None] = []  # an item for each run that was left before its end
         # two underscores: a subclass may have attributes of any name
-        self.__steps = Steps(STEPS)
+        self.__steps = StepCache(STEPS)
         # of the last call with containers
         self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NONE_OPEN
         self.__told = False  # whether the log said that compile_dense compiles nothing of a step for many sizes
         self.__structure: Structure | None = None
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
-        self.__compiles = Compiles(STEPS)
+        self.__compiles = RecompileLog(STEPS)
         self.__forward: Forward | None = None  # while a profile runs
-        self.__together = Together()
+        self.__together = RankStepState()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
         """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
@@ -200,7 +200,7 @@ class Graph(ModelSnapshots, Built):
             raise
         try:
             return step.run(tensors, self.__forward)
-        except FailedForSizes as failed:
+        except DynamicStepFailed as failed:
             cause, told = failed.__cause__, failed.told
             assert cause is not None
             cause.__traceback__ = None  # the frames hold all that the failed step had computed
@@ -321,7 +321,7 @@ class Graph(ModelSnapshots, Built):
                 f"cuda_graph(False), or no call of {method} (clip_grad_value goes with both)"
             )
 
-    def __coming(self, *args: Any) -> Coming | None:
+    def __coming(self, *args: Any) -> KnownLookups | None:
         """What a coming call with these arguments looks up, as far as it is known."""
         try:
             step, tensors = self.__compiled(args, {})

@@ -182,7 +182,7 @@ def few_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer sizes of arguments have a step of their own, so that a step for many comes sooner."""
     from support.graphs import FEW
 
-    monkeypatch.setattr("tierbed.graph.run.step_cache.OWN", FEW)
+    monkeypatch.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", FEW)
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import numpy as np
 from .. import _core
 from ..errors import OptionError, StoreError
 from ..options.store_options import CachedHostMemOptions
-from ..row_format import Chunks, Keys, Tables
-from ..store.contract import Asked, Found, Lines, Room, Tier
+from ..row_format import Chunks, Keys, TableIds
+from ..store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
 from ..store.full import check_room
 
 MB = 1 << 20
@@ -66,7 +66,7 @@ class CachedStore:
     def cancel(self) -> None:
         self.native.cancel()
 
-    def pin(self, batch: _core.Batch, room: Room | None) -> None:
+    def pin(self, batch: _core.Batch, room: CapacityLimit | None) -> None:
         if self._pinned is not None:
             raise StoreError("a batch is still pinned; one step at a time")
         with self._errors():
@@ -92,15 +92,15 @@ class CachedStore:
         with self._errors():
             self.native.peek(batch)
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         with self._errors():
             return self.native.read(tables, keys, lines, touch)
 
-    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         with self._errors():
             self.native.write(tables, keys, lines)
 
-    def erase(self, tables: Tables, keys: Keys) -> None:
+    def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._errors():
             self.native.erase(tables, keys)
 
@@ -128,7 +128,7 @@ class CachedStore:
     def metrics(self) -> dict[str, dict[str, float]]:
         return {self._tier: self.native.metrics(), **self._below.metrics()}
 
-    def asked(self) -> Asked:
+    def asked(self) -> HitCounts:
         return self.native.asked().astype(np.int64).reshape(-1, 2)
 
     def _tell(self, rows: int) -> None:

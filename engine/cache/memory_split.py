@@ -9,10 +9,10 @@ from ..row_format import BUCKETS
 from ..store.rocksdb import WRITE_BUFFER_BYTES
 
 MB = 1 << 20
-BESIDE_BYTES = WAY_BYTES + 1  # of a cache's metadata for each line: a way and a tag
+LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # of a cache's metadata for each line: a way and a tag
 LEAST = WAYS * BUCKETS  # lines; a smaller cache takes the rows of a batch in another order
 
-Beside = Literal["rocksdb", "table", "device"]
+SharedWith = Literal["rocksdb", "table", "device"]
 CACHE = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
 OVERFLOW = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # at most
 ROCKSDB = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}
@@ -21,7 +21,7 @@ LINES_A_ROW = 1.5  # of a cache in which hardly a row gives way: rows fall on it
 INDEX_BYTES = 3  # of RocksDB's files for each row
 
 
-class Division(NamedTuple):
+class MemorySplit(NamedTuple):
     """MiB of free memory, by what they are for; the others add up to `free_mb`."""
 
     free_mb: float
@@ -30,7 +30,7 @@ class Division(NamedTuple):
     rocksdb_mb: float  # index and filters of files, write buffers
     given_mb: float  # what other options give away by numbers
     rest_mb: float
-    beside: Beside
+    beside: SharedWith
 
     def __str__(self) -> str:
         parts = [
@@ -46,12 +46,12 @@ class Division(NamedTuple):
 def divide(
     free_mb: float,
     row_bytes: int,
-    beside: Beside,
+    beside: SharedWith,
     *,
     capacity: int | None = None,
     overflow_mb: float = 0,
     given_mb: float = 0,
-) -> Division:
+) -> MemorySplit:
     """Divide `free_mb` MiB, less `given_mb` that other options give away, between a cache and what lies beside it.
 
     beside: what shares the memory. "rocksdb": half is the cache, an eighth RocksDB's index, filters and write buffers,
@@ -67,4 +67,4 @@ def divide(
         cache = min(cache, max(LINES_A_ROW * capacity, LEAST) * row_bytes / MB)
         rocksdb = min(rocksdb, (WRITE_BUFFER_BYTES + INDEX_BYTES * capacity) / MB)
     overflow = min(overflow_mb, shared * OVERFLOW[beside])
-    return Division(free_mb, cache, overflow, rocksdb, given_mb, shared - cache - overflow - rocksdb, beside)
+    return MemorySplit(free_mb, cache, overflow, rocksdb, given_mb, shared - cache - overflow - rocksdb, beside)

@@ -14,7 +14,7 @@ import numpy as np
 from .. import _core
 from ..errors import CapacityError
 from ..options.store_options import StoreOptions
-from ..row_format import Chunks, Keys, Tables
+from ..row_format import Chunks, Keys, TableIds
 from ..store.table_counts import Counts, counted
 
 log = logging.getLogger("tierbed")
@@ -63,7 +63,7 @@ class Lifecycle:
         """`counts`, and in `ledger_bytes` the memory of the ledger."""
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
-    def admit(self, batch: Any, layout: _core.Layout, step: int, training: bool) -> tuple[Tables, Keys] | None:
+    def admit(self, batch: Any, layout: _core.Layout, step: int, training: bool) -> tuple[TableIds, Keys] | None:
         """Decide about a batch that is written at `step`. Returns the rows that must leave before, or None.
 
         Rows that training refuses get lines of the batch's own. Raises CapacityError, and nothing changes.
@@ -83,7 +83,7 @@ class Lifecycle:
             self._left(refused, "refused")
         self._ledger.commit(batch, step)
 
-    def expired(self, step: int) -> tuple[Tables, Keys] | None:
+    def expired(self, step: int) -> tuple[TableIds, Keys] | None:
         """Rows that leave after `step`. Of `ttl_steps` steps, 16 look for all rows older than that."""
         assert self._ledger is not None
         if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SWEEPS):
@@ -91,7 +91,7 @@ class Lifecycle:
         tables, keys = self._ledger.expired(step)
         return (tables, keys) if len(keys) else None
 
-    def left(self, tables: Tables, keys: Keys, there: Counts, cause: str) -> None:
+    def left(self, tables: TableIds, keys: Keys, there: Counts, cause: str) -> None:
         """Note that rows are no longer there. there: how many of each table were. cause: a name in `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)

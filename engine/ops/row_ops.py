@@ -12,10 +12,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ..options.lookup import Lookup
-    from .rows_contract import Pinned, Rows, SharedPinned
+    from .rows_contract import EmbeddingBase, Pinned, SharedPinned
 
 
-def pin(embedding: Rows, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
+def pin(embedding: EmbeddingBase, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
     """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them.
 
     like: another embedding's batch of the same lookups, whose unique rows are taken.
@@ -50,11 +50,11 @@ def update(batch: Pinned, grads: list[Tensor], weights: list[Tensor | None] | No
     batch.update(grads, weights)
 
 
-def read(embedding: Rows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+def read(embedding: EmbeddingBase, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
     """The rows of a lookup, or its pooled bags, lookup.shape + (dim,), inserting nothing."""
     return embedding.read(lookup, weights)
 
 
-def read_weights_grad(embedding: Rows, lookup: Lookup, grad: Tensor) -> Tensor:
+def read_weights_grad(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor) -> Tensor:
     """The gradient of the weights of a lookup that was read, of their shape."""
     return embedding.read_weights_grad(lookup, grad)

@@ -62,7 +62,7 @@ class SharedPinned(Pinned, Protocol):
         """Start to send the gradients, as `update` takes them, to the ranks that have the rows."""
 
 
-class Rows(nn.Module):
+class EmbeddingBase(nn.Module):
     """A module whose rows a step reads and trains."""
 
     spec: TableSpec

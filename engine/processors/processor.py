@@ -16,7 +16,7 @@ from ..errors import TierbedError
 from ..host_memory import FreeMemory
 from ..options.lookup import Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions
-from ..store.contract import FullStore, Store, Table, Tier
+from ..store.contract import FullStore, InMemoryTier, Tier, TopTier
 from ..store.table_counts import Counts
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ class Processor(Protocol[B]):
     def full_table(self, tier: str) -> FullStore[B]:
         """A full table in the memory `tier`, "device" or "host". Raises OptionError where that memory is too small."""
 
-    def cache(self, below: Tier, options: CachedHostMemOptions) -> Store[B]:
+    def cache(self, below: Tier, options: CachedHostMemOptions) -> TopTier[B]:
         """A cache in front of a tier. Raises OptionError for a budget that cannot work."""
 
-    def cached_table(self, options: CachedHostMemOptions) -> tuple[Store[B], Table]:
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
         """A cache over a full table in host memory, and that table. OptionError, as `full_table` and `cache`."""
 
     def batch(self, lookups: Sequence[Lookup], like: B | None = None, ahead: bool = False) -> B:

@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..row_format import Chunks, Keys, Tables
+from ..row_format import Chunks, Keys, TableIds
 
 Lines = NDArray[np.uint64]  # [n], the address of each line
 Found = NDArray[np.bool_]  # [n]
-Asked = NDArray[np.int64]  # [tables, 2], hits and misses
+HitCounts = NDArray[np.int64]  # [tables, 2], hits and misses
 
 B = TypeVar("B", contravariant=True)  # the batches of a processor
 
 
-class Room(NamedTuple):
+class CapacityLimit(NamedTuple):
     """How many rows of an embedding may still be written for the first time."""
 
     embedding: str
@@ -26,7 +26,7 @@ class Room(NamedTuple):
     left: Callable[[], int]
 
 
-class Level(Protocol):
+class TierBase(Protocol):
     """What the tiers of a stack have in common. Only rows with `updates > 0` count as held."""
 
     def scan(self) -> Chunks:
@@ -35,7 +35,7 @@ class Level(Protocol):
         Buckets ascend, and (table, key) ascends within a bucket. Chunks have a bounded size.
         """
 
-    def erase(self, tables: Tables, keys: Keys) -> None:
+    def erase(self, tables: TableIds, keys: Keys) -> None:
         """Forget rows, given once each, in this tier and the tiers below; rows that are not there are passed over.
 
         A row that a batch has up at this time goes back to its initial value where it is.
@@ -57,10 +57,10 @@ class Level(Protocol):
         """Counters by the tier's name, from the top down."""
 
 
-class Loadable(Level, Protocol):
+class WritableTier(TierBase, Protocol):
     """The last tier of a stack. `tables` and `keys` hold no (table, key) twice; lines are in host memory."""
 
-    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         """Copy each line to its row, inserting the row where it is new."""
 
 
@@ -73,7 +73,7 @@ class TableImage(Protocol):
     def keep(self, batch: Any) -> None:
         """Keep aside what the lines of a pinned batch hold. Called before they are written."""
 
-    def keep_rows(self, tables: Tables, keys: Keys) -> None:
+    def keep_rows(self, tables: TableIds, keys: Keys) -> None:
         """Keep rows aside, given once each. Called before they are erased."""
 
     def list(self, bucket: int) -> None:
@@ -90,44 +90,44 @@ class TableImage(Protocol):
         """The memory of what is kept aside, in bytes."""
 
 
-class Table(Loadable, Protocol):
+class InMemoryTier(WritableTier, Protocol):
     """The last tier of a stack without a disk. It has every row, in memory."""
 
     def image(self, top: Any) -> TableImage:
         """An image of the rows as they are now. `top`: the top of the stack, flushed."""
 
 
-class Tier(Loadable, Protocol):
+class Tier(WritableTier, Protocol):
     """What a cache stands in front of, in host memory or on a disk: the full table, RocksDB, or another cache."""
 
     @property
     def native(self) -> _core.Tier:
         """The native tier, for a cache of the CPU in front of it."""
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """Copy each held row to its line; a line whose row is not held is left as it was.
 
         touch: whether the read counts as a use of the rows. A cache decides by uses which rows it keeps.
         """
 
 
-class Tracker(Protocol[B]):
+class ChangeSource(Protocol[B]):
     """The names of rows that changed."""
 
     def note(self, batch: B) -> None:
         """Note the rows of a pinned batch. Called before their lines are written."""
 
-    def names(self) -> tuple[Tables, Keys]:
+    def names(self) -> tuple[TableIds, Keys]:
         """The names of the rows that changed since the last `forget`, without some that were erased since; may wait."""
 
     def forget(self) -> None:
         """Forget what `names` has just returned."""
 
 
-class Store(Level, Protocol[B]):
+class TopTier(TierBase, Protocol[B]):
     """The top of a stack, which serves steps."""
 
-    def pin(self, batch: B, room: Room | None) -> None:
+    def pin(self, batch: B, room: CapacityLimit | None) -> None:
         """Bring each unique row of the batch up, initialising new rows, and write its address to the batch.
 
         A row stays at its address until `unpin`. More new rows than there is room for raise CapacityError and pin
@@ -150,13 +150,13 @@ class Store(Level, Protocol[B]):
     def cancel(self) -> None:
         """Forget every announced batch but the pinned one. Forgotten batches may be announced again."""
 
-    def tracker(self) -> Tracker[B] | None:
+    def tracker(self) -> ChangeSource[B] | None:
         """A tracker of the rows that change from now on; None for a store that `_core.ChangedRows` can follow."""
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """As `Tier.read`."""
 
-    def asked(self) -> Asked:
+    def asked(self) -> HitCounts:
         """The hits and misses of each table, as in the `metrics` of this store; may wait for the device."""
 
     def peek(self, batch: B) -> None:
@@ -166,11 +166,11 @@ class Store(Level, Protocol[B]):
         """
 
 
-class FullStore(Store[B], Table, Protocol[B]):
+class FullStore(TopTier[B], InMemoryTier, Protocol[B]):
     """A full table as the top of a stack: the stack is this one tier."""
 
 
-class WithoutAnnouncements(Generic[B]):
+class IgnoresHints(Generic[B]):
     """The announcements of stores that gain nothing from knowing the batches of coming steps."""
 
     def announce(self, batch: B) -> None:

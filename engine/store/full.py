@@ -9,11 +9,11 @@ import numpy as np
 
 from .. import _core
 from ..errors import CapacityError
-from ..row_format import BUCKETS, Chunks, Keys, Tables, row_dtype
-from .contract import Asked, Found, Lines, Room, WithoutAnnouncements
+from ..row_format import BUCKETS, Chunks, Keys, TableIds, row_dtype
+from .contract import CapacityLimit, Found, HitCounts, IgnoresHints, Lines
 
 
-def check_room(new: int, room: Room | None) -> None:
+def check_room(new: int, room: CapacityLimit | None) -> None:
     """Raises CapacityError where a batch brings more new rows than there is room for."""
     if new and room is not None and new > (left := room.left()):
         raise CapacityError(
@@ -42,7 +42,7 @@ def full_table_bytes(rows: int, line_bytes: int) -> int:
     return total + BUCKETS * slots * 16  # bytes of a slot
 
 
-class CpuFullStore(WithoutAnnouncements[_core.Batch]):
+class CpuFullStore(IgnoresHints[_core.Batch]):
     """A full table that grows as rows arrive. `tier` names its memory in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:
@@ -50,7 +50,7 @@ class CpuFullStore(WithoutAnnouncements[_core.Batch]):
         self._tier = tier
         self.native = _core.FullTable(layout)
 
-    def pin(self, batch: _core.Batch, room: Room | None) -> None:
+    def pin(self, batch: _core.Batch, room: CapacityLimit | None) -> None:
         missing = self.native.find(batch)
         if room is not None:
             # rows of a failed step are resident but were never written, so they count as new
@@ -65,13 +65,13 @@ class CpuFullStore(WithoutAnnouncements[_core.Batch]):
         if self.native.find(batch):
             _core.initialise_missing(batch, self._layout)
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         return self.native.read(tables, keys, lines, touch)
 
-    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         self.native.write(tables, keys, lines)
 
-    def erase(self, tables: Tables, keys: Keys) -> None:
+    def erase(self, tables: TableIds, keys: Keys) -> None:
         self.native.erase(tables, keys)
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
@@ -100,5 +100,5 @@ class CpuFullStore(WithoutAnnouncements[_core.Batch]):
     def metrics(self) -> dict[str, dict[str, float]]:
         return {self._tier: self.native.metrics()}
 
-    def asked(self) -> Asked:
+    def asked(self) -> HitCounts:
         return self.native.asked().astype(np.int64).reshape(-1, 2)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ClosedError
-from ..row_format import BUCKETS, Chunks, Keys, Tables
+from ..row_format import BUCKETS, Chunks, Keys, TableIds
 from ..threads import LOOK
 from .contract import TableImage
 
@@ -46,7 +46,7 @@ class Image(Protocol):
     def before_write(self, batch: Any) -> None:
         """Keep the rows of a pinned batch aside. Called before their lines are written."""
 
-    def before_erase(self, tables: Tables, keys: Keys) -> None:
+    def before_erase(self, tables: TableIds, keys: Keys) -> None:
         """Keep rows aside, given once each. Called before they are erased."""
 
 
@@ -87,7 +87,7 @@ class DiskImage:
     def before_write(self, batch: Any) -> None:
         """Does nothing: RocksDB's view keeps its rows."""
 
-    def before_erase(self, tables: Tables, keys: Keys) -> None:
+    def before_erase(self, tables: TableIds, keys: Keys) -> None:
         """Does nothing: RocksDB's view keeps its rows."""
 
 
@@ -153,7 +153,7 @@ class MemoryImage:
     def before_write(self, batch: Any) -> None:
         self._open().keep(batch)
 
-    def before_erase(self, tables: Tables, keys: Keys) -> None:
+    def before_erase(self, tables: TableIds, keys: Keys) -> None:
         self._open().keep_rows(tables, keys)
 
     def _sort(self) -> None:

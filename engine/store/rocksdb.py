@@ -13,7 +13,7 @@ from .. import _core
 from ..durable import fsync_dir, make_folder, remedy_for
 from ..errors import OptionError, StoreError
 from ..options.store_options import CACHE_MB, require_rocksdb
-from ..row_format import Chunks, Keys, Tables, row_dtype
+from ..row_format import Chunks, Keys, TableIds, row_dtype
 from .contract import Found, Lines
 
 SHARDS = 4
@@ -104,15 +104,15 @@ class RocksDB:
         """The native tier, for a cache above. Raises StoreError once closed."""
         return self._open()
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         with self._errors():
             return self._open().read(tables, keys, lines, touch)
 
-    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         with self._errors():
             self._open().write(tables, keys, lines)
 
-    def erase(self, tables: Tables, keys: Keys) -> None:
+    def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._errors():
             self._open().erase(tables, keys)
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..row_format import Chunks, Tables
+from ..row_format import Chunks, TableIds
 
 Counts = NDArray[np.int64]  # [tables]
 
 FIELD = "table_rows"  # of a mark: how many rows each table has; marks of earlier versions lack it
 
 
-def counted(tables: Tables, num_tables: int) -> Counts:
+def counted(tables: TableIds, num_tables: int) -> Counts:
     """How many of the given rows belong to each table."""
     return np.bincount(tables, minlength=num_tables)
 

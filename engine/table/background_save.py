@@ -22,7 +22,7 @@ REST = 5.0  # seconds of rest for each second of work: memory and disk are share
 log = logging.getLogger("tierbed")
 
 
-class Saving(Protocol):
+class SaveHandle(Protocol):
     """A snapshot that is saved in the background. `what` names it in messages."""
 
     what: str

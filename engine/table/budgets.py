@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-from ..cache.memory_split import BESIDE_BYTES, LEAST, MB, Beside, Division, divide
+from ..cache.memory_split import LEAST, LINE_OVERHEAD_BYTES, MB, MemorySplit, SharedWith, divide
 from ..errors import OptionError
 from ..host_memory import ROOT, FreeMemory, free_host_memory
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, mib
@@ -44,7 +44,7 @@ class AutoBudgets:
         self.release()
         with _one_at_a_time:
             _of_this_process.add(self)
-        row_bytes = processor.layout.line_bytes + BESIDE_BYTES
+        row_bytes = processor.layout.line_bytes + LINE_OVERHEAD_BYTES
         own = processor.free_memory()
         if own is not None and options.cache_budget_mb == "auto":
             part = self._divide(TOP, str(processor.device), own, row_bytes, "device")
@@ -65,7 +65,7 @@ class AutoBudgets:
         others = [options.get(BELOW, 0), options.cache_budget_mb if top_is_here else 0]
         given = sum(mib(other) + options.overflow_mb for other in others if other and other != "auto")
         given += options.get("rocksdb_cache_mb") or 0
-        beside: Beside = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
+        beside: SharedWith = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = free_host_memory(self._root)
         if free is not None and self._ranks > 1:
             free = FreeMemory(free.bytes // self._ranks, f"{free.where} for each of {self._ranks} ranks")
@@ -81,10 +81,10 @@ class AutoBudgets:
         memory: str,
         free: FreeMemory | None,
         row_bytes: int,
-        beside: Beside,
+        beside: SharedWith,
         overflow_mb: float = 0,
         given_mb: float = 0,
-    ) -> Division:
+    ) -> MemorySplit:
         option = f"embedding {self._name!r}: {name}='auto'"
         if free is None:
             raise OptionError(

@@ -10,9 +10,9 @@ import numpy as np
 
 from .. import _core
 from ..errors import ClosedError, StoreError
-from ..row_format import BUCKETS, Change, Chunks, Keys, Tables, keys_of
+from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, keys_of
 from ..signals import uninterrupted
-from ..store.contract import Store, Tracker
+from ..store.contract import ChangeSource, TopTier
 from ..store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave
@@ -22,13 +22,13 @@ from .stack import Stack
 CHUNK_BYTES = 1 << 23  # bytes of rows that are read at once
 
 
-class Changes:
+class ChangeTracker:
     """The names of rows that changed since the snapshot with the id `since`. All callers hold the table's lock.
 
     While a snapshot is being saved the names are in two sets, since changes of that time are not in the snapshot.
     """
 
-    def __init__(self, since: str, tracker: Tracker[Any] | None) -> None:
+    def __init__(self, since: str, tracker: ChangeSource[Any] | None) -> None:
         """tracker: of the top of the stack; None where the names are noted here."""
         self.since = since
         self._tracker = tracker
@@ -39,7 +39,7 @@ class Changes:
         """Note the rows of a batch that is written."""
         (self._tracker or self._later).note(batch)
 
-    def note_rows(self, tables: Tables, keys: Keys) -> None:
+    def note_rows(self, tables: TableIds, keys: Keys) -> None:
         """Note rows that are erased."""
         self._later.note_rows(tables, keys)
 
@@ -59,7 +59,7 @@ class Changes:
         """Note that what changed until the last `cut` is in the snapshot with the id `since`."""
         self.since, self._saving = since, None
 
-    def rows(self, top: Store[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
+    def rows(self, top: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
         """What changed until the last `cut`, as `top` has it now, in chunks of rows of `dtype`.
 
         Buckets ascend. Within a bucket the rows ascend by (table, key), and so do the keys of rows that are gone. Some
@@ -77,7 +77,7 @@ class Changes:
                 yield bucket, rows if found.all() else rows[found], keys_of(rows[~found])
 
 
-class Watch:
+class ChangeObservers:
     """The watchers of one table, which tells them of rows before it changes them.
 
     `lock` is the table's. `use` gives the top of `stack` where the table can be used, and raises where it cannot.
@@ -90,7 +90,7 @@ class Watch:
         stack: Stack,
         dtype: np.dtype[np.void],
         lock: RLock,
-        use: Callable[[], Store[Any]],
+        use: Callable[[], TopTier[Any]],
         check: Callable[[], None],
     ) -> None:
         """dtype: of rows, as watchers give them."""
@@ -98,7 +98,7 @@ class Watch:
         self._stack: Stack | None = stack
         self._lock, self._use, self._check = lock, use, check
         self.saving: BackgroundSave | None = None  # the last one, which may have ended
-        self.changes: Changes | None = None
+        self.changes: ChangeTracker | None = None
         self._image: Image | None = None
         self.watches = False  # whether anything does; where not, `before_batch` and `wait_for_room` need not be called
 
@@ -115,7 +115,7 @@ class Watch:
                 self.changes.saved(since)
             else:
                 self.watches = True  # first: no signal comes between a change and what notes it
-                self.changes = Changes(since, self._use().tracker())
+                self.changes = ChangeTracker(since, self._use().tracker())
 
     def changed(self, since: str) -> Iterator[Change] | None:
         """What changed since the snapshot with the id `since`, read while it is iterated; None where that is unknown.
@@ -194,7 +194,7 @@ class Watch:
         if self.changes is not None:
             self.changes.note(batch)
 
-    def before_erase(self, tables: Tables, keys: Keys) -> None:
+    def before_erase(self, tables: TableIds, keys: Keys) -> None:
         """Tell the watchers of rows, given once each, before they are erased."""
         if self._image is not None:
             self._image.before_erase(tables, keys)
@@ -214,7 +214,7 @@ class Watch:
             self._image.close()
         self._use, self._check, self._stack = self._refuse, _nothing, None
 
-    def _refuse(self) -> Store[Any]:
+    def _refuse(self) -> TopTier[Any]:
         raise ClosedError(f"embedding {self._name!r} was closed or its rows were replaced; use it anew")
 
     def _forget(self, image: Image) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import _core
 from ..options.lookup import Lookup
-from ..store.contract import Store
+from ..store.contract import TopTier
 from ..threads import Thread, wait_for
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ QUEUE = 4 * WINDOW  # the most batches that wait
 NOTHING_ANNOUNCED = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
 
 
-class _Coming:
+class _AnnouncedBatch:
     """An announced batch: copies of its lookups, since the caller may fill its tensors anew."""
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
@@ -92,12 +92,12 @@ def _same(one: Lookup, other: Lookup) -> bool:
 class Prefetcher:
     """Prepares the announced batches of one table in their order. Its thread starts at the first announcement."""
 
-    def __init__(self, processor: Processor[Any], store: Store[Any], threads: int) -> None:
+    def __init__(self, processor: Processor[Any], store: TopTier[Any], threads: int) -> None:
         self._processor = processor
         self._store = store
         self._threads = threads
         self.counts = dict(NOTHING_ANNOUNCED)
-        self._coming: deque[_Coming] = deque()  # empty where there is no thread
+        self._coming: deque[_AnnouncedBatch] = deque()  # empty where there is no thread
         self._changed = Condition()
         self._thread: Thread | None = None  # the thread that goes on; any other ends
         self._process = 0  # the process of the thread
@@ -119,7 +119,7 @@ class Prefetcher:
         if len(self._coming) == QUEUE:  # no step takes these batches
             self.counts["prefetch_dropped"] += 1
             return
-        coming = _Coming(lookups, self._processor)
+        coming = _AnnouncedBatch(lookups, self._processor)
         with self._changed:
             if self._thread is None or not self._thread.is_alive():
                 self._busy = False
@@ -218,7 +218,7 @@ class Prefetcher:
                 self._coming.clear()
             return None
 
-    def _hand_over(self, coming: _Coming, lookups: Sequence[Lookup]) -> Any:
+    def _hand_over(self, coming: _AnnouncedBatch, lookups: Sequence[Lookup]) -> Any:
         """Give an announced batch to the thread of its step. Returns None where the batch is not made."""
         if coming.batch is not None:
             self._processor.wait_event(coming.made)
@@ -253,7 +253,7 @@ class Prefetcher:
                 with self._changed:
                     coming.error = error
 
-    def _next(self) -> _Coming | None:
+    def _next(self) -> _AnnouncedBatch | None:
         """The batch to work on. Every batch of the window becomes known to the store before any is fetched."""
         unfetched = None
         for coming in islice(self._coming, WINDOW):
@@ -265,7 +265,7 @@ class Prefetcher:
                 unfetched = coming
         return None if self._full else unfetched
 
-    def _prepare(self, coming: _Coming) -> None:
+    def _prepare(self, coming: _AnnouncedBatch) -> None:
         if coming.announced:
             ended = self._ended
             fetched = self._store.prefetch(coming.batch)

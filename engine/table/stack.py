@@ -22,7 +22,7 @@ from ..options.store_options import (
     options_text,
 )
 from ..processors.processor import Factory
-from ..store.contract import Store, Table, Tier
+from ..store.contract import InMemoryTier, Tier, TopTier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def _evicted(cache: Mapping[str, float]) -> float:
 class Stack(NamedTuple):
     """The tiers of a table. `top` serves steps. Every row reaches `bottom` in time, and rows are loaded into it."""
 
-    top: Store[Any]
-    bottom: RocksDB | Table
+    top: TopTier[Any]
+    bottom: RocksDB | InMemoryTier
 
     def compact(self) -> None:
         """Call `RocksDB.compact`, where RocksDB is the bottom."""

@@ -27,7 +27,7 @@ class Visited(Protocol):
     def deferred_error(self, wait: bool) -> TierbedError | None: ...
 
 
-class BetweenSteps:
+class StepGate:
     """Lets one thread at a time visit a table, or tables that are trained together, between two steps.
 
     A step waits for a visitor before it begins. The locks of the tables do not suffice. The thread of the steps may

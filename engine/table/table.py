@@ -22,16 +22,16 @@ from ..optim.rule import catches_up
 from ..options.lookup import Gradients, Lookup, checked_gradients
 from ..options.table_spec import TableSpec
 from ..processors.processor import Processor
-from ..row_format import LAST_STEP, Chunks, Keys, Tables
+from ..row_format import LAST_STEP, Chunks, Keys, TableIds
 from ..signals import uninterrupted
-from ..store.contract import Room, Store
+from ..store.contract import CapacityLimit, TopTier
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, counted, counted_chunks
-from .change_observers import Watch
+from .change_observers import ChangeObservers
 from .prefetch import Prefetcher
 from .row_scan import checked_rows, locked
 from .stack import FIRST_STEP, SmallCaches, Stack
-from .step_gate import BetweenSteps
+from .step_gate import StepGate
 
 
 class Steps(Protocol):
@@ -40,7 +40,7 @@ class Steps(Protocol):
     lock: RLock
     processor: Processor[Any]
     spec: TableSpec
-    watch: Watch
+    watch: ChangeObservers
     refused: bool
 
     @property
@@ -118,19 +118,19 @@ class PinnedBatch:
         return checked_gradients(self.table.spec, self.lookups, grads, given, self.dtype)
 
 
-class Erasure:
+class PendingErase:
     """The erasing of rows from a table. Where a tier has no room to erase, the next call of the table tries again.
 
     `before_write(step)` is called before a tier is written at that step.
     """
 
     def __init__(
-        self, counts: RowCounts, lifecycle: Lifecycle, watch: Watch, before_write: Callable[[int], None]
+        self, counts: RowCounts, lifecycle: Lifecycle, watch: ChangeObservers, before_write: Callable[[int], None]
     ) -> None:
         self._counts, self._lifecycle, self._watch, self._before_write = counts, lifecycle, watch, before_write
-        self.asked: tuple[Tables, Keys, Counts, str] | None = None  # the rows to erase: some may be in a tier yet
+        self.asked: tuple[TableIds, Keys, Counts, str] | None = None  # the rows to erase: some may be in a tier yet
 
-    def ask(self, tables: Tables, keys: Keys, there: Counts, cause: str, step: int) -> None:
+    def ask(self, tables: TableIds, keys: Keys, there: Counts, cause: str, step: int) -> None:
         """Ask for rows to leave by the next `finish`. there: by table, how many were written. Raises StoreError."""
         self._before_write(step)  # first: where there is no room to write, the rows can still be read
         self.asked = tables, keys, there, cause
@@ -142,7 +142,7 @@ class Erasure:
         self._watch.before_erase(*self.asked[:2])
         self._before_write(step)
 
-    def finish(self, store: Store[Any]) -> None:
+    def finish(self, store: TopTier[Any]) -> None:
         """Take the rows out of every tier. After a StoreError some are out, and no tier may be used before all are."""
         assert self.asked is not None
         tables, keys, there, cause = self.asked
@@ -252,11 +252,11 @@ class OpenTable:
         self.prefetcher: Prefetcher | None = None  # from the first announcement on
         self._io_threads = io_threads
         self.visitors_error: TierbedError | None = None  # found by a visitor between steps, raised by the next call
-        self.between_steps = BetweenSteps()
+        self.between_steps = StepGate()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
-        self.watch = Watch(spec.name, stack, self.form.dtype, self.lock, self.use, self.check)
-        self._erasure = Erasure(self.counts, lifecycle, self.watch, self.before_write)
+        self.watch = ChangeObservers(spec.name, stack, self.form.dtype, self.lock, self.use, self.check)
+        self._erasure = PendingErase(self.counts, lifecycle, self.watch, self.before_write)
         self.small_caches = SmallCaches(spec.name)
         self._next_look = FIRST_STEP  # the step that does what few steps do
 
@@ -323,7 +323,7 @@ class OpenTable:
             self.hyper = self.optimizer.hyper(self.step) if self.step else []
         return late.error
 
-    def _erase(self, tables: Tables, keys: Keys, cause: str, there: Counts | None = None) -> None:
+    def _erase(self, tables: TableIds, keys: Keys, cause: str, there: Counts | None = None) -> None:
         """Take rows out of every tier. there: by table, how many were written; None where all were.
 
         After a StoreError either all rows are there, or the next call takes the rest out before it uses a tier.
@@ -332,7 +332,7 @@ class OpenTable:
         self._erasure.ask(tables, keys, there, cause, self.step)
         self.use()
 
-    def use(self) -> Store[Any]:
+    def use(self) -> TopTier[Any]:
         """The top of the stack, once all rows that are to leave have left. ClosedError, StoreError."""
         store = self.opened()
         if self._erasure.asked is not None:
@@ -347,7 +347,7 @@ class OpenTable:
                     raise
         return store
 
-    def opened(self) -> Store[Any]:
+    def opened(self) -> TopTier[Any]:
         if self.stack is None:
             raise ClosedError(f"embedding {self.spec.name!r} was closed or its rows were replaced; use it anew")
         if self.failure is not None:
@@ -515,12 +515,12 @@ class OpenTable:
             self.prefetcher.ended()
 
     @property
-    def room(self) -> Room | None:
+    def room(self) -> CapacityLimit | None:
         """The room that the store checks; None without a capacity, and where the lifecycle checks it."""
         capacity = self.lifecycle.capacity
         if capacity is None or self.lifecycle.remembers:
             return None
-        return Room(self.spec.name, capacity, lambda: max(capacity - self.counts.rows, 0))
+        return CapacityLimit(self.spec.name, capacity, lambda: max(capacity - self.counts.rows, 0))
 
     def _peek(self, lookup: Lookup) -> Any:
         batch = self._batch([lookup])

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from ...distributed.dense import Vote, described
-from ...distributed.rank_group import Script
+from ...distributed.rank_group import CollectiveSequence
 from ...engine.errors import GraphError
 from ...engine.ops import row_ops
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ..trace.alias import memory, written
 from .lookups import is_repeatable, sources_of
-from .step_epilogue import DenseGrads, RowGrads, StepEnd, accumulate, are_finite, end_step
+from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, are_finite, end_step
 
 _EXCHANGES = "exchanges"
 _KINDS: dict[Callable[..., Any] | str, str] = {
@@ -30,14 +30,14 @@ _KINDS: dict[Callable[..., Any] | str, str] = {
 }
 
 
-class Exchange(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One exchange of a step: `pin`, `rows`, `read` or `send` of an embedding, or the `vote` of all ranks.
 
     `rows` is where the rows of a pin are waited for.
     """
 
     kind: str
-    embedding: Rows | None
+    embedding: EmbeddingBase | None
     like: int | None = None  # of a pin: the place in the script of the pin whose ids it takes
 
 
@@ -45,7 +45,7 @@ _FIRST_USES = (row_ops.gather, row_ops.weights_grad, row_ops.send)
 
 
 def sum_over_ranks(
-    exchanges: Any, end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads], present: bool = True
+    exchanges: Any, end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], present: bool = True
 ) -> Vote:
     """Sum dense gradients over the ranks that are present. Raises on all what made a step fail on one of them."""
     finite = end.scaler is None or are_finite([grad for part in rows for grad in part.grads])
@@ -56,7 +56,7 @@ def sum_over_ranks(
 _KINDS[sum_over_ranks] = "vote"
 
 
-def refuse_worlds(embeddings: dict[str, Rows]) -> Any:
+def refuse_worlds(embeddings: dict[str, EmbeddingBase]) -> Any:
     """The world of a graph's embeddings, None where they have none. GraphError where they differ."""
     by_world = {id(embedding.world): (name, embedding.world) for name, embedding in embeddings.items()}
     if len(by_world) > 1:
@@ -111,7 +111,7 @@ def _reads_before(pin: fx.Node, embedding: Any) -> bool:
 
 def exchange(
     module: fx.GraphModule, exchanges: Any, node: fx.Node | None
-) -> tuple[list[Exchange], list[tuple[str, Tensor]]]:
+) -> tuple[list[CollectiveCall], list[tuple[str, Tensor]]]:
     """Let gradients of rows set out where they are complete, and ranks vote before `node`, which ends the step.
 
     node: `end_step` or `accumulate`, None in a step that trains nothing. exchanges: takes part for the step when it
@@ -151,34 +151,34 @@ def _send_early(graph: fx.Graph, part: Any) -> None:
         graph.call_function(row_ops.send, (batch, grads, weights))
 
 
-def _script(module: fx.GraphModule) -> list[Exchange]:
-    script: list[Exchange] = []
-    pinned: dict[Any, tuple[int, Rows]] = {}
+def _script(module: fx.GraphModule) -> list[CollectiveCall]:
+    script: list[CollectiveCall] = []
+    pinned: dict[Any, tuple[int, EmbeddingBase]] = {}
     awaited: set[Any] = set()
     for node in module.graph.nodes:
         if node.target in _FIRST_USES and node.args[0] not in awaited:
             awaited.add(node.args[0])
-            script.append(Exchange("rows", pinned[node.args[0]][1]))
+            script.append(CollectiveCall("rows", pinned[node.args[0]][1]))
         kind = _KINDS.get(node.target) if node.op == "call_function" else None
         if kind == "vote":
-            script.append(Exchange(kind, None))
+            script.append(CollectiveCall(kind, None))
         elif kind == "send":
-            script.append(Exchange(kind, pinned[node.args[0]][1]))
+            script.append(CollectiveCall(kind, pinned[node.args[0]][1]))
         elif kind is not None:
             embedding = getattr(module, node.args[0].target)
             like = pinned[node.args[2]][0] if kind == "pin" and node.args[2:] else None
             pinned[node] = len(script), embedding
-            script.append(Exchange(kind, embedding, like))
+            script.append(CollectiveCall(kind, embedding, like))
     return script
 
 
-def in_words(script: list[Exchange], trained: list[tuple[str, Tensor]]) -> Script:
+def in_words(script: list[CollectiveCall], trained: list[tuple[str, Tensor]]) -> CollectiveSequence:
     """The script as ranks compare it. trained: dense parameters by name, in order."""
     exchanges = [
         kind + ("" if embedding is None else f" of {embedding.name!r}") + ("" if like is None else f", ids of {like}")
         for kind, embedding, like in script
     ]
-    return Script(exchanges, described(trained))
+    return CollectiveSequence(exchanges, described(trained))
 
 
 def _refuse_sparse(name: str, grad: Tensor) -> None:

@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 from ...embedding import lookup_op as recorded
 from ...engine.errors import GraphError
 from ...engine.ops import row_ops
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.alias import external, is_random, memory, stable, storages, written
 from .step_epilogue import accumulate
 
-Coming = list[tuple[Rows, list[Lookup]]]
+KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
 WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default

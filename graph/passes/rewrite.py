@@ -26,7 +26,7 @@ from ..trace.alias import external, is_reshape, live_nodes, reshaped, stable, st
 from ..trace.names import identifiers
 from ..trace.trace import LIVE
 from .collectives import sum_over_ranks
-from .step_epilogue import DenseGrads, RowGrads, StepEnd, accumulate, dense_step, end_step, schedule
+from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, dense_step, end_step, schedule
 
 # the nodes that move rows and parameters
 EFFECTS: set[Callable[..., Any]] = {row_ops.update, sum_over_ranks, dense_step, end_step, accumulate, schedule}
@@ -101,7 +101,7 @@ def add_dense_steps(
             graph.call_function(dense_step, (node, [p for p, _ in own], [g for _, g in own]))
 
 
-def end_together(module: fx.GraphModule, end: StepEnd) -> fx.Node:
+def end_together(module: fx.GraphModule, end: StepEpilogue) -> fx.Node:
     """Replace all updates and dense steps by one node, which scales and clips their gradients together."""
     graph = module.graph
     accumulates = end.every > 1

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...engine.checks import whole
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ..trace.swap import one_trace
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...engine.ops.rows_contract import Pinned
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
-LookupGrads = tuple[Rows, list[Lookup], list[Tensor], list[Tensor | None]]
+LookupGrads = tuple[EmbeddingBase, list[Lookup], list[Tensor], list[Tensor | None]]
 
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
@@ -100,7 +100,7 @@ class _Same:
         return id(self._tensor)
 
 
-class StepEnd:
+class StepEpilogue:
     """What a graph does with its gradients, and the gradients that wait for an update."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class StepEnd:
         self.steps = 0  # how many steps' gradients wait
         self.present = False  # whether this one of several ranks had a batch in one of these steps
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
-        self._rows: dict[Rows, list[tuple[Lookup, Tensor]]] = {}  # the rows and gradients of each step
+        self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # the rows and gradients of each step
 
     @property
     def is_plain(self) -> bool:
@@ -192,7 +192,7 @@ class StepEnd:
         return rows, dense
 
     @property
-    def embeddings(self) -> list[Rows]:
+    def embeddings(self) -> list[EmbeddingBase]:
         """Those whose gradients wait, in the order in which `pin` takes them."""
         return list(self._rows)
 
@@ -214,7 +214,7 @@ class StepEnd:
         self._rows.clear()
 
 
-def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
+def end_step(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
     """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether they moved.
 
     Where a gradient scaler is set and a gradient is not finite, nothing moves, and the scale falls.
@@ -254,7 +254,7 @@ def _with_grads(dense: list[DenseGrads], grads: list[Tensor]) -> list[DenseGrads
     return [part._replace(grads=list(islice(following, len(part.grads)))) for part in dense]
 
 
-def end_dense(end: StepEnd, dense: list[DenseGrads], scale: float = 1.0) -> bool:
+def end_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
     """What `end_step` does to dense parameters."""
     for optimizer, params, grads in dense:
         dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
@@ -262,7 +262,7 @@ def end_dense(end: StepEnd, dense: list[DenseGrads], scale: float = 1.0) -> bool
 
 
 def accumulate(
-    end: StepEnd, rows: list[LookupGrads], dense: list[DenseGrads], exchanges: Any = None, present: bool = True
+    end: StepEpilogue, rows: list[LookupGrads], dense: list[DenseGrads], exchanges: Any = None, present: bool = True
 ) -> bool:
     """Keep the gradients of a step. After the last of `end.every` steps, do as `end_step` with their sums.
 

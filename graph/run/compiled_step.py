@@ -15,13 +15,13 @@ from ...embedding.gradients import training_step
 from ...embedding.lookup_op import embedding_of
 from ...embedding.training_group import check_failed_step
 from ...engine.errors import OptimizerError, OptionError
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ..passes.collectives import exchange, pin_early, refuse_worlds
 from ..passes.inductor import compile_dense
-from ..passes.lookups import Coming, cut_lookups, expand_reads, expand_trained, refuse_used, share_batches
+from ..passes.lookups import KnownLookups, cut_lookups, expand_reads, expand_trained, refuse_used, share_batches
 from ..passes.rewrite import (
     add_dense_steps,
     add_schedules,
@@ -34,15 +34,15 @@ from ..passes.rewrite import (
     name_placeholders,
     sizes_from_inputs,
 )
-from ..passes.step_epilogue import DenseGrads, StepEnd
+from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import listing
 from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow, embeddings_of
-from ..trace.built import Built
+from ..trace.built import HasBuild
 from ..trace.names import identifiers, tensor_names
-from ..trace.trace import Fits, Trace
-from .cuda_graph_step import Captured
-from .rank_step import Exchanges, Together
-from .rollback import Attempt
+from ..trace.trace import ShapeGuard, Trace
+from .cuda_graph_step import CudaGraphStep
+from .rank_step import Exchanges, RankStepState
+from .rollback import RollbackStep
 
 # (module, tensors) -> the result of the module
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
@@ -55,13 +55,13 @@ class CompiledStep:
     owner: str
     module: fx.GraphModule
     lookups: fx.GraphModule | None  # made by `cut_lookups`
-    trained: list[tuple[Rows, RowOptimizer]]
+    trained: list[tuple[EmbeddingBase, RowOptimizer]]
     spec: pytree.TreeSpec
     constants: list[Any]
     is_tensor: list[bool]
-    captured: Captured | None = None  # set where training steps run as a CUDA graph
-    attempt: Attempt | None = None  # set where the step is for many sizes
-    fits: Fits | None = None  # set with it: whether the step serves inputs of these sizes
+    captured: CudaGraphStep | None = None  # set where training steps run as a CUDA graph
+    attempt: RollbackStep | None = None  # set where the step is for many sizes
+    fits: ShapeGuard | None = None  # set with it: whether the step serves inputs of these sizes
 
     def serves(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the step is right for inputs of its signature. One for a single size has all sizes in its key."""
@@ -72,7 +72,7 @@ class CompiledStep:
         """Whether TorchInductor compiled a part of the step."""
         return bool(self.module.graph.find_nodes(op="call_module"))
 
-    def coming(self, tensors: list[Tensor]) -> Coming | None:
+    def coming(self, tensors: list[Tensor]) -> KnownLookups | None:
         """What a coming run on these tensors trains, as far as it is known. That run raises what is wrong with them."""
         if self.lookups is None:
             return None
@@ -138,7 +138,7 @@ class SharedStep(CompiledStep):
     exchanges: Exchanges = field(kw_only=True)
     first_values: list[tuple[str, int]] = field(kw_only=True)  # parameters and buffers, by name and place in tensors
     in_training: bool = field(kw_only=True)  # whether it is for a graph in the mode of `train()`
-    together: Together = field(kw_only=True)
+    together: RankStepState = field(kw_only=True)
 
     @property
     def trains(self) -> bool:
@@ -161,14 +161,14 @@ def _plain(module: fx.GraphModule, tensors: list[Any]) -> Any:
 
 
 def compile_step(
-    root: Built,
+    root: HasBuild,
     traced: Trace,
     optimizers: OptimizerSet,
-    end: StepEnd,
+    end: StepEpilogue,
     tensors: list[Tensor],
     inductor: Mapping[str, Any] | None,
     cuda_graph: bool,
-    together: Together,
+    together: RankStepState,
 ) -> CompiledStep:
     """Rewrite a trace into a step that trains if `root.training` and build called backward().
 
@@ -208,7 +208,7 @@ def compile_step(
     with_grad = returned.with_grad if root.training else []
     optimizers.tell_untrained(root, bool(with_grad))
     values: Any = graph.output_node().args[0]
-    trained: list[tuple[Rows, RowOptimizer]] = []
+    trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
     ended: fx.Node | None = None
     parts: list[DenseGrads] = []
     schedulers: list[LRScheduler] = []
@@ -261,8 +261,10 @@ def compile_step(
     lookups = None if cuda_graph and trained else cut_lookups(module)  # a recorded step makes its batches itself
     if inductor is not None:
         module = compile_dense(module, inductor)
-    captured = Captured(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
-    attempt = None if traced.fits is None else Attempt(module)
+    captured = (
+        CudaGraphStep(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
+    )
+    attempt = None if traced.fits is None else RollbackStep(module)
     bind_ops(module)
     step = CompiledStep(
         type(root).__name__,

@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from ...embedding.saved_rows import SavedRows
 from ...engine.errors import GraphError, OptionError, TierbedError
 from ...engine.ops import row_ops
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.processors.processor import Recorder
 from ...engine.table.table import OpenTable
-from ..passes.step_epilogue import StepEnd, dense_step, end_dense, end_step, schedule
+from ..passes.step_epilogue import StepEpilogue, dense_step, end_dense, end_step, schedule
 from ..trace.alias import memory, written
 from . import cuda_graph_ops
 from .cuda_graph_ops import replay_key
@@ -37,7 +37,7 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class Recording:
+class CapturedGraph:
     """A recorded step. `replay` reads `inputs`, and writes `outputs`, the results, and `ends`, for the step's end."""
 
     replay: Callable[[], None]
@@ -46,27 +46,27 @@ class Recording:
     ends: list[Any]
 
 
-class Captured:
+class CudaGraphStep:
     """How a compiled training step runs as a CUDA graph.
 
     All is recorded but optimizers of dense parameters and schedules; these run after each replay, on what it computed.
     A recording is valid while the memory that it used stays in place. Where that changes, another recording is made.
     """
 
-    def __init__(self, module: fx.GraphModule, inputs: int, trained: list[Rows], end: StepEnd) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: int, trained: list[EmbeddingBase], end: StepEpilogue) -> None:
         """module: the step. Its first `inputs` placeholders are the tensors of a call."""
         self._recorded, self._end_of_step = cut(module)
         self._inputs, self._trained, self._end = inputs, trained, end
         nodes = [n for n in module.graph.nodes if n.op == "get_attr"]
         held = dict.fromkeys(getattr(module, str(node.target)) for node in nodes)
-        self._read = [m for m in held if isinstance(m, Rows) and m not in trained]
+        self._read = [m for m in held if isinstance(m, EmbeddingBase) and m not in trained]
         self._constants = [value for value in held if isinstance(value, Tensor)]
         placeholders = self._recorded.graph.find_nodes(op="placeholder")
         self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
         self._seen: Any = None  # what a recording of the latest calls depends on
         self._calls = 0  # how many calls had this in common, up to WARM_UP
         self._refused: GraphError | None = None  # why such calls cannot be recorded
-        self.recording: Recording | None = None
+        self.recording: CapturedGraph | None = None
 
     def run(self, tensors: list[Tensor], plain: Callable[[], Any]) -> Any:
         """What the step returns, tensors of their own. `plain` runs it without a recording, to the same bits.
@@ -88,7 +88,7 @@ class Captured:
         self._end_of_step.forward(*recording.ends)
         return [output.clone() for output in recording.outputs]
 
-    def _recording(self, tables: list[OpenTable], tensors: list[Tensor]) -> Recording | None:
+    def _recording(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
         """That of a call, made where it is time to; None where the call is to run plainly."""
         state = [replay_key(table) for table in tables]
         if None in state:
@@ -103,7 +103,7 @@ class Captured:
         self._calls = min(self._calls + 1, WARM_UP)
         return self.recording
 
-    def _record(self, tensors: list[Tensor], recorder: Recorder | None) -> Recording:
+    def _record(self, tensors: list[Tensor], recorder: Recorder | None) -> CapturedGraph:
         assert recorder is not None
         if self._refused is not None:  # each try would cost memory that torch does not give back
             raise self._refused
@@ -119,7 +119,7 @@ class Captured:
                 "such as an op of your own that reads a value, or call cuda_graph(False)"
             )
             raise self._refused from error
-        return Recording(replay, inputs, outputs, ends)
+        return CapturedGraph(replay, inputs, outputs, ends)
 
     def _check(self, tables: list[OpenTable]) -> None:
         for embedding, table in zip([*self._trained, *self._read], tables, strict=True):
@@ -206,7 +206,7 @@ def _split_end(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _tables(embeddings: list[Rows]) -> list[OpenTable]:
+def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
     """The open tables of embeddings. GraphError for rows that stand in no table of this process."""
     for embedding in embeddings:
         if not isinstance(embedding, SavedRows):

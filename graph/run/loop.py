@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...distributed.agreement import Agreement, agree
+from ...distributed.agreement import Handshake, agree
 from ...engine.checks import whole
 from ...engine.errors import InputError, TierbedError
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ...engine.table.prefetch import WINDOW
-from ..passes.lookups import Coming
-from ..passes.step_epilogue import StepEnd
-from .rank_step import Together, world_of
+from ..passes.lookups import KnownLookups
+from ..passes.step_epilogue import StepEpilogue
+from .rank_step import RankStepState, world_of
 
 if TYPE_CHECKING:
     from ...distributed.world import World
@@ -97,12 +97,12 @@ def _length(batches: Iterable[Any]) -> int | None:
 class Announcer:
     """Announces the batches of one run in their order, those of accumulated steps together: as rows will be pinned."""
 
-    def __init__(self, end: StepEnd) -> None:
+    def __init__(self, end: StepEpilogue) -> None:
         self._end = end
-        self._together: dict[Rows, list[Lookup]] = defaultdict(list)
+        self._together: dict[EmbeddingBase, list[Lookup]] = defaultdict(list)
         self._count = 0  # how many accumulated steps
 
-    def add(self, between: int, coming: Coming | None) -> None:
+    def add(self, between: int, coming: KnownLookups | None) -> None:
         """Announce what the next batch looks up, None where unknown. `between` other batches run before it."""
         number = (self._end.steps + between) % self._end.every
         if number == 0:
@@ -112,7 +112,7 @@ class Announcer:
             return  # some lookups of this update are not known, or not of this run
         try:
             for embedding, lookups in coming:
-                # accumulated calls give the rows of each call, as `StepEnd.keep` does
+                # accumulated calls give the rows of each call, as `StepEpilogue.keep` does
                 self._together[embedding] += lookups if self._end.every == 1 else [embedding.unique_rows(lookups)]
         except TierbedError:  # the call itself will raise it
             return
@@ -151,7 +151,7 @@ class Run(Iterator[Any]):
         graph: nn.Module,
         batches: Iterable[Any],
         ahead: int,
-        coming: Callable[..., Coming | None],
+        coming: Callable[..., KnownLookups | None],
         progress: Progress,
         left: list[None],
         announcer: Announcer,
@@ -245,7 +245,7 @@ def _counted(batch: Any) -> list[Tensor]:
 def forget_announced(root: nn.Module) -> None:
     """Let the embeddings under `root` forget what was announced, and end their threads."""
     for module in root.modules():
-        if isinstance(module, Rows):
+        if isinstance(module, EmbeddingBase):
             module.forget_announced()
 
 
@@ -254,14 +254,14 @@ def _leave(left: list[None], progress: Progress) -> None:
     left.append(None)
 
 
-class _Slot:
+class _PlannedStep:
     """A coming step: what this rank has for it, and what all ranks have."""
 
-    def __init__(self, world: World, op: str, has: int, coming: Coming | None) -> None:
+    def __init__(self, world: World, op: str, has: int, coming: KnownLookups | None) -> None:
         """has: bits that this rank tells. coming: what it looks up, where that is known."""
         self.coming = coming
         self.is_announced = False
-        self._telling = Agreement(world, op, note=has)
+        self._telling = Handshake(world, op, note=has)
         self._told: list[int] | None = None
 
     @property
@@ -276,7 +276,7 @@ class _Slot:
         return self._told
 
 
-class RunOfRanks(Run):
+class RankRun(Run):
     """A `Run` of which each rank has its own, over its own loader, and all call `next` in turn.
 
     left: after a run that ended with another rank's loader, the batches of this rank that were drawn and not trained.
@@ -287,8 +287,8 @@ class RunOfRanks(Run):
         super().__init__(graph, *rest)
         self._world, self._uneven, self._join = world, uneven, join
         self._op = f"run of {type(graph).__name__}"
-        self._slots: deque[_Slot] = deque()
-        self._coming: Coming | None = None  # of the batch that was drawn last
+        self._slots: deque[_PlannedStep] = deque()
+        self._coming: KnownLookups | None = None  # of the batch that was drawn last
         self._begun = self._ended = False
         self._differed = world.differed
         self._steps = 0
@@ -342,7 +342,7 @@ class RunOfRanks(Run):
             elif place == len(self._window) and not isinstance(self._end, StopIteration):
                 has = _FAILED
             with uninterrupted():  # every rank has a slot, or none
-                self._slots.append(_Slot(self._world, f"{self._op}, coming step", has, self._coming))
+                self._slots.append(_PlannedStep(self._world, f"{self._op}, coming step", has, self._coming))
         if is_first:
             self._announce_slots()
 
@@ -404,12 +404,12 @@ class RunOfRanks(Run):
 class _Announcer(Announcer):
     """Announces the batches of all ranks: the same embeddings on each, in one order."""
 
-    def __init__(self, end: StepEnd, root: nn.Module) -> None:
+    def __init__(self, end: StepEpilogue, root: nn.Module) -> None:
         super().__init__(end)
         self._root = root
-        self._unknown: set[Rows] = set()
+        self._unknown: set[EmbeddingBase] = set()
 
-    def add(self, between: int, coming: Coming | None) -> None:
+    def add(self, between: int, coming: KnownLookups | None) -> None:
         """As `Announcer.add`, on all ranks. coming: None where this rank knows nothing, [] where it has no batch."""
         number = (self._end.steps + between) % self._end.every
         if number == 0:
@@ -419,7 +419,9 @@ class _Announcer(Announcer):
         if number != self._count:
             return
         known = dict(coming or [])
-        embeddings: list[Any] = [m for m in self._root.modules() if isinstance(m, Rows) and m.row_optimizer is not None]
+        embeddings: list[Any] = [
+            m for m in self._root.modules() if isinstance(m, EmbeddingBase) and m.row_optimizer is not None
+        ]
         for embedding in embeddings:
             lookups = [] if coming == [] else known.get(embedding)
             if lookups is None:
@@ -432,7 +434,7 @@ class _Announcer(Announcer):
                 given = None if embedding in self._unknown else self._together[embedding]
                 embedding.opened().table.announce(given, together=True)
 
-    def _part(self, embedding: Rows, lookups: list[Lookup]) -> list[Lookup]:
+    def _part(self, embedding: EmbeddingBase, lookups: list[Lookup]) -> list[Lookup]:
         try:
             return lookups if self._end.every == 1 else [embedding.unique_rows(lookups)]
         except Exception:  # the call itself will raise it
@@ -442,11 +444,11 @@ class _Announcer(Announcer):
 
 def make_run(
     graph: nn.Module,
-    together: Together,
-    end: StepEnd,
+    together: RankStepState,
+    end: StepEpilogue,
     batches: Iterable[Any],
     ahead: int,
-    coming: Callable[..., Coming | None],
+    coming: Callable[..., KnownLookups | None],
     progress: Progress,
     left: list[None],
     uneven: str,
@@ -458,4 +460,4 @@ def make_run(
     if world is None:
         return Run(graph, batches, ahead, coming, progress, left, Announcer(end))
     announcer, join = _Announcer(end, graph), partial(together.join, graph)
-    return RunOfRanks(world, uneven, join, graph, batches, ahead, coming, progress, left, announcer)
+    return RankRun(world, uneven, join, graph, batches, ahead, coming, progress, left, announcer)

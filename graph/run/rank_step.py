@@ -18,28 +18,28 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...distributed.agreement import agree, attempt
 from ...distributed.dense import Vote, reduce, share_first_values
-from ...distributed.rank_group import NONE
+from ...distributed.rank_group import NO_COLLECTIVES
 from ...engine.errors import GraphError
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..passes.collectives import Exchange, in_words, sum_over_ranks
+from ..passes.collectives import CollectiveCall, in_words, sum_over_ranks
 from ..passes.step_epilogue import (
     DenseGrads,
     LookupGrads,
     RowGrads,
-    StepEnd,
+    StepEpilogue,
     accumulate,
     end_step,
     numbers_of,
     schedule,
 )
-from .rollback import FailedForSizes
+from .rollback import DynamicStepFailed
 
 if TYPE_CHECKING:
     from ...distributed.world import World
 
 
-class Together:
+class RankStepState:
     """What a graph did with other ranks so far."""
 
     def __init__(self) -> None:
@@ -87,14 +87,14 @@ class SharedStep(Protocol):
 class Exchanges:
     """The exchanges of one compiled step, in the order of its script."""
 
-    def __init__(self, world: World, together: Together, owner: str, end: StepEnd, trains: bool) -> None:
+    def __init__(self, world: World, together: RankStepState, owner: str, end: StepEpilogue, trains: bool) -> None:
         """owner: the name of the graph. trains: whether the step does."""
         self._world, self._together, self._owner = world, together, owner
         self._end, self.trains = end, trains
-        self._script: list[Exchange] = []
-        self._in_words = NONE
-        self._embeddings: list[Rows] = []
-        self._trained: list[Rows] = []
+        self._script: list[CollectiveCall] = []
+        self._in_words = NO_COLLECTIVES
+        self._embeddings: list[EmbeddingBase] = []
+        self._trained: list[EmbeddingBase] = []
         self._dense: list[DenseGrads] = []
         self._schedulers: list[LRScheduler] = []
         self._passed = 0  # the world's count of exchanges when the step began
@@ -103,9 +103,9 @@ class Exchanges:
 
     def follow(
         self,
-        script: list[Exchange],
+        script: list[CollectiveCall],
         parameters: list[tuple[str, Tensor]],
-        trained: list[Rows],
+        trained: list[EmbeddingBase],
         dense: list[DenseGrads],
         schedulers: list[LRScheduler],
     ) -> None:
@@ -126,14 +126,18 @@ class Exchanges:
         _, error = attempt(lambda: [embedding.opened().own_table for embedding in trained])
         return reduce(self._world, self._named("vote"), grads, error, present=present, finite=finite, same=same)
 
-    def pin(self, end: StepEnd) -> tuple[list[RowGrads], list[DenseGrads], Vote]:
+    def pin(self, end: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], Vote]:
         """The gradients that wait on all ranks, with their rows pinned, and the vote of this update."""
         embeddings = end.embeddings
         kinds = [*(("pin", e) for e in embeddings), *((k, e) for e in embeddings for k in ("rows", "send"))]
         update = Exchanges(self._world, self._together, self._owner, end, trains=True)
         parameters = [("accumulated", parameter) for parameter in end.parameters]
         update.follow(
-            [*(Exchange(kind, e) for kind, e in kinds), Exchange("vote", None)], parameters, embeddings, [], []
+            [*(CollectiveCall(kind, e) for kind, e in kinds), CollectiveCall("vote", None)],
+            parameters,
+            embeddings,
+            [],
+            [],
         )
         with update.step(tuple, nested=True):
             rows, dense = end.pin()
@@ -144,7 +148,7 @@ class Exchanges:
 
     def join(self) -> None:
         """Do as the step without a batch: no lookups, and gradients that do not count."""
-        batches: dict[Rows | None, Any] = {}
+        batches: dict[EmbeddingBase | None, Any] = {}
         pinned: dict[int, Any] = {}
         stepped = True
         for place, (kind, embedding, like) in enumerate(self._script):
@@ -161,7 +165,7 @@ class Exchanges:
         for scheduler in self._schedulers:
             schedule(scheduler, stepped)
 
-    def _join_end(self, batches: dict[Rows | None, Any]) -> bool:
+    def _join_end(self, batches: dict[EmbeddingBase | None, Any]) -> bool:
         end = self._end
         if end.every == 1:
             rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # as the step has them
@@ -197,20 +201,20 @@ class Exchanges:
         except BaseException as error:
             if world.untold(error):
                 self._tell(error)
-                if self.trains and not isinstance(error, FailedForSizes):
+                if self.trains and not isinstance(error, DynamicStepFailed):
                     self._together.torn = self._together.torn or repr(error)
                     for batch in (world.batches or [])[self._pinned :]:
                         batch.fall_behind(error)
             raise
         finally:
-            world.script = NONE
+            world.script = NO_COLLECTIVES
             if not nested:
                 world.told = None  # its frames hold what the step computed
                 world.batches = None
 
     def _tell(self, error: BaseException) -> None:
         """Go through the rest of the script. Raises on all ranks, but where no exchange is left."""
-        if not isinstance(error, FailedForSizes):
+        if not isinstance(error, DynamicStepFailed):
             self._go_through(error)
             return
         try:
@@ -233,7 +237,7 @@ class Exchanges:
     def _make_rest(self, error: BaseException) -> None:
         passed = self._world.passed - self._passed
         pinned = iter((self._world.batches or [])[self._pinned :])
-        batches: dict[Rows | None, Any] = {}
+        batches: dict[EmbeddingBase | None, Any] = {}
         for kind, embedding, _ in self._script:
             if kind == "pin" and passed:
                 batches[embedding] = next(pinned)
@@ -270,5 +274,5 @@ def tell_ranks(root: nn.Module, error: BaseException) -> None:
 
 def world_of(root: nn.Module) -> World | None:
     """The world of the embeddings under `root`, None where they have none."""
-    worlds = (module.world for module in root.modules() if isinstance(module, Rows))
+    worlds = (module.world for module in root.modules() if isinstance(module, EmbeddingBase))
     return next((world for world in worlds if world is not None), None)

@@ -48,13 +48,13 @@ def split(
     return fx.GraphModule(module, graph), fx.GraphModule(module, end)
 
 
-class FailedForSizes(Exception):
+class DynamicStepFailed(Exception):
     """A step for many sizes failed, and all is as it was before. `__cause__` is what torch raised."""
 
     told: BaseException | None = None  # what all ranks raise, where ranks share the step's rows
 
 
-class Attempt:
+class RollbackStep:
     """A compiled step in two halves: its first half, up to the updates, can be undone."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -90,7 +90,7 @@ class Attempt:
                 tensor.copy_(value)
             for generator, state in zip(self._generators, random, strict=True):
                 generator.set_state(state)
-            raise FailedForSizes from error
+            raise DynamicStepFailed from error
         forward(self._last, taken)
         return outputs
 

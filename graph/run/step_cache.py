@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..trace.signature import Call, Dims, without_sizes
-from ..trace.trace import Fits
+from ..trace.trace import ShapeGuard
 from .compiled_step import CompiledStep
 
-TRIES = 2  # of a step for many sizes, where none serves other sizes
-OWN = 8  # how many sizes of the same arguments get a step of their own, and the most steps for many sizes
+MAX_DYNAMIC_TRIES = 2  # of a step for many sizes, where none serves other sizes
+MAX_STATIC_SHAPES = 8  # how many sizes of the same arguments get a step of their own, and the most steps for many sizes
 FAMILIES = 64
 
 log = logging.getLogger("tierbed")
@@ -32,21 +32,21 @@ Compile = Callable[[Dims | None], CompiledStep]
 
 
 @dataclass
-class _Family(Generic[S]):
+class _ShapeFamily(Generic[S]):
     """What is known of calls that differ in the sizes of tensors alone."""
 
     seen: list[Shapes] = field(default_factory=list)  # sizes that have steps of their own
-    general: list[tuple[Fits, S]] = field(default_factory=list)
+    general: list[tuple[ShapeGuard, S]] = field(default_factory=list)
     tried: int = 0  # steps for many sizes that served none of the others
     failed: bool = False  # whether such a step was made, and torch could not run it
     told: bool = False  # whether the log said that each further size is compiled anew
 
 
-class Sizes(Generic[S]):
+class DynamicShapes(Generic[S]):
     """The families of a graph's calls. key: a signature without sizes. inputs: the tensor arguments of a call."""
 
     def __init__(self) -> None:
-        self._families: dict[Hashable, _Family[S]] = {}
+        self._families: dict[Hashable, _ShapeFamily[S]] = {}
 
     def clear(self) -> None:
         self._families.clear()
@@ -66,7 +66,7 @@ class Sizes(Generic[S]):
         opened: those that containers leave open.
         """
         family = self._families.get(key)
-        if family is None or len(family.seen) < OWN or family.tried == TRIES or family.failed:
+        if family is None or len(family.seen) < MAX_STATIC_SHAPES or family.tried == MAX_DYNAMIC_TRIES or family.failed:
             return None
         if not all(tensor.is_contiguous() for tensor in inputs):
             return None
@@ -83,30 +83,30 @@ class Sizes(Generic[S]):
 
     def saw(self, name: str, key: Hashable, inputs: Sequence[Tensor], opened: Dims) -> None:
         """Note that a step was made for these sizes, but for opened ones: there was none for many, or none can be."""
-        family = self._families.setdefault(key, _Family())
-        if family.tried == TRIES and not family.general and not family.told:
+        family = self._families.setdefault(key, _ShapeFamily())
+        if family.tried == MAX_DYNAMIC_TRIES and not family.general and not family.told:
             family.told = True
             log.warning(
                 "%s was compiled for more than %d sizes of its arguments and is compiled anew for further ones, since "
                 "no step serves many of them (a size is taken for a number, or torch cannot trace it left open): pad "
                 "inputs to few sizes, such as powers of two",
                 name,
-                OWN,
+                MAX_STATIC_SHAPES,
             )
         family.tried += self.changing(key, inputs, opened) is not None
-        if len(family.seen) < OWN:
+        if len(family.seen) < MAX_STATIC_SHAPES:
             family.seen.append(_shapes(inputs))
         if len(self._families) > FAMILIES:
             self._families.pop(next(iter(self._families)))
 
-    def add(self, name: str, key: Hashable, fits: Fits, step: S, inputs: Sequence[Tensor]) -> bool:
+    def add(self, name: str, key: Hashable, fits: ShapeGuard, step: S, inputs: Sequence[Tensor]) -> bool:
         """Keep a step for many sizes. False where it fits no sizes seen before: then it is for its own sizes alone."""
         family = self._families[key]
         others = (
             [torch.empty(shape, dtype=t.dtype, device="meta") for shape, t in zip(shapes, inputs, strict=True)]
             for shapes in family.seen
         )
-        if len(family.general) == OWN or not any(map(fits, others)):
+        if len(family.general) == MAX_STATIC_SHAPES or not any(map(fits, others)):
             return False
         if not family.general:
             log.warning(
@@ -150,7 +150,7 @@ def _shapes(inputs: Sequence[Tensor]) -> Shapes:
     return tuple(tuple(tensor.shape) for tensor in inputs)
 
 
-class Steps:
+class StepCache:
     """Steps for one signature, and steps that many sizes share; of the former, those used last.
 
     A signature leaves out the sizes that containers leave open. One step serves all of these sizes, from the first
@@ -161,7 +161,7 @@ class Steps:
         """most: how many steps for one signature there may be."""
         self._most = most
         self._kept: OrderedDict[Hashable, CompiledStep] = OrderedDict()
-        self._sizes = Sizes[CompiledStep]()
+        self._sizes = DynamicShapes[CompiledStep]()
         self._closed: dict[Hashable, None] = {}  # the latest signatures whose open sizes cannot stay open
 
     def clear(self) -> None:

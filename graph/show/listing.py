@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ...engine.ops import row_ops
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ..passes.collectives import sum_over_ranks
 from ..passes.lookups import known_ahead
 from ..passes.step_epilogue import accumulate, dense_step, end_step, schedule
@@ -83,7 +83,7 @@ def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
     """Whose rows a node fetches, reads or updates, and in which store: `users in cached_ssd`. None for other nodes."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
-        is_embedding = isinstance(value, Rows)
+        is_embedding = isinstance(value, EmbeddingBase)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
     if node.target not in _OF_TARGET:
         return None
@@ -173,7 +173,7 @@ def _say_ahead(module: fx.GraphModule, boxes: list[_Box]) -> None:
     box_of = {node: box for box in boxes for node in box.nodes}
     for node, (source, _) in known_ahead(module):
         embedding = getattr(module, source.target)
-        assert isinstance(embedding, Rows)
+        assert isinstance(embedding, EmbeddingBase)
         box_of[node].lines.append(f"ahead, on a {'stream' if embedding.shadow.is_cuda else 'thread'} of its own")
 
 

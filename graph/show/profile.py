@@ -22,7 +22,7 @@ from ...engine.checks import whole
 from ...engine.errors import InputError
 from ..trace.names import path_of
 from .listing import STAGES, describe, stages
-from .why import Compiles
+from .why import RecompileLog
 
 _WAITING_SHARE = 0.1  # the share of the time that passed, from which on there is advice
 _CLOCK = "_clock"
@@ -210,7 +210,7 @@ def profile(
     run: Callable[[Iterable[Any]], Iterator[Any]],
     batches: Iterable[Any],
     timer: Timer,
-    compiles: Compiles,
+    compiles: RecompileLog,
     may_compile: bool,
 ) -> Profile:
     """The profile of `run` on all the batches. Its steps go through `timer`.
@@ -231,7 +231,7 @@ def profile(
     return Profile(name, steps, waiting, may_compile)
 
 
-def _compiling(compiles: Compiles, timer: Timer) -> int:
+def _compiling(compiles: RecompileLog, timer: Timer) -> int:
     return int(compiles.seconds * 1e9) + timer.preparing
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..passes.step_epilogue import StepEnd
-from ..trace.built import Built
+from ..passes.step_epilogue import StepEpilogue
+from ..trace.built import HasBuild
 from ..trace.names import tensor_names
 from ..trace.signature import Call, Dims, argument_names
 
@@ -62,7 +62,7 @@ class _Object(NamedTuple):
 Facts = dict[tuple[str, str], Any]  # by (kind, name or path)
 
 
-class Compiles:
+class RecompileLog:
     """The steps that a graph has compiled: facts and reasons of the last `kept` steps, the time of all steps."""
 
     def __init__(self, kept: int) -> None:
@@ -83,11 +83,11 @@ class Compiles:
 
 
 def facts(
-    root: Built,
+    root: HasBuild,
     call: Call,
     opened: Dims,
     optimizers: Iterable[Optimizer],
-    end: StepEnd,
+    end: StepEpilogue,
     inductor: Mapping[str, Any] | None,
     cuda_graph: bool,
 ) -> Facts:

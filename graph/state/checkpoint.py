@@ -63,7 +63,7 @@ from .kept import CALLS, FORMATS, ROWS, STATE, TENSORS, checksum, read_format
 from .optimizer_set import embeddings_of
 
 if TYPE_CHECKING:
-    from ...distributed.rank_group import Group
+    from ...distributed.rank_group import RankGroup
 
 
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
@@ -159,10 +159,10 @@ def _is_held_dtype(dtype: torch.dtype) -> bool:
     return True
 
 
-class Saving:
+class CheckpointRanks:
     """One save or load of a graph. `world` is None for one process; then every method does its call and no more."""
 
-    def __init__(self, world: Group | None, what: str) -> None:
+    def __init__(self, world: RankGroup | None, what: str) -> None:
         """what: names the save or load in messages."""
         self._world, self._what = world, what
 
@@ -253,7 +253,7 @@ def _bytes(tensor: Tensor) -> int:
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
     """The folder of a new checkpoint; `overwrite`: an old one may be there. SnapshotError, InputError, GraphError."""
-    saving = Saving(refuse_worlds(dict(_saved(root))), "checking a checkpoint")
+    saving = CheckpointRanks(refuse_worlds(dict(_saved(root))), "checking a checkpoint")
     folder: Path = saving.each("its path", lambda: _folder_of(path, overwrite))
     saving.each("its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
     saving.first("its place", lambda: _check_free(folder, overwrite))
@@ -300,7 +300,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     that ranks differ in.
     """
     embeddings = _saved(root)
-    saving = Saving(refuse_worlds(dict(embeddings)), f"saving checkpoint {folder.name!r}")
+    saving = CheckpointRanks(refuse_worlds(dict(embeddings)), f"saving checkpoint {folder.name!r}")
     # in a store folder, a name is used once
     name = saving.first("its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
@@ -374,7 +374,7 @@ def load(
     """
     folder = folder.absolute()
     embeddings = _saved(root)
-    saving = Saving(refuse_worlds(dict(embeddings)), f"loading checkpoint {folder.name!r}")
+    saving = CheckpointRanks(refuse_worlds(dict(embeddings)), f"loading checkpoint {folder.name!r}")
     record, state = saving.each("reading", lambda: _read(folder, list(embeddings), of))
     saving.each(
         "its id",

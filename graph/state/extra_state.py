@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ...embedding.rows_reference import SavedAs
+from ...embedding.rows_reference import RowsReference
 from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.errors import GraphError
 from ..passes.collectives import refuse_worlds
-from ..passes.step_epilogue import StepEnd
-from .checkpoint import Saving
+from ..passes.step_epilogue import StepEpilogue
+from .checkpoint import CheckpointRanks
 from .optimizer_set import OptimizerSet, embeddings_of
 
 
-def extra_state(optimizers: OptimizerSet, end: StepEnd) -> dict[str, Any]:
+def extra_state(optimizers: OptimizerSet, end: StepEpilogue) -> dict[str, Any]:
     """States of optimizers, schedules, scaler and random numbers.
 
     GraphError while gradients of several steps wait for their update, since no state holds these.
@@ -66,7 +66,7 @@ class Training(NamedTuple):
             torch.cuda.set_rng_state_all(cuda)
 
 
-def _of_graph(optimizers: OptimizerSet, end: StepEnd) -> Training:
+def _of_graph(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
     remedy = "add the same by add_optimizer, or where it only scores, graph.load(path, optimizers=False)"
     return Training(
         [*optimizers], optimizers.schedulers(), end.scaler, "this graph", remedy, "call set_grad_scaler({})"
@@ -98,7 +98,7 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
 
 
 def check_state(
-    root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any], with_optimizers: bool = True
+    root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: dict[str, Any], with_optimizers: bool = True
 ) -> None:
     """GraphError where a state_dict has other names, shapes, or numbers of optimizers than that of the graph.
 
@@ -164,11 +164,11 @@ def of_this_rank(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "random": _saving(root).own_random(state["random"], state["ranks"])}
 
 
-def _saving(root: nn.Module) -> Saving:
-    return Saving(refuse_worlds(embeddings_of(root)), "state_dict() of a graph")
+def _saving(root: nn.Module) -> CheckpointRanks:
+    return CheckpointRanks(refuse_worlds(embeddings_of(root)), "state_dict() of a graph")
 
 
-def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
+def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: dict[str, Any]) -> None:
     """Put back what `extra_state` gave, or nothing for an empty one. Rows stay as they are.
 
     Raises what `check_extra_state` raises, before anything is put back.
@@ -183,4 +183,4 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
     for path, held in state.get("embeddings", {}).items():  # of an older state, without that of embeddings
         embedding = embeddings.get(path)
         if isinstance(embedding, SavedRows):
-            embedding.await_rows(SavedAs(held["step"], held["snapshot"], None))
+            embedding.await_rows(RowsReference(held["step"], held["snapshot"], None))

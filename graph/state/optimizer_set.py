@@ -16,18 +16,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...embedding.eager import EagerOptimizer
 from ...embedding.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
 from ..passes.step_epilogue import check_schedule
-from ..trace.built import Built
+from ..trace.built import HasBuild
 from ..trace.names import name_of
 
 log = logging.getLogger("tierbed")
 
 
-def embeddings_of(root: nn.Module) -> dict[str, Rows]:
+def embeddings_of(root: nn.Module) -> dict[str, EmbeddingBase]:
     """The embeddings under `root`, by path. GraphError for two of one store folder, since only one can be open."""
-    found = {path: m for path, m in root.named_modules() if isinstance(m, Rows)}
+    found = {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
     folders: dict[str, str] = {}
     for path, embedding in found.items():
         place = embedding.store_options.persistent_path
@@ -43,7 +43,7 @@ def embeddings_of(root: nn.Module) -> dict[str, Rows]:
     return found
 
 
-def embeddings_by_shadow(root: nn.Module) -> dict[int, Rows]:
+def embeddings_by_shadow(root: nn.Module) -> dict[int, EmbeddingBase]:
     """`embeddings_of`, by the id of the parameter that optimizers know them by."""
     return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
 
@@ -101,7 +101,7 @@ class OptimizerSet:
         """A key that changes with every optimizer and every parameter that is added."""
         return tuple((id(o), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers)
 
-    def attach(self, root: Built) -> None:
+    def attach(self, root: HasBuild) -> None:
         """Tell each embedding under `root` the group that holds its shadow, once.
 
         OptimizerError for a parameter in two optimizers.
@@ -130,7 +130,7 @@ class OptimizerSet:
                 if isinstance(value, Tensor) and not stays:
                     state[name] = value.to(parameter.device)
 
-    def rows(self, embedding: Rows) -> RowOptimizer:
+    def rows(self, embedding: EmbeddingBase) -> RowOptimizer:
         """The optimizer that the rows of an attached embedding follow in this graph."""
         return self._rows[id(embedding.shadow)]
 
@@ -138,7 +138,7 @@ class OptimizerSet:
         """The optimizer of each parameter, by the parameter's id."""
         return {id(parameter): optimizer for optimizer, _, parameter in self._held()}
 
-    def refuse_foreign(self, root: Built) -> None:
+    def refuse_foreign(self, root: HasBuild) -> None:
         """OptimizerError for a parameter that no module under `root` holds: a trace could not see it."""
         known = {id(parameter) for parameter in root.parameters()}
         for optimizer, _, parameter in self._held():
@@ -148,7 +148,7 @@ class OptimizerSet:
                     "the graph; assign its module to self in __init__, and make the optimizer after replacing any"
                 )
 
-    def tell_untrained(self, root: Built, trains: bool) -> None:
+    def tell_untrained(self, root: HasBuild, trains: bool) -> None:
         """Warn once of a step of `root` in training mode that trains nothing, if no step before it trained."""
         wanted = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._held())
         if wanted and not trains and not self._settled:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 
-class Built(nn.Module):
+class HasBuild(nn.Module):
     """A module whose `build` is one step, such as a subclass of `Graph`."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:

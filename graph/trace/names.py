@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...engine.errors import InputError
-from .built import Built
+from .built import HasBuild
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
@@ -21,7 +21,7 @@ def tensor_names(root: nn.Module) -> dict[int, str]:
     return names
 
 
-def name_of(root: Built, tensor: Tensor) -> str:
+def name_of(root: HasBuild, tensor: Tensor) -> str:
     """A tensor's path under `root`, else its name in the closure or globals of `root.build`, else its shape."""
     path = tensor_names(root).get(id(tensor)) or _closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import TRACED
 from .alias import is_random
-from .built import Built
+from .built import HasBuild
 from .names import name_of, tensor_names
 from .signature import Call, Dims, argument_names, is_plain, registered
 from .swap import changed_setting, swapped, unused_grads
@@ -52,7 +52,7 @@ _SEED = 0x7165_7262_6564
 BACKWARD = "backward"  # marks, in their meta, nodes that autograd recorded
 LIVE = "live"  # marks, in their meta, placeholders that are parameters or buffers
 
-Fits = Callable[[Sequence[Tensor]], bool]  # whether a step serves inputs of these sizes
+ShapeGuard = Callable[[Sequence[Tensor]], bool]  # whether a step serves inputs of these sizes
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Trace:
     module: fx.GraphModule
     returned: Returned
     inputs: list[str]  # names of the input tensors
-    fits: Fits | None  # says whether the step holds for other inputs; None for a step of these sizes alone
+    fits: ShapeGuard | None  # says whether the step holds for other inputs; None for a step of these sizes alone
 
 
 def trace(
-    root: Built, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], changing: Dims | None = None
+    root: HasBuild, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], changing: Dims | None = None
 ) -> Trace:
     """Record `root.build` for the arguments of a call. GraphError for what a static graph cannot hold.
 
@@ -179,13 +179,15 @@ def _open_shapes() -> ShapeEnv:
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
 
 
-def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> Fits:
+def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
     """The function that tells whether inputs have the sizes that the recording took for granted."""
     code = shapes.produce_guards_expression(fakes, ignore_static=False)
     if code is None:
         return lambda inputs: True
     code = _OFFSET.sub("True", _INPUT.sub(r"L[\1]", code))
-    fits: Fits = eval(f"lambda L: {code}", dict(SYMPY_INTERP))  # once: torch's own function parses it at each call
+    fits: ShapeGuard = eval(
+        f"lambda L: {code}", dict(SYMPY_INTERP)
+    )  # once: torch's own function parses it at each call
     return fits
 
 
@@ -244,7 +246,7 @@ class _Guard(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, root: Built, names: dict[int, str], settings: dict[int, tuple[Optimizer, str]]) -> None:
+    def __init__(self, root: HasBuild, names: dict[int, str], settings: dict[int, tuple[Optimizer, str]]) -> None:
         super().__init__()
         self._root, self._names, self._settings = root, names, settings
         self._seed = _SEED

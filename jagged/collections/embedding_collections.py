@@ -22,7 +22,7 @@ from ..tensors.keyed_jagged_tensor import KeyedJagged, KeyedJaggedTensor, Variab
 from ..tensors.keyed_tensor import KeyedTensor
 from ..tensors.validation import refuse_trace
 from .configs import EmbeddingBagConfig, EmbeddingConfig
-from .tables import Tables, numbers_of, output_names, refuse_device
+from .tables import TableCollection, numbers_of, output_names, refuse_device
 
 PADDING_ID = -1  # of a collection that pads; no row
 
@@ -39,7 +39,7 @@ class _Part:
     runs: list[int] = field(default_factory=list)  # how many columns follow each other in the result
 
 
-class EmbeddingBagCollection(Tables):
+class EmbeddingBagCollection(TableCollection):
     """TorchRec's collection of pooled tables, over tiered hashed tables.
 
     tables: an EmbeddingBagConfig, or TorchRec's, for each. store_options: from a `make_*_store_options`, divided
@@ -64,7 +64,7 @@ class EmbeddingBagCollection(Tables):
         key_type: torch.dtype = torch.int64,
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
-        share: Tables | None = None,
+        share: TableCollection | None = None,
         device: None = None,
         world: Ranks | None = None,
         state_dtype: torch.dtype = torch.float32,
@@ -236,7 +236,7 @@ class Padded(NamedTuple):
     mask: Tensor  # [batch, places] bool: which places have an id
 
 
-class EmbeddingCollection(Tables):
+class EmbeddingCollection(TableCollection):
     """TorchRec's collection of tables whose rows are not pooled, over tiered hashed tables. Tables may differ in dim.
 
     tables: an EmbeddingConfig, or TorchRec's, for each. need_indices: whether jagged results have ids as their weights.
@@ -254,7 +254,7 @@ class EmbeddingCollection(Tables):
         key_type: torch.dtype = torch.int64,
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
-        share: Tables | None = None,
+        share: TableCollection | None = None,
         padded: Mapping[str, int] | None = None,
         device: None = None,
         world: Ranks | None = None,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...engine._core import WAYS, parse_rocksdb_options
-from ...engine.cache.memory_split import BESIDE_BYTES
+from ...engine.cache.memory_split import LINE_OVERHEAD_BYTES
 from ...engine.errors import OptionError
 from ...engine.options.store_options import (
     CachedHostMemOptions,
@@ -24,7 +24,7 @@ MOST_STATES = 2  # floats of an optimizer's state for each float of a row, at mo
 BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_cache_mb")
 
 
-class Need(NamedTuple):
+class StoreRequest(NamedTuple):
     """What an embedding asks of a store: the dim of its rows, and how many its tables have, None where unknown.
 
     `itemsize`: bytes of a number of the embedding.
@@ -35,7 +35,7 @@ class Need(NamedTuple):
     itemsize: int = 4
 
 
-def stores_of(store_options: Mapping[str, Any], needs: Mapping[str, Need]) -> dict[str, StoreOptions]:
+def stores_of(store_options: Mapping[str, Any], needs: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
     """The store options of each embedding, by its name.
 
     store_options: of a store, from a `make_*_store_options`; it is divided by `divided`. Or a mapping of such options
@@ -61,7 +61,7 @@ def stores_of(store_options: Mapping[str, Any], needs: Mapping[str, Need]) -> di
     return {name: store_options_from_dict(given[name], f"store_options[{name!r}]") for name in needs}
 
 
-def divided(options: StoreOptions, needs: Mapping[str, Need]) -> dict[str, StoreOptions]:
+def divided(options: StoreOptions, needs: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
     """One store's options divided between embeddings, whose parts never add up to more than the whole.
 
     Memory goes by the bytes of their rows, `capacity` by their number; where the number of one is unknown, all get
@@ -112,13 +112,17 @@ def stores_text(stores: Mapping[str, StoreOptions]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
 
 
-def _row_bytes(need: Need, states: int = 0) -> int:
+def _row_bytes(need: StoreRequest, states: int = 0) -> int:
     """Of a row in a cache, with so many float32 of state for each number of its own; its metadata included."""
-    return (need.dim * (need.itemsize + 4 * states) + 8 + 15) // 16 * 16 + BESIDE_BYTES
+    return (need.dim * (need.itemsize + 4 * states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
 
 
 def _divide_budget(
-    budget: str, options: StoreOptions, needs: Mapping[str, Need], sizes: Sequence[int], parts: list[dict[str, Any]]
+    budget: str,
+    options: StoreOptions,
+    needs: Mapping[str, StoreRequest],
+    sizes: Sequence[int],
+    parts: list[dict[str, Any]],
 ) -> None:
     whole = options.get(budget)
     if not whole:

@@ -22,10 +22,10 @@ from ...engine.options.store_options import StoreOptions
 from ...engine.options.table_spec import check_state_dtype
 from .configs import EmbeddingConfig, config_of, suffix_of
 from .other_types import warn_of_other_types
-from .store_split import Need, stores_of, stores_text
+from .store_split import StoreRequest, stores_of, stores_text
 
 
-class Tables(ModelSnapshots, nn.Module):
+class TableCollection(ModelSnapshots, nn.Module):
     """Tables in embeddings, one for each dim and group: `<name>-d<dim>`, and `-<group>` after it where there is one.
 
     tables, store_options, name, key_type, seed, output_dtype, share, world, state_dtype: as of a collection.
@@ -40,7 +40,7 @@ class Tables(ModelSnapshots, nn.Module):
         key_type: torch.dtype,
         seed: int,
         output_dtype: torch.dtype,
-        share: Tables | None,
+        share: TableCollection | None,
         padding_idx: int | None = None,
         world: Ranks | None = None,
         state_dtype: torch.dtype = torch.float32,
@@ -69,7 +69,7 @@ class Tables(ModelSnapshots, nn.Module):
         for config in own:
             parts.setdefault(_embedding_name(name, config, config.dtype), []).append(config)
         needs = {
-            part: Need(configs[0].embedding_dim, _rows(configs), configs[0].dtype.itemsize)
+            part: StoreRequest(configs[0].embedding_dim, _rows(configs), configs[0].dtype.itemsize)
             for part, configs in parts.items()
         }
         self._stores = stores_of(store_options, needs)
@@ -155,10 +155,14 @@ class Tables(ModelSnapshots, nn.Module):
         self.close()
 
     def _take(
-        self, share: Tables, configs: Sequence[EmbeddingConfig], output_dtype: torch.dtype, state_dtype: torch.dtype
+        self,
+        share: TableCollection,
+        configs: Sequence[EmbeddingConfig],
+        output_dtype: torch.dtype,
+        state_dtype: torch.dtype,
     ) -> None:
         """Look up tables that `share` has there. OptionError where a config says something else than its own."""
-        if not isinstance(share, Tables):
+        if not isinstance(share, TableCollection):
             raise OptionError(f"share={type(share).__name__}: give a collection")
         if share.key_type != self.key_type:
             raise OptionError(f"key_type={self.key_type}: the tables of share have ids of {share.key_type}; give that")

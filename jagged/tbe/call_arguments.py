@@ -95,7 +95,7 @@ def refuse_call(given: Mapping[str, Any], others: Iterable[str]) -> None:
         raise InputError(str(error)) from None
 
 
-class Call(NamedTuple):
+class TBECall(NamedTuple):
     """The bags of all features, one feature after another."""
 
     indices: Tensor  # int64 [n]
@@ -113,7 +113,7 @@ class Call(NamedTuple):
 
 def checked_call(
     name: str, features: int, indices: Any, offsets: Any, weights: Any, sizes: Any, device: torch.device
-) -> Call:
+) -> TBECall:
     """The arguments of a call, with integers as int64 and weights as float32. InputError."""
     ids, bounds = _integers(name, "indices", indices, device), _integers(name, "offsets", offsets, device)
     if weights is not None:
@@ -128,8 +128,8 @@ def checked_call(
                 f"offsets of {name!r}: {bags + 1} of them; give features * batch + 1 for {features} features, or "
                 "batch_size_per_feature_per_rank"
             )
-        return Call(ids, bounds, weights, None, bags // features)
-    return Call(ids, bounds, weights, _checked_sizes(name, features, sizes, bags), 0)
+        return TBECall(ids, bounds, weights, None, bags // features)
+    return TBECall(ids, bounds, weights, _checked_sizes(name, features, sizes, bags), 0)
 
 
 def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list[int]]:
@@ -163,7 +163,7 @@ def _on(name: str, argument: str, given: Tensor, device: torch.device) -> Tensor
     return given
 
 
-class Piece(NamedTuple):
+class FeatureSlice(NamedTuple):
     """The bags of some features alone."""
 
     indices: Tensor
@@ -172,8 +172,8 @@ class Piece(NamedTuple):
     ids: list[int]  # how many ids each of the features has
 
 
-def taken_out(name: str, call: Call, features: Sequence[int], bags: Sequence[int]) -> Piece:
-    """The bags of `features`, ascending, one after another; bags: as `Call.bags`. Waits for a GPU. InputError."""
+def taken_out(name: str, call: TBECall, features: Sequence[int], bags: Sequence[int]) -> FeatureSlice:
+    """The bags of `features`, ascending, one after another; bags: as `TBECall.bags`. Waits for a GPU. InputError."""
     bounds = call.offsets[torch.tensor(bags, device=call.offsets.device)].tolist()
     if bounds[0] != 0 or bounds[-1] != call.indices.shape[0] or bounds != sorted(bounds):
         raise InputError(
@@ -182,7 +182,7 @@ def taken_out(name: str, call: Call, features: Sequence[int], bags: Sequence[int
         )
     ids = [bounds[feature + 1] - bounds[feature] for feature in features]
     if len(features) == len(bags) - 1:
-        return Piece(call.indices, call.offsets, call.weights, ids)
+        return FeatureSlice(call.indices, call.offsets, call.weights, ids)
 
     def chosen(values: Tensor) -> Tensor:
         return torch.cat([values[bounds[feature] : bounds[feature + 1]] for feature in features])
@@ -194,4 +194,4 @@ def taken_out(name: str, call: Call, features: Sequence[int], bags: Sequence[int
     ]
     offsets = torch.cat([*pieces, call.offsets.new_tensor(starts[-1:])])
     weights = None if call.weights is None else chosen(call.weights)
-    return Piece(chosen(call.indices), offsets, weights, ids)
+    return FeatureSlice(chosen(call.indices), offsets, weights, ids)

@@ -13,16 +13,16 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from ...embedding.ddp_guard import refuse_lookup
 from ...embedding.gradients import training_step
 from ...engine.errors import GraphError
-from ...engine.ops.rows_contract import Rows
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup, check_lookup, check_weights
 from ...engine.options.table_spec import TableSpec
 from ...engine.signals import uninterrupted
-from .call_arguments import Call, taken_out
-from .specs import Part
+from .call_arguments import TBECall, taken_out
+from .specs import EmbeddingGroup
 
 
-class Asked(NamedTuple):
+class EmbeddingCall(NamedTuple):
     """What a call asks of one embedding."""
 
     lookup: Lookup
@@ -30,14 +30,16 @@ class Asked(NamedTuple):
     ids: list[int]  # how many indices each feature has, where the output needs it
 
 
-class Plan:
+class CallSplitter:
     """How calls are divided between embeddings.
 
     parts: the tables and features of each embedding. specs: the embeddings' specs, which have the dims. pooling: "sum"
     or "mean"; None returns a row for each index.
     """
 
-    def __init__(self, name: str, parts: Sequence[Part], specs: Sequence[TableSpec], pooling: str | None) -> None:
+    def __init__(
+        self, name: str, parts: Sequence[EmbeddingGroup], specs: Sequence[TableSpec], pooling: str | None
+    ) -> None:
         self._name, self._parts, self._specs, self._pooling = name, parts, specs, pooling
         self._table_ids: dict[tuple[int, torch.device], Tensor] = {}  # of each part's features
         self._features = sum(len(part.features) for part in parts)
@@ -51,13 +53,13 @@ class Plan:
                 self._runs[at].append(0)
             self._runs[at][-1] += specs[at].dim
 
-    def asked(self, call: Call) -> list[Asked]:
+    def asked(self, call: TBECall) -> list[EmbeddingCall]:
         """What the call asks of each embedding. InputError."""
         if call.sizes is None and self._pooling is not None:
             return [self._of_features(at, call) for at in range(len(self._parts))]
         return [self._of_piece(at, call) for at in range(len(self._parts))]
 
-    def joined(self, call: Call, asked: Sequence[Asked], found: Sequence[Tensor]) -> Tensor:
+    def joined(self, call: TBECall, asked: Sequence[EmbeddingCall], found: Sequence[Tensor]) -> Tensor:
         """One output of what the embeddings returned."""
         if self._pooling is None:
             return self._in_order(found, [one.ids for one in asked])
@@ -69,7 +71,7 @@ class Plan:
         pieces = [iter(rows.split(runs, 1)) for rows, runs in zip(flat, self._runs, strict=True)]
         return torch.cat([next(pieces[at]) for at in self._order], 1)
 
-    def _of_features(self, at: int, call: Call) -> Asked:
+    def _of_features(self, at: int, call: TBECall) -> EmbeddingCall:
         part, spec, device = self._parts[at], self._specs[at], call.indices.device
         if (at, device) not in self._table_ids:
             with torch.inference_mode(False):  # autograd saves it in later calls
@@ -77,9 +79,9 @@ class Plan:
         table_ids = self._table_ids[at, device]
         lookup = check_lookup(spec, call.indices, table_ids, call.offsets, self._pooling, part.features, self._features)
         check_weights(spec, lookup, call.weights)
-        return Asked(lookup, call.weights, [])
+        return EmbeddingCall(lookup, call.weights, [])
 
-    def _of_piece(self, at: int, call: Call) -> Asked:
+    def _of_piece(self, at: int, call: TBECall) -> EmbeddingCall:
         """The bags, or the indices, of the part's features alone, with a table id for each."""
         part, spec = self._parts[at], self._specs[at]
         bags = call.bags(self._features)
@@ -92,7 +94,7 @@ class Plan:
         offsets = None if self._pooling is None else piece.offsets
         lookup = check_lookup(spec, piece.indices, table_ids, offsets, self._pooling)
         check_weights(spec, lookup, piece.weights)
-        return Asked(lookup, piece.weights, piece.ids)
+        return EmbeddingCall(lookup, piece.weights, piece.ids)
 
     def _in_order(self, found: Sequence[Tensor], counts: Sequence[list[int]]) -> Tensor:
         """Rows of features, put in the order of the features. counts: how many each feature of a part has."""
@@ -121,7 +123,7 @@ class Trainer:
     bound.
     """
 
-    def __init__(self, embedding: Rows, optimizer: RowOptimizer, clip: float | None) -> None:
+    def __init__(self, embedding: EmbeddingBase, optimizer: RowOptimizer, clip: float | None) -> None:
         self.embedding, self.optimizer, self.clip = embedding, optimizer, clip
 
     def look_up(self, anchor: Tensor, lookup: Lookup, weights: Tensor | None) -> Tensor:

@@ -36,16 +36,16 @@ from ...engine.options.table_names import choices, table_number
 from ...engine.options.table_spec import DTYPES, check_reach, check_seed, check_state_dtype
 from ...engine.table.table_report import settled
 from ..collections.store_split import stores_text
-from .call_arguments import CONSTRUCTOR, Call, checked_call, refuse, refuse_call
-from .dispatch import Plan, Trainer
+from .call_arguments import CONSTRUCTOR, TBECall, checked_call, refuse, refuse_call
+from .dispatch import CallSplitter, Trainer
 from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, taken, taken_dtype
 from .settings import DEFAULTS, Settings, ShiftedOptimizer, checked_state_dtype, checked_step
 from .specs import (
     LOAD_FACTOR,
     Bounds,
     Caching,
-    Part,
-    Table,
+    EmbeddingGroup,
+    EmbeddingSpec,
     checked_features,
     checked_tables,
     device_of,
@@ -184,8 +184,8 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
     def __init__(
         self,
         name: str,
-        tables: Sequence[Table],
-        parts: Sequence[Part],
+        tables: Sequence[EmbeddingSpec],
+        parts: Sequence[EmbeddingGroup],
         stores: Mapping[str, StoreOptions],
         bounds: Bounds,
         rows: ShiftedOptimizer,
@@ -219,7 +219,7 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
             self.embeddings[part.name] = embedding
         train_together(self.embeddings.values())
 
-    def _options(self, part: Part, initializer: Mapping[str, Any]) -> list[AnyTableOptions]:
+    def _options(self, part: EmbeddingGroup, initializer: Mapping[str, Any]) -> list[AnyTableOptions]:
         tables = [self.tables[number] for number in part.tables]
         return [make_table_options(initializer, table.name, **self._bounds.options(table.rows)) for table in tables]
 
@@ -314,7 +314,7 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
     ) -> None:
         self.close()
 
-    def each(self) -> Iterator[tuple[Part, MultiTableEmbedding]]:
+    def each(self) -> Iterator[tuple[EmbeddingGroup, MultiTableEmbedding]]:
         """The embeddings, with what each has."""
         return zip(self._parts, cast(Iterable[MultiTableEmbedding], self.embeddings.values()), strict=True)
 
@@ -433,7 +433,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         self.anchor = anchor
         self._settings, self._numbers = settings, made.param_groups[0]
         self._trainers = [Trainer(embedding, rows, clip) for _, embedding in self.each()]
-        self._plan = Plan(name, parts, [embedding.spec for _, embedding in self.each()], POOLING[mode])
+        self._plan = CallSplitter(name, parts, [embedding.spec for _, embedding in self.each()], POOLING[mode])
         self.to(place)
 
     def forward(
@@ -510,7 +510,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         _, embedding = next(self.each())
         return embedding.told()
 
-    def _call(self, indices: Any, offsets: Any, weights: Any, sizes: Any, unsupported: Mapping[str, Any]) -> Call:
+    def _call(self, indices: Any, offsets: Any, weights: Any, sizes: Any, unsupported: Mapping[str, Any]) -> TBECall:
         if detect_fake_mode() is not None:
             raise GraphError(
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph after it; use an "

@@ -12,7 +12,7 @@ import torch
 
 from ...embedding.embedding import MultiTableEmbedding
 from ...engine._core import WAYS
-from ...engine.cache.memory_split import BESIDE_BYTES, MB
+from ...engine.cache.memory_split import LINE_OVERHEAD_BYTES, MB
 from ...engine.checks import real, whole
 from ...engine.errors import OptionError
 from ...engine.options.store_options import (
@@ -25,7 +25,7 @@ from ...engine.options.table_names import check_distinct, check_table_name
 from ...engine.options.table_spec import check_name
 from ..collections.configs import suffix_of
 from ..collections.other_types import warn_of_other_types
-from ..collections.store_split import Need, stores_of
+from ..collections.store_split import StoreRequest, stores_of
 from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, taken
 
 log = logging.getLogger("tierbed")
@@ -67,7 +67,7 @@ class Bounds:
                 )
 
 
-class Table(NamedTuple):
+class EmbeddingSpec(NamedTuple):
     """One of `embedding_specs`, checked."""
 
     rows: int
@@ -77,7 +77,7 @@ class Table(NamedTuple):
     name: str
 
 
-class Part(NamedTuple):
+class EmbeddingGroup(NamedTuple):
     """The tables and the features of one embedding."""
 
     name: str
@@ -107,12 +107,12 @@ class Caching:
 
     def budget_mb(self, rows: int, words: int) -> float:
         """MiB of a cache for the load factor's share of rows of so many words, state included."""
-        row_bytes = (4 * words + 8 + 15) // 16 * 16 + BESIDE_BYTES
+        row_bytes = (4 * words + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
         sets = -int(-self.load_factor * rows // WAYS)
         return max(sets, 1) * WAYS * row_bytes / MB
 
 
-def checked_tables(embedding_specs: Any, table_names: Any) -> list[Table]:
+def checked_tables(embedding_specs: Any, table_names: Any) -> list[EmbeddingSpec]:
     """The tables of `embedding_specs`: (rows, dim, location, compute device) each. OptionError."""
     if not isinstance(embedding_specs, (list, tuple)) or not embedding_specs:
         raise OptionError(f"embedding_specs={embedding_specs!r}: give a list of (rows, dim, location, compute device)")
@@ -132,7 +132,7 @@ def checked_tables(embedding_specs: Any, table_names: Any) -> list[Table]:
     return tables
 
 
-def _table(where: str, spec: Any, name: str) -> Table:
+def _table(where: str, spec: Any, name: str) -> EmbeddingSpec:
     if not isinstance(spec, (list, tuple)) or len(spec) != 4:
         raise OptionError(f"{where}={spec!r}: give (rows, dim, location, compute device)")
     rows, dim = whole(spec[0], 1, (1 << 63) - 1), whole(spec[1], 1, 1 << 16)
@@ -142,7 +142,7 @@ def _table(where: str, spec: Any, name: str) -> Table:
     compute = taken(ComputeDevice, spec[3], f"{where}: compute device")
     if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
         raise OptionError(f"{where}: tables live on CPUs and CUDA devices, and not on MTIA; give another place")
-    return Table(rows, dim, location, compute, name)
+    return EmbeddingSpec(rows, dim, location, compute, name)
 
 
 def checked_features(feature_table_map: Any, tables: int) -> list[int]:
@@ -161,22 +161,22 @@ def checked_features(feature_table_map: Any, tables: int) -> list[int]:
     return features
 
 
-def embedding_name(name: str, table: Table, by_location: bool, dtype: torch.dtype) -> str:
+def embedding_name(name: str, table: EmbeddingSpec, by_location: bool, dtype: torch.dtype) -> str:
     """What the embedding of a table is called, if its rows are of `dtype`."""
     place = f"-{table.location.name.lower()}" if by_location else ""
     return f"{name}-d{table.dim}{suffix_of(dtype)}{place}"
 
 
 def parts_of(
-    name: Any, tables: Sequence[Table], features: Sequence[int], by_location: bool, dtype: torch.dtype
-) -> list[Part]:
+    name: Any, tables: Sequence[EmbeddingSpec], features: Sequence[int], by_location: bool, dtype: torch.dtype
+) -> list[EmbeddingGroup]:
     """The embeddings of rows of `dtype`: one for each dim, and with `by_location` for each location. OptionError."""
     if "." in check_name(name):
         raise OptionError(f"name={name!r}: it names modules; use no dots")
-    parts: dict[str, Part] = {}
+    parts: dict[str, EmbeddingGroup] = {}
     for number, table in enumerate(tables):
         own = embedding_name(name, table, by_location, dtype)
-        parts.setdefault(own, Part(own, [], [], [])).tables.append(number)
+        parts.setdefault(own, EmbeddingGroup(own, [], [], [])).tables.append(number)
     for part in parts.values():
         for feature, number in enumerate(features):
             if number in part.tables:
@@ -187,8 +187,8 @@ def parts_of(
 
 def stores_for(
     name: str,
-    parts: Sequence[Part],
-    tables: Sequence[Table],
+    parts: Sequence[EmbeddingGroup],
+    tables: Sequence[EmbeddingSpec],
     store_options: Mapping[str, Any] | None,
     caching: Caching,
     words: Mapping[int, int],
@@ -202,7 +202,7 @@ def stores_for(
     if store_options is not None:
         caching.refuse("store_options stands in the place of all locations; give it cache_policy and a budget there")
         rows = {part.name: sum(tables[number].rows for number in part.tables) for part in parts}
-        needs = {part.name: Need(tables[part.tables[0]].dim, rows[part.name], dtype.itemsize) for part in parts}
+        needs = {part.name: StoreRequest(tables[part.tables[0]].dim, rows[part.name], dtype.itemsize) for part in parts}
         stores = stores_of(store_options, needs)
         for part in parts:
             named = partial(embedding_name, name, tables[part.tables[0]], False)

@@ -17,7 +17,7 @@ from .validation import check_ascending, check_offsets, check_values, is_traced,
 _PAD = "give desired_length, to_padded_dense(50)"
 
 
-class Carrier:
+class TensorContainer:
     """An object that holds tensors in `_fields`, some of them None, and else what `_context` gives.
 
     open_leaves: which of the fields change their first dimension from batch to batch.
@@ -123,7 +123,7 @@ def padded(values: Tensor, offsets: Tensor, length: int, padding_value: float = 
     return taken.view(*places.shape, *values.shape[1:])
 
 
-class Jagged(Carrier, registered=False):
+class Jagged(TensorContainer, registered=False):
     """Values [n, ...], where bag b is values[offsets[b]:offsets[b + 1]], and maybe a weight for each."""
 
     _fields: ClassVar[tuple[str, ...]] = ("_values", "_weights", "_offsets")

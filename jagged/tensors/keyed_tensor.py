@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import InputError
-from .jagged_tensor import Carrier
+from .jagged_tensor import TensorContainer
 from .validation import check_keys, refuse_trace, surely
 
 
@@ -143,7 +143,7 @@ class _Atoms:
         return self._parts[self._places[start] : self._places[start + count]]
 
 
-class KeyedTensor(Carrier):
+class KeyedTensor(TensorContainer):
     """Dense features of a batch side by side: values [batch, sum of length_per_key].
 
     keys: one name for each feature. length_per_key: how many columns each has. InputError where they do not fit.

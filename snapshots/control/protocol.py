@@ -34,7 +34,7 @@ _WAITING = 64  # clients that wait to be accepted
 Message = dict[str, Any]
 
 
-class Peer(NamedTuple):
+class Connection(NamedTuple):
     """The process at the other end of a connection, and its user."""
 
     pid: int
@@ -87,10 +87,10 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
     return connection
 
 
-def peer_of(connection: socket.socket) -> Peer:
+def peer_of(connection: socket.socket) -> Connection:
     """The process at the other end of a connection. Raises OSError."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return Peer(pid, uid)
+    return Connection(pid, uid)
 
 
 def send(connection: socket.socket, message: Message) -> None:

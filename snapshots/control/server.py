@@ -38,7 +38,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-class Served(Protocol):
+class SaveTarget(Protocol):
     """What the server needs of an open table."""
 
     def save_between_steps(
@@ -75,7 +75,7 @@ class Service:
     def __init__(self) -> None:
         self._server: StoreServer | None = None
 
-    def start(self, folder: Path, served: Served) -> None:
+    def start(self, folder: Path, served: SaveTarget) -> None:
         """Serve the store in `folder`, which this process holds. Logs why, where it cannot be served."""
         with uninterrupted():
             try:
@@ -98,7 +98,7 @@ class StoreServer:
     no server.
     """
 
-    def __init__(self, folder: Path, served: Served) -> None:
+    def __init__(self, folder: Path, served: SaveTarget) -> None:
         self._path = folder
         self._served = served
         self._stopping = Event()
@@ -256,7 +256,7 @@ class StoreServer:
 class _Save:
     """A save that a client asked for. The client is told how far it came, as long as the client takes messages."""
 
-    def __init__(self, client: socket.socket, stopping: Event, served: Served, name: str, is_whole: bool) -> None:
+    def __init__(self, client: socket.socket, stopping: Event, served: SaveTarget, name: str, is_whole: bool) -> None:
         """is_whole: whether it has all rows of the store, and of no other."""
         self.name = name
         self.rows = 0

@@ -96,7 +96,7 @@ class NamedArrays:
 
 
 @dataclass
-class ColumnAside:
+class SpilledColumn:
     """A column in a file of its own. The file has no name, so it is gone when the process ends, however it ends."""
 
     file: IO[bytes]
@@ -104,7 +104,7 @@ class ColumnAside:
     shape: tuple[int, ...]
 
 
-class ColumnsAside(dict[str, ColumnAside]):
+class SpilledColumns(dict[str, SpilledColumn]):
     """The columns of rows by name, each file at its beginning. `place`: a folder with room for all rows."""
 
     def __init__(self, place: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> None:
@@ -112,7 +112,7 @@ class ColumnsAside(dict[str, ColumnAside]):
         with ExitStack() as files:
             for name, (dtype, shape) in columns.shapes().items():
                 file = files.enter_context(tempfile.TemporaryFile(dir=place))
-                self[name] = ColumnAside(file, dtype, (0, *shape))
+                self[name] = SpilledColumn(file, dtype, (0, *shape))
             count = 0
             for rows in chunks:
                 count += len(rows)
@@ -132,7 +132,7 @@ class ColumnsAside(dict[str, ColumnAside]):
         self._files.close()
 
 
-def write_npz(path: Path, columns: ColumnsAside, metadata: str) -> None:
+def write_npz(path: Path, columns: SpilledColumns, metadata: str) -> None:
     """Write columns as the arrays of an uncompressed `.npz`, and the metadata as a 0-d array of text."""
     with ZipFile(path, "x", ZIP_STORED) as archive:
         for name, column in columns.items():
@@ -218,7 +218,7 @@ _DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "
 _DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
 
 
-def write_safetensors(path: Path, columns: ColumnsAside, metadata: str) -> None:
+def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> None:
     """Write columns as tensors, and `metadata` in the file's metadata."""
     header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
     end = 0

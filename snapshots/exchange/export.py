@@ -16,7 +16,7 @@ from ...engine.row_format import Chunks
 from ..files.reader import Snapshot
 from ..files.writer import Progress, write_snapshot
 from ..store.selection import LoadReport, Selection
-from .array_files import ColumnsAside, write_npz, write_safetensors
+from .array_files import SpilledColumns, write_npz, write_safetensors
 from .columns import Columns
 from .parquet import write_parquet
 from .sources import path_of
@@ -94,7 +94,7 @@ def _write(path: Path, format: str, description: dict[str, Any], chunks: Chunks)
     if format == "parquet":
         write_parquet(path, columns, rows, metadata)
         return
-    with ColumnsAside(path.parent, columns, rows) as aside:
+    with SpilledColumns(path.parent, columns, rows) as aside:
         (write_npz if format == "npz" else write_safetensors)(path, aside, metadata)
 
 

@@ -32,7 +32,7 @@ from .parquet import opened_parquet
 Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
 
 
-class Opened(Protocol):
+class OpenFile(Protocol):
     """An open file, or arrays like one. `metadata`: the description that an export keeps, as JSON."""
 
     @property
@@ -45,10 +45,10 @@ class Opened(Protocol):
         """The arrays with these `names`, all of one length, `max_rows` rows at a time."""
 
 
-Opener = Callable[[], AbstractContextManager[Opened]]
+FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
-class Part(NamedTuple):
+class SourceTable(NamedTuple):
     """Rows of a source. `columns`: names of `columns.Columns` to the source's own. `table`: where no column has it."""
 
     columns: dict[str, str]
@@ -67,8 +67,8 @@ class Source:
     def __init__(
         self,
         what: str,
-        opener: Opener,
-        parts: Callable[[Mapping[str, Shape]], list[Part]],
+        opener: FileOpener,
+        parts: Callable[[Mapping[str, Shape]], list[SourceTable]],
         padding_idx: int | None = None,
     ) -> None:
         """parts: chooses what is taken of the arrays that are there. Raises InputError, SnapshotError, OptionError."""
@@ -89,7 +89,7 @@ class Source:
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
         self.description = None if metadata is None else _parsed(metadata, what)
 
-    def _add(self, part: Part, shapes: Mapping[str, Shape]) -> None:
+    def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
         dtype, shape = shapes[name]
         if dtype not in NUMBERS or len(shape) != 2 or shape[1] < 1:
@@ -160,10 +160,10 @@ def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: An
     return Source(repr(str(path)), opener, _by_name)
 
 
-def _opener_of(path: Path) -> Opener:
+def _opener_of(path: Path) -> FileOpener:
     if path.is_dir():
         return lambda: nullcontext(_SnapshotRows(Snapshot.open(path)))
-    openers: dict[str, Callable[[Path], AbstractContextManager[Opened]]] = {
+    openers: dict[str, Callable[[Path], AbstractContextManager[OpenFile]]] = {
         ".npz": opened_npz,
         ".parquet": opened_parquet,
         ".safetensors": opened_safetensors,
@@ -177,30 +177,30 @@ def _opener_of(path: Path) -> Opener:
     return partial(openers[path.suffix], path)
 
 
-def _by_name(shapes: Mapping[str, Shape]) -> list[Part]:
+def _by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
     """The columns of an export."""
     if not {KEY, EMBEDDING} <= shapes.keys():
         raise InputError(
             f"it holds {', '.join(sorted(shapes)) or 'nothing'}; {KEY!r} and {EMBEDDING!r} are needed, or the name of "
             "a dense table by tensor="
         )
-    return [Part({name: name for name, (_, shape) in shapes.items() if shape})]  # a 0-d array is no column
+    return [SourceTable({name: name for name, (_, shape) in shapes.items() if shape})]  # a 0-d array is no column
 
 
-def _dense(tensor: Any, extra: Mapping[str, Column], table: Any) -> Callable[[Mapping[str, Shape]], list[Part]]:
+def _dense(tensor: Any, extra: Mapping[str, Column], table: Any) -> Callable[[Mapping[str, Shape]], list[SourceTable]]:
     """The parts of one array, or of a list of arrays, each of them a table."""
 
-    def parts(shapes: Mapping[str, Shape]) -> list[Part]:
+    def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
         names = [tensor] if isinstance(tensor, str) else list(tensor)
         for name in names:
             if name not in shapes:
                 raise InputError(f"tensor={name!r} is not there; there are {', '.join(sorted(shapes))}")
         own = {name: name for name in extra}
         if isinstance(tensor, str):
-            return [Part({EMBEDDING: tensor, **own}, table)]
+            return [SourceTable({EMBEDDING: tensor, **own}, table)]
         if extra or table is not None or not names:
             raise InputError(f"tensor={tensor!r}: a list has one name a table, and no keys or table_ids")
-        return [Part({EMBEDDING: name}, index) for index, name in enumerate(names)]
+        return [SourceTable({EMBEDDING: name}, index) for index, name in enumerate(names)]
 
     return parts
 
@@ -211,12 +211,12 @@ def _torchrec_table(tensor: str) -> str | None:
     return found[1] if found is not None and is_table_name(found[1]) else None
 
 
-def _memory(columns: Mapping[str, Column], extra: Mapping[str, Column]) -> Opener:
+def _memory(columns: Mapping[str, Column], extra: Mapping[str, Column]) -> FileOpener:
     return lambda: nullcontext(NamedArrays({**columns, **extra}))
 
 
 @contextmanager
-def _with(opener: Opener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
+def _with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
     """The arrays of a file, and the arrays of `extra`."""
     with opener() as file:
         if not isinstance(file, NamedArrays):

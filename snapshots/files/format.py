@@ -20,12 +20,12 @@ from ...engine.durable import read_record, remedy_for, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, kernels
 from ...engine.options.table_names import FIELD, are_names
-from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowForm, Rows
+from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowArray, RowForm
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
 from .versions import AT, GROUP, LIVE, Saved
 
 _HEADER_STEP = 256  # bytes
-MOST_PARTS = 1024
+MAX_SHARDS = 1024
 
 _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
@@ -61,7 +61,7 @@ _OWN_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
-class Part(NamedTuple):
+class HashShard(NamedTuple):
     """One of the parts that all rows fall into, by an interval of their hashes: part `number`, from 0, of `of`."""
 
     number: int
@@ -75,13 +75,13 @@ class Part(NamedTuple):
     @property
     def end(self) -> int:
         """The place behind the last of the part."""
-        return Part(self.number + 1, self.of).begin
+        return HashShard(self.number + 1, self.of).begin
 
-    def meets(self, other: Part) -> bool:
+    def meets(self, other: HashShard) -> bool:
         """Whether a row may be in both parts."""
         return max(self.begin, other.begin) < min(self.end, other.end)
 
-    def rows(self, rows: Rows) -> Rows:
+    def rows(self, rows: RowArray) -> RowArray:
         """Those of rows, or of names of rows, that are in the part."""
         owners = _core.owners(rows["table"].copy(), rows["key"].copy(), self.of)
         return rows[owners == self.number]
@@ -139,7 +139,7 @@ def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowF
     return file
 
 
-def row_check(description: dict[str, Any], bucket: int, part: Part | None = None) -> _core.RowCheck:
+def row_check(description: dict[str, Any], bucket: int, part: HashShard | None = None) -> _core.RowCheck:
     """The check that finds rows of a bucket, or keys of deleted rows, which no table of a description can have.
 
     With `part`, rows of another part as well.
@@ -267,8 +267,8 @@ class Manifest:
         form, parts = RowForm.described(value["description"]), value.get("parts")
         needs_parts = format == FORMAT and not form.is_narrow
         _require(
-            (parts is None and not needs_parts) or (_is_count(parts) and 0 < parts <= MOST_PARTS),
-            f"its parts are {parts!r}, and a snapshot has 1 to {MOST_PARTS}",
+            (parts is None and not needs_parts) or (_is_count(parts) and 0 < parts <= MAX_SHARDS),
+            f"its parts are {parts!r}, and a snapshot has 1 to {MAX_SHARDS}",
         )
         _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
         instant = Saved.parse(value.get(INSTANT))

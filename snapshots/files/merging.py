@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.row_format import BUCKETS, Change, Chunks, Rows, keys_of
+from ...engine.row_format import BUCKETS, Change, Chunks, RowArray, keys_of
 
 _NONE = np.empty(0, np.uint8)
 _NEW = 2  # a code of `_core.join_rows`
 
 
-def aligned(left: Chunks, right: Chunks) -> Iterator[tuple[int, Rows | None, Rows | None]]:
+def aligned(left: Chunks, right: Chunks) -> Iterator[tuple[int, RowArray | None, RowArray | None]]:
     """Both streams in pieces (bucket, rows of left, rows of right), each over one range of (bucket, table, key).
 
     None where a stream has no row in the range. A (table, key) of both streams is in one piece. One chunk of each
@@ -56,7 +56,7 @@ def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int]
                 yield bucket, merged.view(dtype)
 
 
-def sort_keys(rows: Rows) -> NDArray[np.bytes_]:
+def sort_keys(rows: RowArray) -> NDArray[np.bytes_]:
     """(table, key) of rows or keys [n] as bytes [n] of the same order; NumPy compares them as one."""
     keys = np.empty(len(rows), np.dtype([("table", ">u4"), ("key", ">u8")]))
     keys["table"], keys["key"] = rows["table"], rows["key"]
@@ -80,35 +80,35 @@ class _Stream:
         self._bucket = -1
         self.rows: Any = ()
 
-    def rows_of(self, bucket: int) -> Rows | None:
+    def rows_of(self, bucket: int) -> RowArray | None:
         """The held rows, if they are of this bucket."""
         while len(self.rows) == 0:
             self._bucket, self.rows = next(self._chunks, (BUCKETS, (None,)))
-        rows: Rows = self.rows
+        rows: RowArray = self.rows
         return rows if self._bucket == bucket else None
 
-    def take(self, last: bytes | None) -> Rows | None:
+    def take(self, last: bytes | None) -> RowArray | None:
         """Take the held rows up to the key `last`, or all; None if there are none."""
         count = len(self.rows) if last is None else int(np.searchsorted(sort_keys(self.rows), last, side="right"))
         return self.drop(count) if count else None
 
-    def drop(self, count: int) -> Rows:
+    def drop(self, count: int) -> RowArray:
         """Take the first `count` held rows."""
-        taken: Rows = self.rows[:count]
+        taken: RowArray = self.rows[:count]
         self.rows = self.rows[count:]
         return taken
 
 
-class Difference(NamedTuple):
+class BucketDiff(NamedTuple):
     """Rows of one bucket, each part in ascending order of (table, key)."""
 
     bucket: int
-    rows: Rows  # [n], the rows that are new or differ in any byte, as they are after
+    rows: RowArray  # [n], the rows that are new or differ in any byte, as they are after
     new: NDArray[np.bool_]  # [n], whether there was no such row before
-    gone: Rows  # erased rows, as they were before
+    gone: RowArray  # erased rows, as they were before
 
 
-def difference(before: Chunks, after: Chunks) -> Iterator[Difference]:
+def difference(before: Chunks, after: Chunks) -> Iterator[BucketDiff]:
     """The rows in which two tables of the same row type differ. Both are given as `Tier.scan` yields them.
 
     Buckets ascend, and within a bucket (table, key) of each part ascends, over all items. One chunk of each table is
@@ -119,15 +119,15 @@ def difference(before: Chunks, after: Chunks) -> Iterator[Difference]:
         bucket = min(old.bucket, now.bucket)
         if now.bucket > bucket:
             was = old.take(len(old.rows))
-            yield Difference(bucket, was[:0], np.zeros(0, np.bool_), was)
+            yield BucketDiff(bucket, was[:0], np.zeros(0, np.bool_), was)
         elif old.bucket > bucket:
             rows = now.take(len(now.rows))
-            yield Difference(bucket, rows, np.ones(len(rows), np.bool_), rows[:0])
+            yield BucketDiff(bucket, rows, np.ones(len(rows), np.bool_), rows[:0])
         else:
             gone, state = _core.join_rows(_bytes(old.rows), _bytes(now.rows), now.rows.dtype.itemsize)
             was, rows, there = old.take(len(gone)), now.take(len(state)), state > 0
             if there.any() or gone.any():
-                yield Difference(bucket, rows[there], state[there] == _NEW, was[gone > 0])
+                yield BucketDiff(bucket, rows[there], state[there] == _NEW, was[gone > 0])
 
 
 def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
@@ -150,18 +150,18 @@ class _Ahead:
                 self.there, self.bucket, self.rows = True, bucket, np.ascontiguousarray(rows)
                 return
 
-    def take(self, count: int) -> Rows:
+    def take(self, count: int) -> RowArray:
         taken, self.rows = self.rows[:count], self.rows[count:]
         if not len(self.rows):
             self._next()
         return taken
 
 
-def _bytes(rows: Rows) -> NDArray[np.uint8]:
+def _bytes(rows: RowArray) -> NDArray[np.uint8]:
     return rows.view(np.uint8)
 
 
-def merged(parts: Sequence[Iterator[Rows]]) -> Iterator[Rows]:
+def merged(parts: Sequence[Iterator[RowArray]]) -> Iterator[RowArray]:
     """The rows of `parts` in order of (table, key). In each they strictly ascend, and none is in two.
 
     Two chunks of each part are held at a time. A chunk that comes out is of no more rows than those that are held.
@@ -185,12 +185,12 @@ class _Held:
     At the end `rows` has none, and `coming` is None.
     """
 
-    def __init__(self, chunks: Iterator[Rows]) -> None:
+    def __init__(self, chunks: Iterator[RowArray]) -> None:
         self._chunks = (rows for rows in chunks if len(rows))
-        self.rows: Rows = next(self._chunks, np.empty(0, np.void))
+        self.rows: RowArray = next(self._chunks, np.empty(0, np.void))
         self.coming = next(self._chunks, None)
 
-    def drop(self, count: int) -> Rows:
+    def drop(self, count: int) -> RowArray:
         """Take the first `count` held rows."""
         taken, self.rows = self.rows[:count], self.rows[count:]
         if not len(self.rows) and self.coming is not None:

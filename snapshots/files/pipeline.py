@@ -74,7 +74,7 @@ def ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Iterator
         thread.join()
 
 
-class Behind:
+class WriterThread:
     """Does tasks in a thread, in the order in which they are given. Few tasks wait at a time.
 
     An exception of a task is raised by a later `do` or by the end of the block, and no task after it is begun.
@@ -113,7 +113,7 @@ class Behind:
 
 
 class _Tasks:
-    """The tasks of a `Behind`. Its thread holds them and not the `Behind`, which can be let go."""
+    """The tasks of a `WriterThread`. Its thread holds them and not the `WriterThread`, which can be let go."""
 
     def __init__(self, waiting: int) -> None:
         self.error: BaseException | None = None

@@ -26,7 +26,7 @@ _OF_SYSTEM = {
 _OF_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
-class UnreadError(SnapshotError):
+class ReadIOError(SnapshotError):
     """Nothing is known of the snapshot: this process lacks a resource, or another snapshot took its place."""
 
 
@@ -38,7 +38,7 @@ def unread(path: Path, error: OSError, folder: Path) -> SnapshotError:
     if error.errno in _OF_FILE:
         return damaged(path, problem, folder)
     remedy = _OF_SYSTEM.get(error.errno, "check the disk")
-    kind = UnreadError if error.errno in _OF_PROCESS else SnapshotError
+    kind = ReadIOError if error.errno in _OF_PROCESS else SnapshotError
     return kind(f"{str(path)!r} cannot be read: {problem}. Nothing says that it is not whole: {remedy}, then try again")
 
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from ...engine.durable import open_regular, read_record
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Chunks, Rows, keys_of
+from ...engine.row_format import Chunks, RowArray, keys_of
 from .format import (
     MANIFEST,
     ROCKSDB,
+    HashShard,
     Kind,
     Manifest,
-    Part,
     RowFile,
     bucket_file,
     bucket_of,
@@ -37,11 +37,11 @@ from .format import (
 )
 from .merging import changed, merged
 from .pipeline import ahead
-from .read_errors import UnreadError, damaged, remedy_of, unread
+from .read_errors import ReadIOError, damaged, remedy_of, unread
 
 _CHUNK_BYTES = 1 << 25
 
-Piece = tuple[str, Rows]  # file, rows
+Piece = tuple[str, RowArray]  # file, rows
 Progress = Callable[[int], None]
 LONGEST_CHAIN = 100  # the most snapshots of one table; each is read by files and threads of its own
 
@@ -49,7 +49,7 @@ LONGEST_CHAIN = 100  # the most snapshots of one table; each is read by files an
 class RowReader:
     """The rows in the files of a snapshot's folder, or those of them that one part has."""
 
-    def __init__(self, folder: Path, manifest: Manifest, part: Part | None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, part: HashShard | None) -> None:
         self._folder = folder
         self._manifest = manifest
         self._part = part
@@ -77,7 +77,7 @@ class RowReader:
         for bucket, rows in chunks:
             yield bucket, rows if part is None or part.of == self._manifest.parts else part.rows(rows)
 
-    def _merged(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, Rows], None, None]:
+    def _merged(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, RowArray], None, None]:
         """The rows of buckets in parts."""
         for bucket, names in groupby(files, key=bucket_of):
             entries = {name: files[name] for name in names}
@@ -87,7 +87,7 @@ class RowReader:
                 for begin in range(0, len(rows), max_rows):
                     yield bucket, rows[begin : begin + max_rows]
 
-    def _sums(self, pieces: Iterator[Piece]) -> Generator[tuple[int, Rows], None, None]:
+    def _sums(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
         """The rows of files as (bucket, rows). A file's checksum is compared before its last chunk is passed on."""
         for name, group in groupby(pieces, key=itemgetter(0)):
             entry, count, checksum = self._manifest.files[name], 0, 0
@@ -138,19 +138,19 @@ class RowReader:
         file.close()
         raise self._damaged(name, problem)
 
-    def _part_of(self, name: str) -> Part | None:
+    def _part_of(self, name: str) -> HashShard | None:
         """The part that a file is of; None without parts."""
         number, of = part_of(name), self._manifest.parts
-        return None if number is None or of is None else Part(number, of)
+        return None if number is None or of is None else HashShard(number, of)
 
-    def _meets(self, part: Part | None) -> bool:
+    def _meets(self, part: HashShard | None) -> bool:
         return part is None or self._part is None or self._part.meets(part)
 
     def _damaged(self, name: str, problem: str) -> SnapshotError:
         return damaged(self._folder / name, problem, self._folder)
 
 
-class Link(Protocol):
+class ChainElement(Protocol):
     """What a chain needs of a `Snapshot`."""
 
     @property
@@ -168,11 +168,11 @@ class Link(Protocol):
     def named_twice(self, bucket: int) -> SnapshotError: ...
 
 
-Watch = Callable[[Link, Chunks], Chunks]
+Watch = Callable[[ChainElement, Chunks], Chunks]
 
 
 def table_of(
-    chain: Sequence[Link], max_rows: int = 65536, progress: Progress | None = None, watch: Watch | None = None
+    chain: Sequence[ChainElement], max_rows: int = 65536, progress: Progress | None = None, watch: Watch | None = None
 ) -> Chunks:
     """The rows of the table that a chain makes, each snapshot counted when its last row is known.
 
@@ -189,12 +189,12 @@ def table_of(
     return table
 
 
-def verify_chain(chain: Sequence[Link], progress: Progress | None = None, watch: Watch | None = None) -> None:
+def verify_chain(chain: Sequence[ChainElement], progress: Progress | None = None, watch: Watch | None = None) -> None:
     """Read all files of a chain. Raises SnapshotError where a load of its rows would."""
     read_all(table_of(chain, progress=progress or _untold, watch=watch))
 
 
-def _counted(snapshot: Link, chunks: Chunks) -> Chunks:
+def _counted(snapshot: ChainElement, chunks: Chunks) -> Chunks:
     count = 0
     for bucket, rows in chunks:
         count += len(rows)
@@ -229,7 +229,7 @@ class Snapshot:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, part: Part | None = None, found: dict[str, int] | None = None
+        self, folder: Path, manifest: Manifest, part: HashShard | None = None, found: dict[str, int] | None = None
     ) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -273,7 +273,7 @@ class Snapshot:
         """The table that the rows belong to, as the engine described it."""
         return self.manifest.description
 
-    def of_part(self, part: Part) -> Snapshot:
+    def of_part(self, part: HashShard) -> Snapshot:
         """The same snapshot, of whose rows, and of those that it goes over, one part is read."""
         return Snapshot(self.folder, self.manifest, part)
 
@@ -286,7 +286,7 @@ class Snapshot:
         remedy = f"put {wanted.name!r} back beside {self.name!r}, by that name, or use another snapshot"
         try:
             parent = Snapshot.open(self.folder.parent / wanted.name)
-        except UnreadError:
+        except ReadIOError:
             raise
         except SnapshotError as error:
             raise SnapshotError(f"snapshot {self.name!r} goes over another: {error}; {remedy}") from error
@@ -376,12 +376,12 @@ class Snapshot:
         """The chunks. If another snapshot has the name by now, UnreadError replaces what is wrong with them."""
         try:
             yield from chunks
-        except UnreadError:
+        except ReadIOError:
             raise
         except SnapshotError as error:
             if snapshot_id(self.folder) in ("", self.manifest.id):
                 raise
-            raise UnreadError(
+            raise ReadIOError(
                 f"snapshot {str(self.folder)!r} was replaced by another while it was read: read it again"
             ) from error
 
@@ -413,7 +413,7 @@ def list_snapshots(folder: Path) -> Listing:
     for name in _names(Path(folder)):
         try:
             listing.snapshots.append(Snapshot.open(Path(folder) / name))
-        except UnreadError:
+        except ReadIOError:
             raise
         except SnapshotError as error:
             listing.damaged[name] = error

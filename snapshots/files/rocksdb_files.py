@@ -26,7 +26,7 @@ from ...engine.options.store_options import require_rocksdb
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.rocksdb import SCAN_BYTES
 from .format import ROCKSDB, Manifest
-from .read_errors import UnreadError, cause_of, damaged, unread
+from .read_errors import ReadIOError, cause_of, damaged, unread
 from .rocksdb_child import END, FAILED, HEADER, READY
 
 _PIPE_BYTES = 1 << 20
@@ -34,11 +34,11 @@ _SAID_BYTES = 500
 _PIECE_BYTES = 4 << 20
 
 
-class ApartError(Exception):
+class SubprocessError(Exception):
     """The other process did not reach the end of the rows: RocksDB refused the files, or the files ended it."""
 
 
-class NotStartedError(Exception):
+class SubprocessStartError(Exception):
     """The other process could not begin to read."""
 
 
@@ -53,7 +53,7 @@ def rows_apart(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunk
         if rows_from.read(HEADER.size) != HEADER.pack(READY, 0):
             rows_from.close()  # a process that is not our reader may write for ever
             status = _status_of(process)
-            raise NotStartedError(f"{_python()!r} {_end_of(status)}{_last_words(said_to)}")
+            raise SubprocessStartError(f"{_python()!r} {_end_of(status)}{_last_words(said_to)}")
         while True:
             header = rows_from.read(HEADER.size)
             if len(header) < HEADER.size:
@@ -63,13 +63,13 @@ def rows_apart(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunk
                 return
             if bucket == FAILED:
                 text = rows_from.read(count).decode("utf-8", "replace")
-                raise ApartError(text.rpartition("; ")[0] or text)  # without the advice, which is for a store
+                raise SubprocessError(text.rpartition("; ")[0] or text)  # without the advice, which is for a store
             rows = np.empty(min(count, most), dtype)
             if rows_from.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
         status = _status_of(process)
-        raise ApartError(f"the process that reads it {_end_of(status)}{_last_words(said_to)}")
+        raise SubprocessError(f"the process that reads it {_end_of(status)}{_last_words(said_to)}")
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def _child(
         except OSError as error:
             if error.filename is None:  # raised by the fork
                 raise
-            raise NotStartedError(str(error)) from error
+            raise SubprocessStartError(str(error)) from error
         assert process.stdout is not None
         try:
             with contextlib.suppress(OSError):  # a user may have no more room for pipes
@@ -148,12 +148,12 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
         _check_file(folder, name, entry)
     try:
         yield from rows_apart(folder / ROCKSDB, manifest.form, manifest.rocksdb.shards, max_rows)
-    except ApartError as error:
+    except SubprocessError as error:
         if (of_system := cause_of(error)) is not None:
             raise unread(folder / ROCKSDB, of_system, folder) from error
         raise _damaged(folder, folder / ROCKSDB, str(error)) from error
-    except NotStartedError as error:
-        raise UnreadError(
+    except SubprocessStartError as error:
+        raise ReadIOError(
             f"{str(folder / ROCKSDB)!r} cannot be read: the Python that is to read it did not start: {error}. Nothing "
             "says that it is not whole: free memory, or give the path of a Python to multiprocessing.set_executable(), "
             "then try again"

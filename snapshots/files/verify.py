@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
 from .merging import changed
-from .read_errors import UnreadError
-from .reader import Link, Progress, Snapshot, read_all, told, verify_chain
+from .read_errors import ReadIOError
+from .reader import ChainElement, Progress, Snapshot, read_all, told, verify_chain
 
 Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
@@ -20,7 +20,7 @@ def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]
     for snapshot in snapshots:
         try:
             chains[snapshot.name] = snapshot.chain
-        except UnreadError:
+        except ReadIOError:
             raise
         except SnapshotError as error:
             damaged[snapshot.name] = error
@@ -57,7 +57,7 @@ class _Verified:
         if not any(link.name in self.damaged for link in chain):
             try:
                 verify_chain(chain, self._progress, self._blaming)
-            except UnreadError:
+            except ReadIOError:
                 raise
             except SnapshotError:
                 pass
@@ -74,14 +74,14 @@ class _Verified:
         try:
             rows, deleted = (told(part, self._progress, True) for part in link.parts())
             read_all(changed(iter(()), rows, deleted, link.named_twice))
-        except UnreadError:
+        except ReadIOError:
             raise
         except SnapshotError as error:
             self.damaged[link.name] = error
         else:
             self._sound.add(link.name)
 
-    def _blaming(self, link: Link, table: Chunks) -> Chunks:
+    def _blaming(self, link: ChainElement, table: Chunks) -> Chunks:
         try:
             yield from table
         except SnapshotError as error:

@@ -24,14 +24,14 @@ import numpy as np
 from ...engine import _core
 from ...engine.durable import Commit, UnsyncedError, aside, check_exchange, fsync_dir, made_aside
 from ...engine.errors import SnapshotError
-from ...engine.row_format import BUCKETS, Change, RowForm, Rows
+from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
 from .format import (
     LAST_SEQUENCE,
     MANIFEST,
+    HashShard,
     Kind,
     Manifest,
     Parent,
-    Part,
     RocksDBFiles,
     RowFile,
     bucket_file,
@@ -46,7 +46,7 @@ from .format import (
     row_check,
     snapshot_id,
 )
-from .pipeline import Behind
+from .pipeline import WriterThread
 from .reader import Snapshot, list_snapshots
 from .versions import Saved
 
@@ -57,9 +57,9 @@ Files = dict[str, RowFile]
 def write_rows(
     folder: Path,
     description: dict[str, Any],
-    chunks: Iterable[tuple[int, Rows]],
+    chunks: Iterable[tuple[int, RowArray]],
     progress: Progress | None = None,
-    part: Part | None = None,
+    part: HashShard | None = None,
 ) -> dict[str, RowFile]:
     """Write rows, as `write_snapshot` takes them, to files in `folder`, or those of one part. They are durable.
 
@@ -73,16 +73,16 @@ def write_changes(
     description: dict[str, Any],
     changes: Iterable[Change],
     progress: Progress | None = None,
-    part: Part | None = None,
+    part: HashShard | None = None,
 ) -> dict[str, RowFile]:
     """Write changes, as `write_incremental` takes them, in the way of `write_rows`."""
-    deleted: dict[int, list[Rows]] = {}
+    deleted: dict[int, list[RowArray]] = {}
     files = write_rows(folder, description, _without_deleted(changes, deleted), progress, part)
     keys = ((bucket, held) for bucket in sorted(deleted) for held in deleted[bucket])
     return files | _write_files(folder, deleted_file, description, keys, progress, part)
 
 
-def _without_deleted(changes: Iterable[Change], deleted: dict[int, list[Rows]]) -> Iterator[tuple[int, Rows]]:
+def _without_deleted(changes: Iterable[Change], deleted: dict[int, list[RowArray]]) -> Iterator[tuple[int, RowArray]]:
     for bucket, rows, keys in changes:
         if len(keys):
             deleted.setdefault(bucket, []).append(keys)
@@ -94,14 +94,14 @@ def _write_files(
     folder: Path,
     name_of: Callable[[int, int | None], str],
     description: dict[str, Any],
-    chunks: Iterable[tuple[int, Rows]],
+    chunks: Iterable[tuple[int, RowArray]],
     progress: Progress | None,
-    part: Part | None,
+    part: HashShard | None,
 ) -> dict[str, RowFile]:
     """Write each bucket's rows to its file. The next chunk is made while earlier ones are written and synced."""
     files: dict[str, _File] = {}
     previous, form = -1, RowForm.described(description)
-    with ExitStack() as opened, Behind() as syncing, Behind() as writing:
+    with ExitStack() as opened, WriterThread() as syncing, WriterThread() as writing:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not previous < bucket < BUCKETS:
                 raise SnapshotError(
@@ -129,13 +129,13 @@ class _File:
         self._file.write(bytes(header_bytes(dtype)))  # room for the header, which needs the count
         self._count = self._checksum = 0
 
-    def write(self, rows: Rows) -> None:
+    def write(self, rows: RowArray) -> None:
         data = rows.view(np.uint8).data
         self._file.write(data)
         self._checksum = zlib.crc32(data, self._checksum)
         self._count += len(rows)
 
-    def finish(self, syncing: Behind) -> None:
+    def finish(self, syncing: WriterThread) -> None:
         """Write the header, and let `syncing` make the file durable."""
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, self._count))
@@ -155,8 +155,8 @@ class _File:
 
 
 def _checked(
-    bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, Rows]]
-) -> Iterator[Rows]:
+    bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, RowArray]]
+) -> Iterator[RowArray]:
     """The non-empty chunks of a bucket, contiguous, their rows checked."""
     for _, rows in group:
         if rows.dtype != dtype or rows.ndim != 1:
@@ -210,7 +210,7 @@ class Together(NamedTuple):
 def write_snapshot(
     folder: Path,
     description: dict[str, Any],
-    chunks: Iterable[tuple[int, Rows]],
+    chunks: Iterable[tuple[int, RowArray]],
     progress: Progress | None = None,
     overwrite: bool = False,
     together: Together | None = None,
@@ -358,8 +358,8 @@ def place_of(folder: Path) -> Path:
 def write_part(
     place: Path,
     description: dict[str, Any],
-    part: Part,
-    chunks: Iterable[tuple[int, Rows]],
+    part: HashShard,
+    chunks: Iterable[tuple[int, RowArray]],
     progress: Progress | None = None,
 ) -> Files:
     """Write the rows of a part, durably. `chunks`, `progress`: as of `write_snapshot`. Returns the files, for `commit`.
@@ -372,7 +372,7 @@ def write_part(
 def write_changed_part(
     place: Path,
     description: dict[str, Any],
-    part: Part,
+    part: HashShard,
     changes: Iterable[Change],
     progress: Progress | None = None,
 ) -> Files:
@@ -398,7 +398,7 @@ def commit(
     return finish(place, kind, description, rows, files=files, parent=over, parts=len(parts), together=together)
 
 
-def _written(place: Path, part: Part, write: Callable[[], Files]) -> Files:
+def _written(place: Path, part: HashShard, write: Callable[[], Files]) -> Files:
     try:
         files = write()
         fsync_dir(place)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import SnapshotError
 from ...engine.options.table_names import Names, labels_of, names_in, names_of_both
-from ...engine.row_format import Rows
+from ...engine.row_format import RowArray
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.format import with_named_hyper
 from ..files.merging import aligned, among, sort_keys
@@ -22,7 +22,7 @@ Sort = Literal["added", "changed", "gone"]
 _MUST_AGREE = ("key_type", "columns")
 
 
-class Difference(NamedTuple):
+class RowDiff(NamedTuple):
     """A row that differs. `key`: as users have it. `largest`: of the embedding, None where one side lacks the row."""
 
     sort: Sort
@@ -50,7 +50,7 @@ class Comparison:
     gone: Counter[int] = field(default_factory=Counter)
     same: int = 0
     largest: dict[str, float] = field(default_factory=dict)
-    first: list[Difference] = field(default_factory=list)
+    first: list[RowDiff] = field(default_factory=list)
 
     @property
     def differs(self) -> bool:
@@ -107,7 +107,7 @@ class _Counter:
         self._first = first
         result.largest = dict.fromkeys(self._names, 0.0)
 
-    def add(self, left: Rows | None, right: Rows | None) -> None:
+    def add(self, left: RowArray | None, right: RowArray | None) -> None:
         """Compare the rows of one range of keys."""
         if left is not None and right is not None:
             left_keys, right_keys = sort_keys(left), sort_keys(right)
@@ -119,7 +119,7 @@ class _Counter:
         if right is not None:
             self._count("added", right, None)
 
-    def _both(self, old: Rows, new: Rows) -> None:
+    def _both(self, old: RowArray, new: RowArray) -> None:
         """Compare rows [n] of the same keys."""
         changed = (old["updates"] != new["updates"]) | (old["step"] != new["step"])
         if not self._same_state:
@@ -131,14 +131,14 @@ class _Counter:
         self.result.same += len(new) - int(changed.sum())
         self._count("changed", new[changed], largest[EMBEDDING][changed])
 
-    def _count(self, sort: Sort, rows: Rows, largest: NDArray[np.float64] | None) -> None:
+    def _count(self, sort: Sort, rows: RowArray, largest: NDArray[np.float64] | None) -> None:
         counter: Counter[int] = getattr(self.result, sort)
         for table, count in zip(*np.unique(rows["table"], return_counts=True), strict=True):
             counter[int(table)] += int(count)
         first = self.result.first
         some = rows[: max(0, self._first - len(first))]
         for i, (table, key) in enumerate(zip(some["table"], self._columns.user_keys(some["key"]), strict=True)):
-            first.append(Difference(sort, int(table), int(key), None if largest is None else float(largest[i])))
+            first.append(RowDiff(sort, int(table), int(key), None if largest is None else float(largest[i])))
 
 
 def _largest(old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from ...engine.errors import InputError, StoreError
 from ...engine.options.table_names import choices, names_in, numbered, table_number
 from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
-from ...engine.store.contract import Store, Tier
+from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from ..files.format import SHARE, bucket_file, deleted_file
 from ..files.reader import Snapshot
@@ -121,7 +121,7 @@ def _find_in_rocksdb(folder: Path, form: RowForm, shards: int, table: int, key: 
         return read_row(tier, form, table, key)
 
 
-def read_row(tier: Tier | Store[Any], form: RowForm, table: int, key: int) -> Row | None:
+def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> Row | None:
     """The row of a tier, or of a stack of them, whose rows are of that form; None if it was never written."""
     row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.row_format import BUCKETS, Chunks, RowForm, Rows
+from ...engine.row_format import BUCKETS, Chunks, RowArray, RowForm
 from ...engine.store.table_counts import FIELD
 from ..files.format import OF_THE_MARK, SHARE, Manifest, check_name
 from ..files.merging import merged
@@ -21,9 +21,19 @@ from ..files.versions import GroupRecord, Instant
 from ..files.writer import Progress, Together, write_snapshot
 from .all_or_none import OfAll
 from .folder import StoreFolder
-from .folder_state import RANKS, FolderState, Live, live_in, live_of, live_together, marks_in, noted, share_folder
+from .folder_state import (
+    RANKS,
+    FolderState,
+    ShardVersion,
+    live_in,
+    live_of,
+    live_together,
+    marks_in,
+    noted,
+    share_folder,
+)
 from .instants import ClosedStore, rows_of
-from .save import Held, save_held
+from .save import SaveSource, save_held
 from .selection import ALL, LoadReport, Selection, types_of
 
 if TYPE_CHECKING:
@@ -50,7 +60,7 @@ def mark_of_ranks(state: FolderState) -> dict[str, Any] | None:
 
 
 @contextmanager
-def held_ranks(store: StoreFolder) -> Iterator[tuple[Live, dict[str, Any], Chunks]]:
+def held_ranks(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, Any], Chunks]]:
     """What the shares have in common, one mark for them, and their rows in order, while this process holds them all.
 
     Raises StoreError where they are not whole, or not all here.
@@ -89,7 +99,7 @@ class _Buckets:
         self._groups = groupby(chunks, key=itemgetter(0))
         self._next = next(self._groups, None)
 
-    def rows_of(self, bucket: int) -> Iterator[Rows]:
+    def rows_of(self, bucket: int) -> Iterator[RowArray]:
         if self._next is None or self._next[0] != bucket:
             return
         yield from (rows for _, rows in self._next[1])
@@ -114,20 +124,20 @@ def save_closed(
             return save_held(store, name, kind, held, progress, overwrite)
     with held_ranks(store) as (live, mark, chunks):
         together, record = together_with(store, of_all)
-        held = Held(described(mark), mark["rows"], lambda: chunks, together=together, record=record)
+        held = SaveSource(described(mark), mark["rows"], lambda: chunks, together=together, record=record)
         manifest = save_held(store.keeper, name, kind, held, progress, overwrite)
         store.keeper.note_saved(live.writes)
     return manifest
 
 
 @contextmanager
-def held_live(store: StoreFolder, of_all: OfAll | None) -> Iterator[Held]:
+def held_live(store: StoreFolder, of_all: OfAll | None) -> Iterator[SaveSource]:
     """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it carries no mark."""
     _check_whole(store)
     mark = marked(store)
     together, record = together_with(store, of_all)
     with _live(store, mark) as (scan, tier):
-        yield Held(described(mark), mark["rows"], scan, tier, together=together, record=record)
+        yield SaveSource(described(mark), mark["rows"], scan, tier, together=together, record=record)
 
 
 def together_with(store: StoreFolder, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:

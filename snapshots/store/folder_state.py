@@ -181,7 +181,7 @@ def holder(path: Path) -> int | None:
     return None
 
 
-class Live(NamedTuple):
+class ShardVersion(NamedTuple):
     """The live rows of a share: their run, how many operations of all ranks wrote since it began, and their step."""
 
     run: str
@@ -189,7 +189,7 @@ class Live(NamedTuple):
     step: int
 
 
-Shares = Mapping[int, Live | None]  # by rank; None where the live rows carry no mark
+ShardVersions = Mapping[int, ShardVersion | None]  # by rank; None where the live rows carry no mark
 
 
 def share_folder(store: Path, rank: int, ranks: int) -> Path:
@@ -197,14 +197,14 @@ def share_folder(store: Path, rank: int, ranks: int) -> Path:
     return store / RANKS / f"{rank}-of-{ranks}"
 
 
-def live_in(mark: Mapping[str, Any] | None, rank: int, ranks: int) -> Live | None:
+def live_in(mark: Mapping[str, Any] | None, rank: int, ranks: int) -> ShardVersion | None:
     """The live rows that the mark of a rank's share describes; None without a mark, or for that of another share."""
     match None if mark is None else (mark.get(SHARE), mark.get("step")):
         case ({"rank": of, "ranks": all_, "run": str(run), "writes": int(writes)}, int(step)) if (of, all_) == (
             rank,
             ranks,
         ):
-            return Live(run, writes, step)
+            return ShardVersion(run, writes, step)
     return None
 
 
@@ -214,12 +214,12 @@ def marks_in(store: Path, ranks: int) -> dict[int, dict[str, Any] | None]:
     return {rank: FolderState(place).read_mark() for rank, place in places.items() if place.is_dir()}
 
 
-def live_of(marks: Mapping[int, Mapping[str, Any] | None], ranks: int) -> Shares:
+def live_of(marks: Mapping[int, Mapping[str, Any] | None], ranks: int) -> ShardVersions:
     """The live rows that the marks of shares of so many ranks describe."""
     return {rank: live_in(mark, rank, ranks) for rank, mark in marks.items()}
 
 
-def live_together(record: RanksRecord, shares: Iterable[Live | None]) -> Live | None:
+def live_together(record: RanksRecord, shares: Iterable[ShardVersion | None]) -> ShardVersion | None:
     """The live rows of the shares that are there; None where these are not whole, or not of one instant."""
     there = {*shares}
     live = there.pop() if len(there) == 1 else None

@@ -25,13 +25,14 @@ from ..files.reader import Listing, Snapshot, list_snapshots
 from ..files.versions import AT, EMPTY, GROUP, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version
 from ..files.writer import Together
 from .folder import StoreFolder
-from .folder_state import SNAPSHOTS, FolderState, holder, live_of, live_together, marks_in, share_folder
-from .folder_state import Live as Share
+from .folder_state import SNAPSHOTS, FolderState, ShardVersion, holder, live_of, live_together, marks_in, share_folder
 
 log = logging.getLogger("tierbed")
 
-Live = Mapping[str, Rows]  # of stores that are open in this process, by their real paths
-Shares = Mapping[str, Sequence[Share | None]]  # what ranks on all hosts have of stores, by the paths of these
+LiveVersions = Mapping[str, Rows]  # of stores that are open in this process, by their real paths
+StoreShards = Mapping[
+    str, Sequence[ShardVersion | None]
+]  # what ranks on all hosts have of stores, by the paths of these
 
 _UNKNOWN: Version = ("?", 0)  # of clean live rows that an older version of tierbed wrote
 
@@ -42,7 +43,9 @@ class Member:
     `apart`: its snapshots, where its folder is lost and they were in another place.
     """
 
-    def __init__(self, path: Path, live: Live, shares: Shares | None = None, apart: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, live: LiveVersions, shares: StoreShards | None = None, apart: Path | None = None
+    ) -> None:
         self.state, self.apart = FolderState(path), apart
         self.is_loaded = False  # whether others note an instant with the rows of a load of this store alone
         self.path = path
@@ -188,7 +191,7 @@ def rows_of(snapshot: Snapshot) -> Rows:
     return Rows((snapshot.manifest.id, 0)) if saved is None else saved.rows
 
 
-def rows_of_ranks(live: Share, record: GroupRecord | None, noting: FolderState) -> Rows:
+def rows_of_ranks(live: ShardVersion, record: GroupRecord | None, noting: FolderState) -> Rows:
     """The version and the past of live rows that ranks share. noting: the folder whose MARK notes the ranks."""
     ranks = noting.of_ranks
     if ranks is not None and ranks.snapshot and live.writes == ranks.saved:
@@ -206,7 +209,9 @@ class Group:
     `missing`: those whose folders are not found, by id. `first`: the id of the one in `path`, "" if it trains alone.
     """
 
-    def __init__(self, path: Path, live: Live, shares: Shares | None = None, stores: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, path: Path, live: LiveVersions, shares: StoreShards | None = None, stores: Sequence[Path] = ()
+    ) -> None:
         """stores: of the embeddings that this process trains together with it, which may have moved."""
         self.members: dict[str, Member] = {}
         self.missing: dict[str, str] = {}
@@ -398,9 +403,9 @@ def left_behind(path: Path) -> set[str]:
 def settle(
     first: StoreFolder,
     mode: str,
-    live: Live,
+    live: LiveVersions,
     for_load: bool = False,
-    shares: Shares | None = None,
+    shares: StoreShards | None = None,
     stores: Sequence[Path] = (),
 ) -> str:
     """Bring the stores that are trained together with `first` to one instant, if a run ended uncleanly.
@@ -449,7 +454,7 @@ def settle(
     return ""
 
 
-def _check_not_lost(first: StoreFolder, live: Live, stores: Sequence[Path]) -> None:
+def _check_not_lost(first: StoreFolder, live: LiveVersions, stores: Sequence[Path]) -> None:
     """Raises StoreError if a store that this process trains has lost its folder, and another one knows of its rows."""
     members = {os.path.realpath(path): Member(path, live) for path in (first.path, *stores)}
     new = {place for place, one in members.items() if one.record is None and not one.state.begun}

@@ -21,7 +21,7 @@ from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
 log = logging.getLogger("tierbed")
 
 
-class Retained(NamedTuple):
+class PrunePlan(NamedTuple):
     """The snapshots that a prune keeps and removes, each from the oldest to the latest.
 
     for_live_rows: of those kept, the ones that nothing but live rows, which go back to them, needs.
@@ -39,7 +39,7 @@ def plan_prune(
     bases: Collection[str | None] = (),
     replaced: Collection[str] = (),
     of_states: Collection[str] = (),
-) -> Retained:
+) -> PrunePlan:
     """Which of `snapshots`, from the oldest to the latest, a prune keeps.
 
     keep_last: how many of the latest are kept, at least 1. keep_every: of each so many steps, the first snapshot that
@@ -60,14 +60,14 @@ def plan_prune(
             wanted.add(snapshot.name)
     asked = {held.name for snapshot in snapshots if snapshot.name in wanted for held in snapshot.chain}
     kept = asked.union(held.name for snapshot in snapshots if snapshot.name in bases for held in snapshot.chain)
-    return Retained(
+    return PrunePlan(
         [s for s in snapshots if s.name in kept],
         [s for s in snapshots if s.name not in kept],
         [s for s in snapshots if s.name in kept - asked],
     )
 
 
-def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> Retained:
+def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
     """What `prune` would do. Raises what it raises."""
     noting = store.all_noting
     replaced = {name for state in noting for name in state.replaced}
@@ -145,7 +145,7 @@ def all_in(folder: Path) -> list[Snapshot]:
     return listing.snapshots
 
 
-def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> Retained:
+def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
     """Remove the snapshots of a store that `plan_prune` does not keep. Returns what was kept and removed.
 
     Snapshots are removed one after the other, the latest first. So at any instant, a kill included, every remaining

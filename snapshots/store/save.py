@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierbed")
 
 
-class Held(NamedTuple):
+class SaveSource(NamedTuple):
     """Rows to save.
 
     `scan`: yields all rows. `rocksdb`: the database that has all rows, at the latest after `flush`, or None. `changes`:
@@ -43,7 +43,7 @@ class Held(NamedTuple):
     record: GroupRecord | None = None
 
 
-def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool) -> Path:
+def check_save(store: StoreFolder, name: str, kind: str, held: SaveSource, overwrite: bool) -> Path:
     """The folder for the live rows of a store as its snapshot `name`.
 
     Raises OptionError for a kind that does not exist, or not for this store. Raises SnapshotError for a name that
@@ -59,7 +59,7 @@ def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: 
     return place
 
 
-def begin_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool = False) -> Path:
+def begin_save(store: StoreFolder, name: str, kind: str, held: SaveSource, overwrite: bool = False) -> Path:
     """Do `check_save`, and let live rows go back to the snapshot after a kill, once it is there. StoreError too."""
     place = check_save(store, name, kind, held, overwrite)
     clear_leftovers(store)
@@ -78,7 +78,7 @@ def save_held(
     store: StoreFolder,
     name: str,
     kind: str,
-    held: Held,
+    held: SaveSource,
     progress: Progress | None = None,
     overwrite: bool = False,
 ) -> Manifest:

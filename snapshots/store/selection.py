@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import InputError
 from ...engine.optim.kernel import kernels
-from ...engine.row_format import STATE_TYPES, Chunks, RowForm, Rows, overflows
+from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, overflows
 
 if TYPE_CHECKING:
     from ..files.reader import Snapshot
@@ -46,7 +46,7 @@ def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
     return description["dtype"], states[0] if states else None
 
 
-def converted(rows: Rows, old: RowForm, new: RowForm, signed: bool) -> Rows:
+def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
     """Rows [n] of one form as new rows of another, whose fields are the first of the other's.
 
     signed: whether keys are. Raises InputError for a finite number beyond the largest of its type.
@@ -61,7 +61,7 @@ def converted(rows: Rows, old: RowForm, new: RowForm, signed: bool) -> Rows:
     return out
 
 
-def _check_range(values: NDArray[np.float32], name: str, type: str, rows: Rows, signed: bool) -> None:
+def _check_range(values: NDArray[np.float32], name: str, type: str, rows: RowArray, signed: bool) -> None:
     flags = overflows(values, type)
     if flags.any():
         row, column = np.argwhere(flags)[0].tolist()

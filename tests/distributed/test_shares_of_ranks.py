@@ -18,7 +18,7 @@ from support.ranks import answer, run_ranks, started
 from support.shell import Cli
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
-from tierbed.distributed.home import Home
+from tierbed.distributed.home import SharedFolder
 from tierbed.engine._core import owners
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
@@ -196,7 +196,7 @@ def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere
 def killed_before_the_note(world: World, folder: Path) -> None:
     """Ranks open the rows of another number of ranks, and rank 0 is killed before it notes that they are theirs."""
     if world.rank == 0:
-        Home.begin = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        SharedFolder.begin = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with pytest.raises(GroupError):
         opened(world, folder).size()
 

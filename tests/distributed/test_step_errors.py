@@ -144,7 +144,7 @@ def test_graphs_that_differ_are_refused_on_all_ranks(attribute: str, text: str) 
 
 
 def of_many_sizes(world: World) -> tuple[list[str], list[float], bool, dict[str, Tensor]]:
-    step_cache.OWN = 2  # this process ends with the test
+    step_cache.MAX_STATIC_SHAPES = 2  # this process ends with the test
     graph, told, losses, many = Ranked(world), [], [], False
     for step, size in enumerate([5, 6, 7, 8, 8]):
         at = LOSS if step == 3 and world.rank == 1 else NOWHERE

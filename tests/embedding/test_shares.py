@@ -15,46 +15,48 @@ from support.embeddings import TABLES
 from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import StoreError
-from tierbed.embedding.recovery import Found, Opening, Share
-from tierbed.embedding.table_handle import HeldTable
+from tierbed.embedding.recovery import FolderContents, OpenPlan, RankShard
+from tierbed.embedding.table_handle import LocalTableHandle
 from tierbed.engine import _core
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.options.table_spec import table_spec
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.format import Part
+from tierbed.snapshots.files.format import HashShard
 
-SHARE = Share(1, 3)
+SHARE = RankShard(1, 3)
 every_kind = pytest.mark.parametrize("store", ["host", "ssd"])
 
 
-def held(store_options: Any, decide: Callable[[Found], Opening] | None = None, share: Share | None = SHARE) -> Any:
+def held(
+    store_options: Any, decide: Callable[[FolderContents], OpenPlan] | None = None, share: RankShard | None = SHARE
+) -> Any:
     kind, settings = OPTIMIZERS["adam"]
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **settings)  # type: ignore[arg-type]
     spec = table_spec("rows", [5], torch.int64, TABLES, None, 0)
     rule = row_optimizer(optimizer, optimizer.param_groups[0])
-    return HeldTable(spec, store_options, rule, torch.device("cpu"), share, decide)
+    return LocalTableHandle(spec, store_options, rule, torch.device("cpu"), share, decide)
 
 
-def write(held: HeldTable, keys: int) -> None:
+def write(held: LocalTableHandle, keys: int) -> None:
     held.begin_write()
     held.count_write()
     ids = torch.arange(keys)
     held.table.put(Lookup(ids, torch.zeros(keys, dtype=torch.int64)), np.ones((keys, 5), np.float32))
 
 
-def rows_of(held: HeldTable) -> NDArray[np.uint64]:
+def rows_of(held: LocalTableHandle) -> NDArray[np.uint64]:
     keys = [rows["key"].copy() for _, rows in held.table.scan()]
     return np.sort(np.concatenate([np.empty(0, np.uint64), *keys]))
 
 
 @every_kind
 def test_the_mark_of_a_share_tells_the_run_and_the_count_of_writes(tmp_path: Path, store: str) -> None:
-    found: list[Found] = []
+    found: list[FolderContents] = []
 
-    def decide(what: Found) -> Opening:
+    def decide(what: FolderContents) -> OpenPlan:
         found.append(what)
-        return Opening(what.mark, run="one", writes=0 if what.mark is None else what.mark["share"]["writes"])
+        return OpenPlan(what.mark, run="one", writes=0 if what.mark is None else what.mark["share"]["writes"])
 
     for writes in (0, 2, 4):
         share = held(options(store, tmp_path), decide)
@@ -73,8 +75,8 @@ def test_the_mark_of_a_share_tells_the_run_and_the_count_of_writes(tmp_path: Pat
 
 @every_kind
 def test_a_write_without_rows_of_the_share_takes_its_mark_as_well(tmp_path: Path, store: str) -> None:
-    def decide(what: Found) -> Opening:
-        return Opening(what.mark, run="one")
+    def decide(what: FolderContents) -> OpenPlan:
+        return OpenPlan(what.mark, run="one")
 
     share = held(options(store, tmp_path), decide)
     write(share, 3)
@@ -96,22 +98,22 @@ def test_rows_are_those_of_the_decision_also_where_the_live_rows_are_whole(tmp_p
     with_all.save_snapshot("a", "full", False)
     with_all.close()
     snapshot = Snapshot.open(tmp_path / "all" / "rows" / "snapshots" / "a")
-    mine = Part(1, 3)
+    mine = HashShard(1, 3)
     share = held(options(store, tmp_path))
     write(share, 2)
     share.close()
-    share = held(options(store, tmp_path), lambda what: Opening(snapshot=snapshot.of_part(mine), run="two"))
+    share = held(options(store, tmp_path), lambda what: OpenPlan(snapshot=snapshot.of_part(mine), run="two"))
     keys = np.arange(40).astype(np.uint64)
     assert rows_of(share).tolist() == np.flatnonzero(_core.owners(np.zeros(40, np.uint32), keys, 3) == 1).tolist()
     share.close()
     assert share._persistence.folder.read_mark()["share"] == {"rank": 1, "ranks": 3, "run": "two", "writes": 0}
-    share = held(options(store, tmp_path), lambda what: Opening(run="three"))
+    share = held(options(store, tmp_path), lambda what: OpenPlan(run="three"))
     assert not len(rows_of(share))
     share.close()
 
 
 def test_an_open_that_ranks_refuse_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
-    def refuse(what: Found) -> Opening:
+    def refuse(what: FolderContents) -> OpenPlan:
         raise StoreError("rank 0: no")
 
     share = held(options("host", tmp_path))
@@ -132,5 +134,5 @@ def test_an_evicting_share_has_its_part_of_the_capacity(tmp_path: Path) -> None:
         )
     assert share.size() == 4
     share.close()
-    whole = Share(0, 2).options(options("host", capacity=10))
+    whole = RankShard(0, 2).options(options("host", capacity=10))
     assert whole.capacity == 10

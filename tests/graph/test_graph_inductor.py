@@ -58,7 +58,7 @@ def test_options_that_inductor_does_not_know_are_refused() -> None:
 def test_a_step_for_many_sizes_that_is_not_compiled_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, modes: list[bool]
 ) -> None:
-    monkeypatch.setattr("tierbed.graph.run.step_cache.OWN", 1)
+    monkeypatch.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", 1)
     graph = graph_over(embedding(), nn.Linear(8, 1))
     graph.compile_dense()
     for training in modes:

@@ -88,7 +88,7 @@ def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(totals: list[in
         with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=FEATURES) as rows:
             if own:
                 steps_of_their_own(patched)
-                patched.setattr("tierbed.graph.run.step_cache.OWN", 99)
+                patched.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", 99)
             graph = Bags(rows, positions)
             torch.manual_seed(5)
             results = list(graph.run(batches(totals, weighted=not positions)))

@@ -15,7 +15,7 @@ from tierbed.engine.ops import row_ops
 from tierbed.engine.options.lookup import Lookup
 from tierbed.graph.passes import rewrite
 from tierbed.graph.passes.lookups import cut_lookups, share_batches
-from tierbed.graph.passes.step_epilogue import StepEnd, accumulate, dense_step, end_step, schedule
+from tierbed.graph.passes.step_epilogue import StepEpilogue, accumulate, dense_step, end_step, schedule
 
 aten = torch.ops.aten
 ROWS = embedding()
@@ -87,7 +87,7 @@ def test_end_together_takes_every_update_and_dense_step_into_one_node() -> None:
     sketch = Sketch()
     batch = sketch.train(sketch.ids)
     dense(sketch)
-    module, end = sketch.end(), StepEnd()
+    module, end = sketch.end(), StepEpilogue()
     end.max_norm = 1.0
     last = rewrite.end_together(module, end)
     assert targets(module.graph) == [row_ops.pin, row_ops.gather, aten.mul.Tensor, end_step]
@@ -103,7 +103,7 @@ def test_end_together_lets_accumulated_lookups_read() -> None:
     sketch = Sketch()
     sketch.train(sketch.ids)
     dense(sketch)
-    module, end = sketch.end(), StepEnd()
+    module, end = sketch.end(), StepEpilogue()
     end.every = 2
     last = rewrite.end_together(module, end)
     assert targets(module.graph) == [row_ops.read, aten.mul.Tensor, accumulate]
@@ -160,7 +160,7 @@ def test_cut_lookups_of_an_accumulated_step_and_ids_that_change_later() -> None:
     shifted = sketch.call(aten.add.Tensor, sketch.ids, 1)
     sketch.train(shifted)
     sketch.call(aten.remainder_.Scalar, shifted, 2)
-    module, end = sketch.end(), StepEnd()
+    module, end = sketch.end(), StepEpilogue()
     end.every = 2
     kept = rewrite.end_together(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
     assert kept.target is aten.clone.default
@@ -175,7 +175,7 @@ def test_drop_dead_keeps_the_end_of_a_step_and_its_schedule() -> None:
     sketch = Sketch()
     sketch.train(sketch.ids)
     unread = sketch.call(aten.mul.Tensor, sketch.weight, 3.0)
-    module, end = sketch.end(), StepEnd()
+    module, end = sketch.end(), StepEpilogue()
     end.clip_value = 1.0
     rewrite.end_together(module, end)
     rewrite.drop_dead(module.graph)

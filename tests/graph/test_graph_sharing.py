@@ -158,7 +158,7 @@ def test_bad_ids_raise_the_first_embeddings_error() -> None:
 
 
 def test_a_step_that_serves_many_sizes_shares_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierbed.graph.run.step_cache.OWN", 1)
+    monkeypatch.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", 1)
     results = []
     for shared in (True, False):
         graph, losses = WideAndDeep(shared, lambda _: options("device")), []

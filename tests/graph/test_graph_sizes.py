@@ -15,7 +15,7 @@ from support.embeddings import contents, make
 from support.graphs import FEW, Train, assert_same_state, batches, compiled_steps, eager_step, mlp
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
-from tierbed.graph.run.step_cache import OWN, TRIES
+from tierbed.graph.run.step_cache import MAX_DYNAMIC_TRIES, MAX_STATIC_SHAPES
 
 
 class Bags(Graph):
@@ -49,9 +49,9 @@ def bags(bag_count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 @given(sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 80)), min_size=4, max_size=6, unique=True))
 def test_one_step_for_many_sizes_has_the_bits_of_one_for_each(sizes: list[tuple[int, int]]) -> None:
     found = []
-    for own in (2, OWN):
+    for own in (2, MAX_STATIC_SHAPES):
         with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=2) as rows:
-            patched.setattr("tierbed.graph.run.step_cache.OWN", own)
+            patched.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", own)
             graph = Bags(rows)
             torch.manual_seed(5)
             losses = torch.stack(list(graph.run([bags(*size) for size in sizes])))
@@ -65,14 +65,14 @@ def test_a_step_for_many_sizes_trains_as_eager_and_is_told_of_once(caplog: pytes
     other.load_state_dict(model.state_dict())
     graph = Train(model, torch.optim.Adam(model.parameters(), lr=0.01))
     theirs = torch.optim.Adam(other.parameters(), lr=0.01)
-    for rows in range(2, OWN + 30):
+    for rows in range(2, MAX_STATIC_SHAPES + 30):
         for x, y in batches(1, rows=rows):
             torch.testing.assert_close(graph(x, y), eager_step(other, theirs, x, y), rtol=1e-5, atol=1e-6)
     assert_same_state(model, other)
-    assert compiled_steps(graph) == OWN + 1
+    assert compiled_steps(graph) == MAX_STATIC_SHAPES + 1
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert f"Train was compiled for {OWN} sizes of its arguments" in warnings[0].message
+    assert f"Train was compiled for {MAX_STATIC_SHAPES} sizes of its arguments" in warnings[0].message
 
 
 @pytest.mark.usefixtures("few_steps_of_their_own")
@@ -111,7 +111,7 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
         torch.testing.assert_close(loss, expected)
         assert count == rows
     assert compiled_steps(graph) == FEW + 4
-    assert len(traced) == FEW + 4 + TRIES  # of steps for many sizes
+    assert len(traced) == FEW + 4 + MAX_DYNAMIC_TRIES  # of steps for many sizes
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     assert f"Counting was compiled for more than {FEW} sizes of its arguments and is compiled anew" in warning
     assert "pad inputs to few sizes" in warning

@@ -118,7 +118,7 @@ def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype
     name = f"fuzzed{next(_names)}"
     with (
         MultiTableEmbedding(name, WIDTH, types[0], torch.int64, tables, kept, seed=0, state_dtype=types[1]) as rows,
-        patch("tierbed.graph.run.step_cache.OWN", program.own),
+        patch("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", program.own),
         _loud() as told,
     ):
         graph = Fuzzed(program, rows)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import tierbed
 from tierbed.engine.errors import OptionError
-from tierbed.jagged.collections.store_split import BUDGETS, Need, divided, stores_of, stores_text
+from tierbed.jagged.collections.store_split import BUDGETS, StoreRequest, divided, stores_of, stores_text
 
-NEEDS = {"ebc-d8": Need(8, 1000), "ebc-d120": Need(120, 3000)}
+NEEDS = {"ebc-d8": StoreRequest(8, 1000), "ebc-d120": StoreRequest(120, 3000)}
 
 
 def cached(path=None, **options):
@@ -29,15 +29,15 @@ def test_memory_goes_by_bytes_and_capacity_by_rows():
 
 
 def test_an_unknown_number_of_rows_makes_equal_parts():
-    stores = stores_of(cached(capacity=7), {**NEEDS, "open": Need(64, None)})
+    stores = stores_of(cached(capacity=7), {**NEEDS, "open": StoreRequest(64, None)})
     assert [options.cache_budget_mb for options in stores.values()] == [pytest.approx(100 / 3)] * 3
     assert [options.capacity for options in stores.values()] == [2, 2, 2]
 
 
 def test_one_embedding_has_all():
     options = cached(cache_budget_mb="auto")
-    assert stores_of(options, {"ebc": Need(8, None)}) == {"ebc": options}
-    assert stores_of(dict(options), {"ebc": Need(8, None)}) == {"ebc": options}
+    assert stores_of(options, {"ebc": StoreRequest(8, None)}) == {"ebc": options}
+    assert stores_of(dict(options), {"ebc": StoreRequest(8, None)}) == {"ebc": options}
 
 
 @given(
@@ -46,7 +46,7 @@ def test_one_embedding_has_all():
     capacity=st.integers(6, 10**12),
 )
 def test_parts_never_add_up_to_more_than_the_whole(whole, rows, capacity):
-    needs = {str(i): Need(1 + i, n) for i, n in enumerate(rows)}
+    needs = {str(i): StoreRequest(1 + i, n) for i, n in enumerate(rows)}
     options = cached(cache_budget_mb=whole, overflow_mb=whole, capacity=capacity)
     parts = stores_of(options, needs).values()
     for name in ("cache_budget_mb", "overflow_mb", "capacity"):

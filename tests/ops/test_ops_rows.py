@@ -1,4 +1,4 @@
-"""Rows that are no embedding of tierbed's stand in a graph: it asks for what `Rows` says, and for no class."""
+"""Rows that are no embedding of tierbed's stand in a graph: it asks for what `EmbeddingBase` says, and for no class."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.embeddings import make
 from support.stores import options
 from tierbed import Graph, GraphError
 from tierbed.embedding import lookup_op as ops
-from tierbed.engine.ops.rows_contract import Rows
+from tierbed.engine.ops.rows_contract import EmbeddingBase
 from tierbed.engine.options.lookup import Lookup
 
 
-class Frozen(Rows):
+class Frozen(EmbeddingBase):
     """The rows of a tensor [n, dim], which never change."""
 
     def __init__(self, values: Tensor) -> None:

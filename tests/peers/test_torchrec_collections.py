@@ -29,7 +29,7 @@ from tierbed.jagged import (
     KeyedJaggedTensor,
     PoolingType,
 )
-from tierbed.jagged.collections.tables import Tables
+from tierbed.jagged.collections.tables import TableCollection
 
 STORE = tierbed.make_device_mem_store_options()
 IDS = 30  # of every batch
@@ -67,7 +67,7 @@ def drawn(draw: Any, one_dim: bool = False, weighted: bool | None = False, min_b
     return Drawn(tables, draw(features(required=required, ids=IDS, weighted=weighted, min_batch=min_batch)))
 
 
-def fill(other: Any, ours: Tables) -> None:
+def fill(other: Any, ours: TableCollection) -> None:
     """Give TorchRec's tables our rows."""
     tables = other.embedding_bags if hasattr(other, "embedding_bags") else other.embeddings
     for config in ours.configs:
@@ -75,7 +75,7 @@ def fill(other: Any, ours: Tables) -> None:
         tables[config.name].weight.data = ours.embedding_of(config.name).get(ids, ours.place_of(config.name)[1])
 
 
-def check_rows(ours: Tables, other: Any) -> None:
+def check_rows(ours: TableCollection, other: Any) -> None:
     """Rows after a step of SGD of lr 1 are TorchRec's less its gradients."""
     tables = other.embedding_bags if hasattr(other, "embedding_bags") else other.embeddings
     for config in ours.configs:
@@ -88,7 +88,7 @@ def check_rows(ours: Tables, other: Any) -> None:
         torch.testing.assert_close(now, weight - grad, rtol=0, atol=2e-6 * largest)
 
 
-def step(model: Tables) -> EagerOptimizer:
+def step(model: TableCollection) -> EagerOptimizer:
     return EagerOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
 
 

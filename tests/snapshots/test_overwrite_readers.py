@@ -11,7 +11,7 @@ from support.embeddings import make, train
 from support.small_snapshots import chunked, description, make_buckets, save
 from support.stores import options
 from tierbed.snapshots import Snapshot, write_snapshot
-from tierbed.snapshots.files.read_errors import UnreadError
+from tierbed.snapshots.files.read_errors import ReadIOError
 from tierbed.snapshots.files.verify import chains_of, verify_all
 
 REPLACED = r"x' was replaced by another while it was read: read it again"
@@ -26,7 +26,7 @@ def test_a_snapshot_that_is_replaced_while_it_is_read_is_not_called_damaged(tmp_
     reading = Snapshot.open(tmp_path / "x").chunks(max_rows=4)
     next(reading)
     replace(tmp_path / "x")
-    with pytest.raises(UnreadError, match=REPLACED):
+    with pytest.raises(ReadIOError, match=REPLACED):
         list(reading)
     Snapshot.open(tmp_path / "x").verify()
 
@@ -35,7 +35,7 @@ def test_verifying_a_folder_says_that_one_was_replaced(tmp_path: Path) -> None:
     save(tmp_path / "x", dict.fromkeys(range(64), 9))
     chains, damaged = chains_of([Snapshot.open(tmp_path / "x")])
     replace(tmp_path / "x")
-    with pytest.raises(UnreadError, match=REPLACED):
+    with pytest.raises(ReadIOError, match=REPLACED):
         verify_all(chains, damaged, lambda count: None)
 
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_called_damaged(tm
         old = Snapshot.open(tmp_path / "rows" / "snapshots" / "x")
         train(embedding, torch.arange(500))
         embedding.save_snapshot("x", overwrite=True)
-        with pytest.raises(UnreadError, match=REPLACED):
+        with pytest.raises(ReadIOError, match=REPLACED):
             old.verify()
 
 
@@ -55,4 +55,4 @@ def test_damage_is_damage_where_the_name_is_still_of_the_snapshot(tmp_path: Path
     (tmp_path / "x" / "bucket-05.npy").unlink()
     with pytest.raises(Exception, match="is damaged") as caught:
         Snapshot.open(tmp_path / "x").verify()
-    assert not isinstance(caught.value, UnreadError)
+    assert not isinstance(caught.value, ReadIOError)

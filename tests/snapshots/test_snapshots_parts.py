@@ -21,16 +21,16 @@ from support.snapshot_parts import in_parts, save_changes_in_parts, save_in_part
 from support.stores import options
 from tierbed import SnapshotError
 from tierbed.engine import _core
-from tierbed.engine.row_format import KEY, Rows, keys_of, row_dtype
+from tierbed.engine.row_format import KEY, RowArray, keys_of, row_dtype
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
-from tierbed.snapshots.files.format import MOST_PARTS, Part, part_of
+from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, part_of
 from tierbed.snapshots.files.merging import merged
 from tierbed.snapshots.files.writer import going_over, new_snapshot, place_of, write_part
 from tierbed.snapshots.inspection.row import snapshot_row
 
 COUNTS = {0: 20, 5: 1, 17: 40, 63: 9}
-parts_of = st.sampled_from([1, 2, 3, 4, 7, 64, MOST_PARTS])
+parts_of = st.sampled_from([1, 2, 3, 4, 7, 64, MAX_SHARDS])
 
 
 @examples(0.6)
@@ -60,9 +60,9 @@ def test_each_row_is_of_one_reader_and_of_its_owner(
     save_in_parts(folder / "s", description(2), chunked(make_buckets(2, COUNTS)), parts)
     save(folder / "one", COUNTS, 2)
     for snapshot in (Snapshot.open(folder / "s"), Snapshot.open(folder / "one")):
-        found: list[Rows] = []
+        found: list[RowArray] = []
         for number in range(readers):
-            reader = snapshot.of_part(Part(number, readers))
+            reader = snapshot.of_part(HashShard(number, readers))
             rows = np.concatenate([np.empty(0, row_dtype(2)), *(rows for _, rows in reader.chunks(max_rows))])
             assert reader.found == {snapshot.name: len(rows)}
             owners = _core.owners(rows["table"].copy(), rows["key"].copy(), readers)
@@ -78,21 +78,23 @@ def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path
     for file in (tmp_path / "s").glob("*-0002.npy"):
         file.unlink()
     snapshot = Snapshot.open(tmp_path / "s")
-    for part in (Part(0, 3), Part(1, 3), Part(0, 2), Part(2, 4)):
-        if not part.meets(Part(2, 3)):
+    for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4)):
+        if not part.meets(HashShard(2, 3)):
             list(snapshot.of_part(part).chunks())
         else:
             with pytest.raises(SnapshotError, match=r"bucket-09-0002.npy"):
                 list(snapshot.of_part(part).chunks())
-    assert [part.meets(Part(2, 3)) for part in (Part(0, 3), Part(1, 3), Part(0, 2), Part(2, 4))] == [0, 0, 0, 1]
+    assert [
+        part.meets(HashShard(2, 3)) for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4))
+    ] == [0, 0, 0, 1]
 
 
-@given(a=st.integers(1, MOST_PARTS), b=st.integers(1, MOST_PARTS), keys=st.lists(st.integers(0, 2**64 - 1)))
+@given(a=st.integers(1, MAX_SHARDS), b=st.integers(1, MAX_SHARDS), keys=st.lists(st.integers(0, 2**64 - 1)))
 def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
     tables, ids = np.zeros(len(keys), np.uint32), np.array(keys, np.uint64)
     for x, y in zip(_core.owners(tables, ids, a).tolist(), _core.owners(tables, ids, b).tolist(), strict=True):
-        assert Part(x, a).meets(Part(y, b))
-    assert [Part(0, a).begin, Part(a - 1, a).end] == [0, 1 << 16]
+        assert HashShard(x, a).meets(HashShard(y, b))
+    assert [HashShard(0, a).begin, HashShard(a - 1, a).end] == [0, 1 << 16]
 
 
 @given(
@@ -100,7 +102,7 @@ def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
 )
 def test_streams_are_merged_in_order(parts: list[list[list[int]]]) -> None:
     seen: set[int] = set()
-    streams: list[list[Rows]] = []
+    streams: list[list[RowArray]] = []
     for part in parts:
         chunks = []
         own = sorted({key for chunk in part for key in chunk} - seen)
@@ -116,7 +118,7 @@ def test_streams_are_merged_in_order(parts: list[list[list[int]]]) -> None:
     assert [int(row["key"]) for rows in found for row in rows] == sorted(seen)
 
 
-def versions() -> list[dict[int, Rows]]:
+def versions() -> list[dict[int, RowArray]]:
     """Three tables: rows change, come and go."""
     first = make_buckets(2, COUNTS)
     second = {bucket: rows[::2].copy() for bucket, rows in first.items()} | make_buckets(2, {40: 12})
@@ -126,7 +128,7 @@ def versions() -> list[dict[int, Rows]]:
     return [first, second, third]
 
 
-def changes(before: dict[int, Rows], after: dict[int, Rows]) -> Iterator[tuple[int, Rows, Rows]]:
+def changes(before: dict[int, RowArray], after: dict[int, RowArray]) -> Iterator[tuple[int, RowArray, RowArray]]:
     for bucket in sorted({*before, *after}):
         old, new = (table.get(bucket, np.empty(0, row_dtype(2))) for table in (before, after))
         names = {row.tobytes() for row in keys_of(new)}
@@ -135,7 +137,7 @@ def changes(before: dict[int, Rows], after: dict[int, Rows]) -> Iterator[tuple[i
         yield bucket, new[[row.tobytes() not in held for row in new]], keys_of(old)[gone]
 
 
-def save_chain(folder: Path, parts: list[int | None]) -> list[dict[int, Rows]]:
+def save_chain(folder: Path, parts: list[int | None]) -> list[dict[int, RowArray]]:
     tables = versions()
     if parts[0] is None:
         write_snapshot(folder / "s0", description(2), chunked(tables[0]))
@@ -166,7 +168,7 @@ def test_a_chain_over_any_numbers_of_parts_is_the_table(
         snapshot.verify()
         assert joined(snapshot.chunks(7)) == {bucket: rows.tobytes() for bucket, rows in table.items()}
     last = Snapshot.open(folder / "s2")
-    shares = [last.of_part(Part(number, readers)) for number in range(readers)]
+    shares = [last.of_part(HashShard(number, readers)) for number in range(readers)]
     rows = sum(len(rows) for share in shares for _, rows in share.chunks(7))
     assert rows == last.manifest.rows
     for link in last.chain:
@@ -258,9 +260,9 @@ def test_a_table_without_rows_has_parts_without_files(tmp_path: Path) -> None:
 
 ROWS = make_buckets(6, {3: 50, 5: 50})
 WRONG: dict[str, tuple[list[Chunk], str]] = {
-    "another part": ([(3, Part(0, 2).rows(ROWS[3]))], "bucket 3 cannot be written: it has rows of another part"),
-    "backwards": ([(bucket, Part(1, 2).rows(ROWS[bucket])) for bucket in (5, 3)], "buckets must ascend"),
-    "no folder": ([(3, Part(1, 2).rows(ROWS[3]))], "part 1 of 2 of a snapshot was not written"),
+    "another part": ([(3, HashShard(0, 2).rows(ROWS[3]))], "bucket 3 cannot be written: it has rows of another part"),
+    "backwards": ([(bucket, HashShard(1, 2).rows(ROWS[bucket])) for bucket in (5, 3)], "buckets must ascend"),
+    "no folder": ([(3, HashShard(1, 2).rows(ROWS[3]))], "part 1 of 2 of a snapshot was not written"),
 }
 
 
@@ -272,8 +274,8 @@ def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, cas
 
     def write() -> None:
         with new_snapshot(tmp_path / "s", description()):
-            write_part(place, description(), Part(0, 2), [(3, Part(0, 2).rows(ROWS[3]))])
-            write_part(tmp_path / "elsewhere" if case == "no folder" else place, description(), Part(1, 2), chunks)
+            write_part(place, description(), HashShard(0, 2), [(3, HashShard(0, 2).rows(ROWS[3]))])
+            write_part(tmp_path / "elsewhere" if case == "no folder" else place, description(), HashShard(1, 2), chunks)
 
     with pytest.raises(SnapshotError, match=problem):
         write()

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from tierbed.snapshots.files.pipeline import Behind, ahead
+from tierbed.snapshots.files.pipeline import WriterThread, ahead
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def run_tasks(done: list[int], failing: int, fail_at_end: bool) -> None:
             raise OSError("as planned")
         done.append(number)
 
-    with Behind() as behind:
+    with WriterThread() as behind:
         for number in range(100):
             behind.do(partial(task, number))
         if fail_at_end:
@@ -85,7 +85,7 @@ def test_a_block_that_fails_ends_the_thread_and_closes_the_source() -> None:
 
 
 def test_a_block_that_was_cut_off_leaves_no_thread() -> None:
-    behind = Behind()
+    behind = WriterThread()
     behind.do(lambda: None)
     thread = next(each for each in threading.enumerate() if each.name == "tierbed-behind")
     del behind  # as Ctrl-C does between its lines
@@ -93,9 +93,9 @@ def test_a_block_that_was_cut_off_leaves_no_thread() -> None:
 
 
 def test_a_block_that_failed_is_held_by_nobody() -> None:
-    def fail() -> weakref.ref[Behind]:
+    def fail() -> weakref.ref[WriterThread]:
         try:
-            with Behind() as behind:
+            with WriterThread() as behind:
                 there = weakref.ref(behind)
                 raise KeyError
         except KeyError:
@@ -127,6 +127,6 @@ atexit.register(last)
 def test_no_thread_is_begun_that_would_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)  # as where Ctrl-C put a close off until after atexit
     by: list[threading.Thread] = []
-    with Behind() as behind:
+    with WriterThread() as behind:
         behind.do(lambda: by.append(threading.current_thread()))
     assert by == [threading.current_thread()]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tierbed.engine.row_format import Change
 from tierbed.snapshots import Manifest, Snapshot
-from tierbed.snapshots.files.format import Part
+from tierbed.snapshots.files.format import HashShard
 from tierbed.snapshots.files.writer import check_over, commit, new_snapshot, place_of, write_changed_part, write_part
 
 from .small_snapshots import Chunk
@@ -22,7 +22,7 @@ def save_in_parts(
     with new_snapshot(folder, description, overwrite):
         place = place_of(folder)
         files = []
-        for part in (Part(number, parts) for number in range(parts)):
+        for part in (HashShard(number, parts) for number in range(parts)):
             files.append(write_part(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in held]))
         return commit(place, description, sum(len(rows) for _, rows in held), files)
 
@@ -36,7 +36,7 @@ def save_changes_in_parts(
     with new_snapshot(folder, description):
         place = place_of(folder)
         files = []
-        for part in (Part(number, parts) for number in range(parts)):
+        for part in (HashShard(number, parts) for number in range(parts)):
             own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in held]
             files.append(write_changed_part(place, description, part, own))
         return commit(place, description, rows, files, parent)

@@ -25,16 +25,16 @@ from ...ops.cuda.device import Argument, Device, Event, launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines
-from ...row_format import BUCKETS, Keys, Tables
+from ...row_format import BUCKETS, Keys, TableIds
 from ...signals import uninterrupted
-from ...store.contract import Asked
+from ...store.contract import HitCounts
 
 POLICIES = ("lru", "lfu")
 COUNTS = ("evictions_clean", "evictions_dirty", "overflows")
 _CACHE = np.dtype([("tags", "<u8"), ("ways", "<u8"), ("memory", "<u8"), ("sets", "<u4")], align=True)
 
 
-class _Coming:
+class _AnnouncedBatch:
     """An announced batch, and whether its rows are up."""
 
     def __init__(self, batch: Batch) -> None:
@@ -49,7 +49,7 @@ class CudaWindow:
     def __init__(self, device: Device, cache: Cache) -> None:
         self._device, self._cache = device, cache
         self._pinned: Admission | None = None
-        self._coming: deque[_Coming] = deque()
+        self._coming: deque[_AnnouncedBatch] = deque()
         self._changed = Condition()
         self._wanted = 0  # how many steps wait for their turn
         self.brings_up = False  # whether rows of an announced batch are on their way up
@@ -86,7 +86,7 @@ class CudaWindow:
                     self._changed.notify_all()
 
     def announce(self, batch: Batch) -> None:
-        self._coming.append(_Coming(batch))
+        self._coming.append(_AnnouncedBatch(batch))
 
     def bring_up(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
         """Let `admit(over)` bring the rows of an announced batch up, ahead of its step.
@@ -348,7 +348,7 @@ class CacheTop:
         self.cache = cache
         self.window = CudaWindow(layout.device, cache)
 
-    def erase(self, tables: Tables, keys: Keys) -> tuple[Batch, Tensor]:
+    def erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
         """Take rows out of the sets. A row of a batch that is up stays, with its initial value.
 
         Returns the rows as a batch, and flags [size] bool of those that stay.
@@ -364,7 +364,7 @@ class CacheTop:
         """`Level.where` of the cache alone. staging: memory that the row's record passes."""
         return self.cache.where(table, key, staging, self._faults.word, self.window.over)
 
-    def metrics(self, asked: Asked) -> dict[str, float]:
+    def metrics(self, asked: HitCounts) -> dict[str, float]:
         """Counters and sizes of the cache, with the hits and misses `asked` of the whole store."""
         hits, misses = asked.sum(0).tolist()
         return {**self.cache.metrics(), "hits": hits, "misses": misses}

@@ -13,8 +13,8 @@ from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import copy_present, count_new
-from ...row_format import Chunks, Keys, Tables
-from ...store.contract import Asked, Found, Lines, Room, Tier
+from ...row_format import Chunks, Keys, TableIds
+from ...store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
 from ...store.cuda.changed_lines import WrittenBelow
 from ...store.cuda.full import SCAN_ROWS
 from ...store.full import check_room
@@ -44,7 +44,7 @@ class CachedStore:
     def cancel(self) -> None:
         self._window.cancel()
 
-    def pin(self, batch: Batch, room: Room | None) -> None:
+    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
         """Pin as `Store.pin` says. Where rows are not up, waits for the device once and raises its faults at once."""
         if not self._window.pin(batch, lambda over: self._bring_up(batch, over, room, ahead=False)):
             return
@@ -89,7 +89,7 @@ class CachedStore:
             self._place(batch, ranks, missing)
             self._up.fill(batch, absent, ranks, self._read_below(missing, touch=False))
 
-    def erase(self, tables: Tables, keys: Keys) -> None:
+    def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.turn():
             self._top.erase(tables, keys)
             self._below.erase(tables, keys)
@@ -108,7 +108,7 @@ class CachedStore:
         self._written = WrittenBelow(self._bring_down)
         return self._written
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         with self._window.turn():
             self._bring_down()
             return self._below.read(tables, keys, lines, touch)
@@ -127,12 +127,12 @@ class CachedStore:
         with self._window.turn():
             return {"device": {**self._top.metrics(self.asked()), **self._moved}, **self._below.metrics()}
 
-    def asked(self) -> Asked:
+    def asked(self) -> HitCounts:
         with self._window.turn():
-            asked: Asked = (self._cache.asked + self._reads).cpu().numpy()
+            asked: HitCounts = (self._cache.asked + self._reads).cpu().numpy()
             return asked
 
-    def _bring_up(self, batch: Batch, over: int, room: Room | None, ahead: bool) -> Admission | None:
+    def _bring_up(self, batch: Batch, over: int, room: CapacityLimit | None, ahead: bool) -> Admission | None:
         """Bring the rows of a batch up; batches up to number `over` are over. Waits for the device once.
 
         ahead: whether this is before the step of the batch. Then it returns None, and changes nothing, where a set has

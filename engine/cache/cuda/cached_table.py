@@ -13,8 +13,8 @@ from ...ops.cuda.batch import NO_ROOM, Batch, Faults
 from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
-from ...row_format import Chunks, Keys, Tables
-from ...store.contract import Asked, Found, Lines, Room
+from ...row_format import Chunks, Keys, TableIds
+from ...store.contract import CapacityLimit, Found, HitCounts, Lines
 from ...store.cuda.changed_lines import ChangedLines
 from ...store.cuda.full import CudaFullStore
 from .cache import Admission, Cache, CacheTop
@@ -52,7 +52,7 @@ class CachedTable:
             with self._window.turn():
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
-    def pin(self, batch: Batch, room: Room | None) -> None:
+    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
         """Pin as `Store.pin` says. Rows that do not fit into the table below set a fault, as in `CudaFullStore`."""
         self._window.pin(batch, lambda over: self._bring_up(batch, over, ahead=False))
         self._new.pop(batch, None)
@@ -72,7 +72,7 @@ class CachedTable:
             initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))
             self._faults.post(batch)
 
-    def erase(self, tables: Tables, keys: Keys) -> None:
+    def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.turn():
             batch, kept = self._top.erase(tables, keys)
             self._below.table.find(batch)
@@ -91,7 +91,7 @@ class CachedTable:
     def tracker(self) -> ChangedLines:
         return self._below.tracker()
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         with self._window.turn():
             self.flush()
             return self._below.read(tables, keys, lines, touch)
@@ -115,11 +115,11 @@ class CachedTable:
             moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
             return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
 
-    def asked(self) -> Asked:
+    def asked(self) -> HitCounts:
         with self._window.turn():
             counts = self._asked.clone()
             counts[:, 0] += self._cache.asked[:, 0]
-            asked: Asked = counts.cpu().numpy()
+            asked: HitCounts = counts.cpu().numpy()
             return asked
 
     def _bring_up(self, batch: Batch, over: int, ahead: bool) -> Admission | None:

@@ -9,7 +9,7 @@ import torch
 
 from ... import _core
 from ...ops.cuda.batch import Batch, keys_of
-from ...row_format import BUCKETS, Keys, Tables
+from ...row_format import BUCKETS, Keys, TableIds
 from .full_table import CudaFullTable
 
 
@@ -32,7 +32,7 @@ class ChangedLines:
         with self._table.alone():
             self._changed.index_fill_(0, self._table.numbers_of(self._table.lines_of(batch)) + 1, True)
 
-    def names(self) -> tuple[Tables, Keys]:
+    def names(self) -> tuple[TableIds, Keys]:
         """The names of the marked rows; waits for the device."""
         with self._table.alone():
             return self._names()
@@ -40,7 +40,7 @@ class ChangedLines:
     def forget(self) -> None:
         self._changed.zero_()
 
-    def _names(self) -> tuple[Tables, Keys]:
+    def _names(self) -> tuple[TableIds, Keys]:
         if not self._changed[1:].any():
             return np.empty(0, np.uint32), np.empty(0, np.uint64)
         hashes, tables, lines, _ = self._table.rows()
@@ -60,10 +60,10 @@ class WrittenBelow:
     def note(self, batch: Batch) -> None:
         """Does nothing: a row is noted when the cache writes it down."""
 
-    def add(self, tables: Tables, keys: Keys) -> None:
+    def add(self, tables: TableIds, keys: Keys) -> None:
         self._names.note_rows(tables, keys)
 
-    def names(self) -> tuple[Tables, Keys]:
+    def names(self) -> tuple[TableIds, Keys]:
         self._flush()
         tables, keys = zip(*(self._names.rows(bucket) for bucket in range(BUCKETS)), strict=True)
         return np.concatenate(tables), np.concatenate(keys)

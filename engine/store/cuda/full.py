@@ -18,20 +18,20 @@ from ...ops.cuda.batch import Batch, Faults, keys_of, lines_among, one_row, rows
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines, initialise_missing
-from ...row_format import BUCKETS, Chunks, Keys, Tables, row_dtype
-from ..contract import Asked, Found, Lines, Room, WithoutAnnouncements
+from ...row_format import BUCKETS, Chunks, Keys, TableIds, row_dtype
+from ..contract import CapacityLimit, Found, HitCounts, IgnoresHints, Lines
 from .changed_lines import ChangedLines
 from .full_table import CudaFullTable
 
-Kept = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]
+BeforeImages = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]
 SCAN_ROWS = 1 << 16  # rows of a chunk
 
 
 @dataclass(frozen=True)
-class Held:
+class SortedRows:
     """Written rows [n], by bucket and within it by (table, key). `bounds`: where each bucket begins, and the end."""
 
-    tables: Tables
+    tables: TableIds
     keys: Keys
     lines: Tensor
     numbers: Tensor  # the number of each line
@@ -46,7 +46,7 @@ class TableImage:
     aside before they were written.
     """
 
-    def __init__(self, table: CudaFullTable, layout: Layout, held: Callable[[], Held], faults: Tensor) -> None:
+    def __init__(self, table: CudaFullTable, layout: Layout, held: Callable[[], SortedRows], faults: Tensor) -> None:
         """held: returns what the table has at the time of the call."""
         self._table, self._layout, self._faults = table, layout, faults
         device = self._layout.device.torch_device
@@ -57,7 +57,7 @@ class TableImage:
         # by the number of a line + 1: the place in `_held` of a row that was neither read nor kept so far, or -1
         self._places = torch.full((self._table.room + 1,), -1, dtype=torch.int64, device=device)
         self._places[self._held.numbers + 1] = torch.arange(len(self._held.keys), device=device)
-        self._kept: list[list[Kept]] = [[] for _ in range(BUCKETS)]
+        self._kept: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
         self._bucket = self._at = 0
         self.kept_bytes = 0
         self._layout.device.wait()
@@ -66,7 +66,7 @@ class TableImage:
         with self._table.alone():
             self._keep(self._table.lines_of(batch))
 
-    def keep_rows(self, tables: Tables, keys: Keys) -> None:
+    def keep_rows(self, tables: TableIds, keys: Keys) -> None:
         self.keep(rows_of(self._layout.device, tables, keys, self._faults))
 
     def list(self, bucket: int) -> None:
@@ -120,7 +120,7 @@ class TableImage:
         self.kept_bytes += there.nbytes + was.nbytes
 
 
-class CudaFullStore(WithoutAnnouncements[Batch]):
+class CudaFullStore(IgnoresHints[Batch]):
     """`FullStore` of `engine/store/contract.py` on a GPU. `tier`: where lines are, "device" or "host".
 
     The index is on the device.
@@ -135,7 +135,7 @@ class CudaFullStore(WithoutAnnouncements[Batch]):
         self.staging = Staging(layout)
         self._pinned: Batch | None = None
 
-    def pin(self, batch: Batch, room: Room | None) -> None:
+    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
         """Pin as `Store.pin` says. With a capacity, rows that do not fit set a fault and read as zeros.
 
         The bound is the table's memory and not `room`. Rows of a step that failed take room as well.
@@ -156,7 +156,7 @@ class CudaFullStore(WithoutAnnouncements[Batch]):
         initialise_missing(batch, self.layout, ranks)
         self._faults.post(batch)
 
-    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         """Write rows of host memory, each given once. Raises CapacityError."""
         self.staging.reserve(len(keys))
         _core.copy_lines(self._host_layout, lines, self.staging.rows(len(keys))[2])
@@ -168,7 +168,7 @@ class CudaFullStore(WithoutAnnouncements[Batch]):
         self.staging.fill(batch, all_of, ranks, np.ones(batch.size, np.bool_))
         ranks.cpu()  # waits: the staging memory is used again
 
-    def erase(self, tables: Tables, keys: Keys) -> None:
+    def erase(self, tables: TableIds, keys: Keys) -> None:
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
         kept = lines_among([] if self._pinned is None else [self._pinned], batch, self._faults.word) != 0
@@ -182,7 +182,7 @@ class CudaFullStore(WithoutAnnouncements[Batch]):
                 rows = slice(begin, min(begin + SCAN_ROWS, held.bounds[bucket + 1]))
                 yield bucket, self._packed(held.tables[rows], held.keys[rows], held.lines[rows])
 
-    def held(self) -> Held:
+    def held(self) -> SortedRows:
         with self.table.alone():
             return self._held()
 
@@ -192,7 +192,7 @@ class CudaFullStore(WithoutAnnouncements[Batch]):
     def tracker(self) -> ChangedLines:
         return ChangedLines(self.table)
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """Copy each held row to its line in host memory."""
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
@@ -224,11 +224,11 @@ class CudaFullStore(WithoutAnnouncements[Batch]):
         moved = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
 
-    def asked(self) -> Asked:
-        asked: Asked = self.table.asked.clone().cpu().numpy()
+    def asked(self) -> HitCounts:
+        asked: HitCounts = self.table.asked.clone().cpu().numpy()
         return asked
 
-    def _held(self) -> Held:
+    def _held(self) -> SortedRows:
         hashes, tables, lines, updates = self.table.rows()
         numbers = updates.nonzero()[:, 0]
         hashes, tables = hashes[numbers], tables[numbers]
@@ -239,9 +239,11 @@ class CudaFullStore(WithoutAnnouncements[Batch]):
             order = order[names[order].argsort(stable=True)]
         bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
         owners, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
-        return Held(owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy())
+        return SortedRows(
+            owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy()
+        )
 
-    def _packed(self, tables: Tables, keys: Keys, lines: Tensor) -> NDArray[np.void]:
+    def _packed(self, tables: TableIds, keys: Keys, lines: Tensor) -> NDArray[np.void]:
         rows = np.empty(len(keys), row_dtype(self.layout.width))
         with self.table.alone():
             self.staging.pack(tables, keys, lines, rows)
