@@ -55,7 +55,7 @@ Timeout = Annotated[
 
 
 @contextmanager
-def told_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
+def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
     """A block that takes store folders. Ends with `IN_USE` if another process has one of them."""
     from ..engine.errors import StoreError
     from ..snapshots.store.folder_state import holder
@@ -69,12 +69,12 @@ def told_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 
 @contextmanager
-def hold(store: Path, as_json: bool) -> Iterator[StoreFolder]:
+def locked_store(store: Path, as_json: bool) -> Iterator[StoreFolder]:
     """The store folder, held by this process. Ends with `IN_USE` where another process has it."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import existing_store
 
-    with told_in_use([store], as_json):
+    with exit_if_in_use([store], as_json):
         folder = StoreFolder(existing_store(store))
     with folder:
         yield folder

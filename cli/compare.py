@@ -43,7 +43,7 @@ def diff(
 
 
 def _plain(found: Comparison) -> dict[str, Any]:
-    from ..engine.options.table_names import numbered
+    from ..engine.options.table_names import with_table_name
 
     counts = {sort: dict(sorted(getattr(found, sort).items())) for sort in ("added", "changed", "gone")}
     named = {"table_names": list(found.names)} if any(found.names) else {}
@@ -56,7 +56,12 @@ def _plain(found: Comparison) -> dict[str, Any]:
         "largest": {name: _number(value) for name, value in found.largest.items()},
         "fields": {name: list(pair) for name, pair in found.fields.items()},
         "rows": [
-            {"sort": row.sort, **numbered(row.table, found.names), "key": row.key, "largest": _number(row.largest)}
+            {
+                "sort": row.sort,
+                **with_table_name(row.table, found.names),
+                "key": row.key,
+                "largest": _number(row.largest),
+            }
             for row in found.first
         ],
     }

@@ -17,9 +17,9 @@ from .arguments import (
     Store,
     Tables,
     check_tables,
+    exit_if_in_use,
     open_snapshot,
     table_of,
-    told_in_use,
 )
 from .entries import report
 from .output import print_json, progress, size, span, text
@@ -129,7 +129,7 @@ def import_(
     if isinstance(ids, str) and ids.endswith(".npy") and not Path(ids).is_file():
         raise typer.BadParameter(f"--table-ids {ids!r}: give a table id or name, or a .npy file that is there")
     numbers = None if dtype is None else getattr(torch, dtype)
-    with told_in_use([store], as_json), progress("importing") as told:
+    with exit_if_in_use([store], as_json), progress("importing") as told:
         manifest = import_snapshot(
             store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=numbers, progress=told
         )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import hold, told_in_use
+from .arguments import exit_if_in_use, locked_store
 from .output import IN_USE, Progress, fail
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def served(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, 
 
     held = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in held if ask_status(store, timeout) is None]:
-        with hold(store, as_json):  # unless it was closed by now, this says who has it
+        with locked_store(store, as_json):  # unless it was closed by now, this says who has it
             del held[store]
     return held
 
@@ -55,7 +55,7 @@ def save_together(
     Ends with `IN_USE` for stores of several processes. Raises StoreError, SnapshotError, OptionError.
     """
     from ..engine.errors import SnapshotError, StoreError, TierbedError
-    from ..snapshots.control.client import ask_save
+    from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
 
     held = served(stores, timeout, as_json)
@@ -64,11 +64,11 @@ def save_together(
         message = f"several processes have these stores open, and no step is one of all: {those}; save each"
         fail(message, IN_USE, as_json)
     first = next(iter(held), None)
-    if first is not None and ask_save(first, name, kind, since(told), timeout, overwrite, [*held]) is None:
+    if first is not None and request_save(first, name, kind, since(told), timeout, overwrite, [*held]) is None:
         raise StoreError(f"process {held[first]} has closed {str(first)!r}: save again")
     closed = [store for store in stores if store not in held]
     try:  # after the others: while they are saved, their step may open one of these
-        with told_in_use(() if held else closed, as_json), held_together(closed) as folders:
+        with exit_if_in_use(() if held else closed, as_json), held_together(closed) as folders:
             _save_closed(folders, name, kind, overwrite, told)
     except TierbedError as error:
         if not held:

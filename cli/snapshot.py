@@ -18,9 +18,9 @@ from .arguments import (
     Timeout,
     check_tables,
     complete_names,
-    hold,
+    exit_if_in_use,
+    locked_store,
     open_snapshot,
-    told_in_use,
 )
 from .entries import HEADER, RIGHT, complain_of, entry, lines, list_all, report, report_all, report_sound
 from .model import held_together, load_together, save_together, served, since, stores_at
@@ -44,7 +44,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
 
     begin = time.monotonic()
     check_name(new)
-    with hold(store, as_json) as folder:
+    with locked_store(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         place = folder.snapshots / new
         needed = {*needed_snapshots(folder.path), *(noting.base for noting in folder.all_noting)}
@@ -109,16 +109,16 @@ def prune(
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
     """Prune stores, by the process that has one open or by this, and let `plans` say what was done."""
     from ..engine.errors import TierbedError
-    from ..snapshots.control.client import ask_prune
+    from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
 
     held = served(plans, timeout, as_json)
     removed: list[str] = []
-    with told_in_use([one for one in plans if one not in held], as_json):
+    with exit_if_in_use([one for one in plans if one not in held], as_json):
         try:
             for one, plan in plans.items():
-                if one in held and (answer := ask_prune(one, keep_last, keep_every, timeout)) is not None:
+                if one in held and (answer := request_prune(one, keep_last, keep_every, timeout)) is not None:
                     gone, every = answer[0], [*plan.kept, *plan.removed]
                     kept, for_live = ([s for s in part if s.name not in gone] for part in (every, plan.for_live_rows))
                     plans[one] = retention.PrunePlan(kept, [s for s in every if s.name in gone], for_live)
@@ -193,7 +193,7 @@ def save(
 
     Example: tierbed snapshot save store/users before-retraining
     """
-    from ..snapshots.control.client import ask_save
+    from ..snapshots.control.client import request_save
     from ..snapshots.store.closed_store import save_closed
     from ..snapshots.store.folder_state import holder
 
@@ -207,9 +207,9 @@ def save(
     manifest = None
     with progress("saving") as told:
         if holder(store) is not None:
-            manifest = ask_save(store, name, kind.value, since(told), timeout, overwrite)
+            manifest = request_save(store, name, kind.value, since(told), timeout, overwrite)
     if manifest is None:
-        with hold(store, as_json) as folder:
+        with locked_store(store, as_json) as folder:
             mark = folder.read_mark() or {}
             with progress("saving", mark.get("rows")) as told:
                 manifest = save_closed(folder, name, told, kind.value, overwrite)
@@ -250,11 +250,11 @@ def load(
     if stores != [store]:
         if table or weights_only or convert:
             raise typer.BadParameter("--table, --weights-only and --convert are of one store: give its folder")
-        with told_in_use(stores, as_json), held_together(stores) as folders, progress("loading") as told:
+        with exit_if_in_use(stores, as_json), held_together(stores) as folders, progress("loading") as told:
             loaded = load_together(folders, name, told)
         report_all("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
         return
-    with hold(store, as_json) as folder:
+    with locked_store(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         selection = Selection(tables=check_tables(table, snapshot), state=not weights_only, convert=convert)
         with progress("loading", snapshot.manifest.rows) as told:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import Json, Store, Timeout, complete_names, hold, open_snapshot, table_of
+from .arguments import Json, Store, Timeout, complete_names, locked_store, open_snapshot, table_of
 from .entries import dtype_words, dtypes
 from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progress, size, span, tell_interrupted, text
 
@@ -67,7 +67,7 @@ def compact(
 
     begin = time.monotonic()
     try:
-        with hold(store, as_json) as folder, progress("merging") as told:
+        with locked_store(store, as_json) as folder, progress("merging") as told:
             sizes = _watched(lambda: compact_live(folder, rocksdb_options), told)
     except KeyboardInterrupt:
         tell_interrupted(as_json)
@@ -124,7 +124,7 @@ def get(
         ):
             found, row = asked, None
         else:
-            with hold(store, as_json) as folder:
+            with locked_store(store, as_json) as folder:
                 row, description = live_row(folder, table_of(table), key)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error

@@ -96,14 +96,14 @@ class Handshake:
     def _refuse(self) -> NoReturn:
         same = _packed(self._same, lambda one: one.parts if isinstance(one, CollectiveSequence) else repr(one))
         said = msgpack.packb({"op": self._op, "same": msgpack.unpackb(same), "error": _told(self._error)})
-        every = [msgpack.unpackb(data) for data in raw_bytes(self._world, self._op, said)]
-        raise_first([one["error"] for one in every], self._error, self._world)
+        every = [msgpack.unpackb(data) for data in all_gather_bytes(self._world, self._op, said)]
+        raise_first_error([one["error"] for one in every], self._error, self._world)
         self._world.differed += 1
         self._world.told = GroupError(_difference(every))
         raise self._world.told
 
 
-def agree(
+def handshake(
     world: RankGroup,
     op: str,
     error: BaseException | None = None,
@@ -117,35 +117,35 @@ def agree(
         return Handshake(world, op, error, same, counts, note, asks).settle()
 
 
-def everywhere(world: RankGroup, op: str, call: Callable[[], Any]) -> Any:
+def call_on_all_ranks(world: RankGroup, op: str, call: Callable[[], Any]) -> Any:
     """The result of a call that every rank makes for itself. What it raises on one rank is raised on all."""
-    result, error = attempt(call)
-    agree(world, op, error)
+    result, error = catch(call)
+    handshake(world, op, error)
     return result
 
 
-def told(world: RankGroup, op: str, call: Callable[[], Any]) -> list[Any]:
+def all_gather_object(world: RankGroup, op: str, call: Callable[[], Any]) -> list[Any]:
     """What `call` returned on each rank, as msgpack carries it. What it raises on one rank is raised on all."""
-    value, error = attempt(call)
+    value, error = catch(call)
     with world.whole(op):
-        agree(world, op, error)
-        every = raw_bytes(world, op, msgpack.packb(value))
+        handshake(world, op, error)
+        every = all_gather_bytes(world, op, msgpack.packb(value))
     return [msgpack.unpackb(data, strict_map_key=False) for data in every]
 
 
 @contextmanager
-def telling(world: RankGroup, op: str) -> Iterator[None]:
+def raise_on_all_ranks(world: RankGroup, op: str) -> Iterator[None]:
     """A block of exchanges that all ranks make. What it raises before the first of them is raised on all ranks."""
     before = world.calls
     try:
         yield
     except BaseException as error:
         if world.calls == before and world.untold(error):
-            agree(world, op, error)
+            handshake(world, op, error)
         raise
 
 
-def attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def catch(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """(the result of `call`, None), or (None, what it raised), to be told to the other ranks."""
     try:
         return call(), None
@@ -153,7 +153,7 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def raise_first(told: Sequence[Mapping[str, str] | None], error: BaseException | None, world: RankGroup) -> None:
+def raise_first_error(told: Sequence[Mapping[str, str] | None], error: BaseException | None, world: RankGroup) -> None:
     """Raise the first error that ranks told, if there is one. error: that of this rank."""
     if error is not None and not isinstance(error, Exception):
         world.told = error
@@ -170,7 +170,7 @@ def raise_first(told: Sequence[Mapping[str, str] | None], error: BaseException |
     raise world.told from (error if rank == world.rank else None)
 
 
-def raw_bytes(world: RankGroup, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
+def all_gather_bytes(world: RankGroup, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
     """The bytes of each rank, in rank order, where all ranks are known to be in this very call.
 
     readers: how many ranks, from rank 0 on, are given them; None for all. The others get empty ones.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..snapshots.files.reader import Snapshot
-from .agreement import everywhere, told
+from .agreement import all_gather_object, call_on_all_ranks
 
 if TYPE_CHECKING:
     from .rank_group import RankGroup
@@ -22,10 +22,10 @@ def check_all_rows(world: RankGroup, op: str, snapshot: Snapshot, read: Callable
 
     read: gives how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.
     """
-    found = told(world, reading(op), read)
+    found = all_gather_object(world, reading(op), read)
 
     def check() -> None:
         for link in snapshot.chain:
             link.check_count(sum(counts.get(link.name, 0) for counts in found))
 
-    everywhere(world, f"{op}: counts", check)
+    call_on_all_ranks(world, f"{op}: counts", check)

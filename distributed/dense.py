@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.errors import GraphError
-from .agreement import agree, attempt
+from .agreement import catch, handshake
 from .rank_group import PendingAllToAll, RankGroup
 from .sendable import bytes_of, check_sendable
 from .world import World
@@ -35,7 +35,7 @@ class Vote(NamedTuple):
     finite: bool
 
 
-def reduce(
+def all_reduce_in_order(
     world: RankGroup,
     op: str,
     tensors: Sequence[Tensor],
@@ -48,13 +48,13 @@ def reduce(
     """The sums over ranks of tensors that have the same shapes and dtypes on each. Collective.
 
     Ranks are added in their order, each sum rounded to the dtype. present: whether this rank's tensors count; one of
-    the ranks must say so. same: what must be equal on all ranks, by name. Raises on all ranks what `agree` raises for
-    `error` of any rank; then nothing has been sent.
+    the ranks must say so. same: what must be equal on all ranks, by name. Raises on all ranks what `handshake`
+    raises for `error` of any rank; then nothing has been sent.
     """
     with world.whole(op):
         try:
             alike = {"graph": world.script, **(same or {})}
-            told = agree(world, op, error, alike, note=present * _PRESENT + finite * _FINITE).notes
+            told = handshake(world, op, error, alike, note=present * _PRESENT + finite * _FINITE).notes
         finally:
             world.passed += 1
         givers = [rank for rank, number in enumerate(told) if number & _PRESENT]
@@ -121,7 +121,7 @@ class _OrderedAllReduce:
         )
 
 
-def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
+def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Give these parameters the values that they have on rank 0, and those buffers that have not begun. Collective.
 
     tensors: names and tensors, in an order of their own. GraphError on all ranks, before anything is written, where
@@ -140,9 +140,9 @@ def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tenso
                 f"{differs}; make the graph on every rank by the same code"
             )
             raise world.told
-    _, error = attempt(lambda: [check_sendable(f"{op}: {name}", tensor) for name, tensor in tensors])
+    _, error = catch(lambda: [check_sendable(f"{op}: {name}", tensor) for name, tensor in tensors])
     with world.whole(op):
-        agree(world, op, error)
+        handshake(world, op, error)
         for _, tensor in tensors:
             _copy_of_first(world, op, tensor)
             begun[tensor] = True

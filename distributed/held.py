@@ -25,7 +25,7 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, Rows
 from ..snapshots.store.folder_state import ShardVersion, remove_other_shares
 from ..snapshots.store.instants import rows_of, rows_of_ranks
-from .agreement import agree, attempt, everywhere, raw_bytes, told
+from .agreement import all_gather_bytes, all_gather_object, call_on_all_ranks, catch, handshake
 from .home import SharedFolder
 from .live_rows import RecoveryDecision
 from .membership import RankMembership, settle_ranks
@@ -73,12 +73,12 @@ class ShardedTableHandle(RankSnapshots):
         self.home = None
         self.membership = None  # on rank 0
         op = f"opening embedding {spec.name!r}"
-        described, error = attempt(lambda: _described(world, spec, options, optimizer))
-        agree(world, op, error, described)
+        described, error = catch(lambda: _described(world, spec, options, optimizer))
+        handshake(world, op, error, described)
         folder = None
         if options.persistent_path is not None:
             folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
-            self.home = everywhere(world, f"{op}: folder", lambda: self._take(str(folder), options))
+            self.home = call_on_all_ranks(world, f"{op}: folder", lambda: self._take(str(folder), options))
         try:
             unsettled = ""
             if self.home is not None and options.open != "fresh":
@@ -112,14 +112,14 @@ class ShardedTableHandle(RankSnapshots):
         share = RankShard(world.rank, world.size, world.on_host)
         rows = None if self.home is None else RecoveryDecision(world, op, self.home, options.open)
         decide = None if rows is None else rows.decide
-        own, error = attempt(lambda: LocalTableHandle(spec, options, optimizer, device, share, decide))
+        own, error = catch(lambda: LocalTableHandle(spec, options, optimizer, device, share, decide))
         if rows is not None:
             rows.settle(error)
         try:
-            agree(world, f"{op}: done", error)
+            handshake(world, f"{op}: done", error)
             assert own is not None
             if rows is not None and self.home is not None and not rows.is_live:
-                everywhere(world, f"{op}: begun", lambda: self._begin(rows))
+                call_on_all_ranks(world, f"{op}: begun", lambda: self._begin(rows))
                 remove_other_shares(self.home.path, world.size)  # not while a restart would look for them
         except BaseException:
             if own is not None:
@@ -149,7 +149,7 @@ class ShardedTableHandle(RankSnapshots):
 
         if rows is not None:
             try:
-                everywhere(self._world, f"{op}: group", enlist)
+                call_on_all_ranks(self._world, f"{op}: group", enlist)
             except BaseException:
                 self.own.close()
                 raise
@@ -182,7 +182,7 @@ class ShardedTableHandle(RankSnapshots):
         """As `LocalTableHandle.keep_rows`. Every rank calls it."""
         if self.own.is_open:
             op = f"keep_rows() of embedding {self.name!r}"
-            everywhere(self._world, op, (lambda: None) if self.membership is None else self.membership.keep)
+            call_on_all_ranks(self._world, op, (lambda: None) if self.membership is None else self.membership.keep)
 
     @property
     def own_open(self) -> OpenTable | None:
@@ -192,7 +192,7 @@ class ShardedTableHandle(RankSnapshots):
     def join(self, group: TrainingGroup) -> None:
         """As `LocalTableHandle.join`. Every rank calls it."""
         if self.own.is_open:
-            everywhere(self._world, f"group of embedding {self.name!r}", lambda: self._join(group))
+            call_on_all_ranks(self._world, f"group of embedding {self.name!r}", lambda: self._join(group))
 
     def _join(self, group: TrainingGroup) -> None:
         if self.membership is not None:
@@ -206,14 +206,14 @@ class ShardedTableHandle(RankSnapshots):
     def go_to(self, awaited: RowsReference) -> bool:
         """As `LocalTableHandle.go_to`. Every rank calls it."""
         op = f"loading the state of embedding {self.name!r}"
-        agree(self._world, op, same={"state_dict": awaited._asdict()})
+        handshake(self._world, op, same={"state_dict": awaited._asdict()})
         there = saved_as(self.place, awaited.snapshot)
 
         def is_found() -> bool | None:
             found = is_at(awaited, self.named(), there)
             return None if found and self.membership is not None and not self.membership.has_come() else found
 
-        found: bool | None = told(self._world, op, is_found)[0]
+        found: bool | None = all_gather_object(self._world, op, is_found)[0]
         if found is None and awaited.snapshot is not None:
             self.load_for_state(awaited.snapshot, awaited.instant)
         return found is not False
@@ -221,10 +221,10 @@ class ShardedTableHandle(RankSnapshots):
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
         op = f"state_dict() of embedding {self.name!r}"
-        own: RowTensors = everywhere(self._world, op, self.own.tensors)
+        own: RowTensors = call_on_all_ranks(self._world, op, self.own.tensors)
         mine = b"".join(rows.tobytes() for _, rows in own.chunks())
         dtype = RowForm.described(own.description).dtype
-        parts = [np.frombuffer(part, dtype) for part in raw_bytes(self._world, op, mine, readers=1)]
+        parts = [np.frombuffer(part, dtype) for part in all_gather_bytes(self._world, op, mine, readers=1)]
         return RowTensors.filled({**own.description, NOT_WHOLE: self._world.rank > 0}, sum(map(len, parts)), parts)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
@@ -239,16 +239,16 @@ class ShardedTableHandle(RankSnapshots):
                 )
             return RowTensors.parse(tensors)
 
-        held: RowTensors = everywhere(self._world, op, parsed)
+        held: RowTensors = call_on_all_ranks(self._world, op, parsed)
         checksum = 0
         for _, rows in held.chunks():
             checksum = crc32(rows.tobytes(), checksum)
-        agree(self._world, op, same={"rows": len(held), "their checksum": checksum})
+        handshake(self._world, op, same={"rows": len(held), "their checksum": checksum})
         part = HashShard(self._world.rank, self._world.size)
         mine = [part.rows(rows) for _, rows in held.chunks()]
         own = RowTensors.filled(held.description, sum(map(len, mine)), mine)
         try:
-            everywhere(self._world, f"{op}: done", lambda: self.own.load_rows_of(own))
+            call_on_all_ranks(self._world, f"{op}: done", lambda: self.own.load_rows_of(own))
         except BaseException:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
@@ -264,12 +264,12 @@ class ShardedTableHandle(RankSnapshots):
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """As `LocalTableHandle.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
-        everywhere(self._world, op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows takes any
+        call_on_all_ranks(self._world, op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows takes any
         with self._world.whole(op):
-            _, error = attempt(lambda: self.own.use_optimizer(optimizer))
-            if not all(agree(self._world, f"{op}: open", note=self.own.is_open).notes):
+            _, error = catch(lambda: self.own.use_optimizer(optimizer))
+            if not all(handshake(self._world, f"{op}: open", note=self.own.is_open).notes):
                 self.close()
-            agree(self._world, f"{op}: done", error)
+            handshake(self._world, f"{op}: done", error)
 
     def move(self, device: torch.device) -> None:
         """As `LocalTableHandle.move`, for the rows of this rank."""

@@ -10,7 +10,7 @@ from ..embedding.recovery import RecoveryPoint
 from ..engine.errors import StoreError
 from ..engine.options.store_options import StoreOptions
 from ..snapshots.store.folder import StoreFolder
-from ..snapshots.store.folder_state import FolderState, place_of
+from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
 from ..snapshots.store.save import base_of
 
 _TOKEN = ".token-"
@@ -22,7 +22,7 @@ class SharedFolder:
     def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
         """Raises StoreError where rank 0 cannot hold the folder."""
         assert options.persistent_path is not None
-        place = place_of(options.snapshot_path, name)
+        place = snapshot_folder_of(options.snapshot_path, name)
         self.path = Path(options.persistent_path).absolute() / name
         self.folder = StoreFolder(self.path, f"embedding {name!r}", place) if rank == 0 else None
         self.snapshots = place or FolderState(self.path).keeper.snapshots

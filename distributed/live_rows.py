@@ -11,19 +11,19 @@ from ..embedding.recovery import (
     FolderContents,
     OpenPlan,
     RecoveryPoint,
-    check_let_go,
-    keep,
-    leave_ranks,
-    lost,
-    not_all_closed,
-    not_closed,
-    restored,
+    check_shards_unlocked,
+    lost_steps_text,
+    recover_from_ranks,
+    recovery_text,
+    unclean_ranks_text,
+    unclean_shutdown_text,
+    unsaved_rows_text,
 )
 from ..engine.errors import StoreError
 from ..snapshots.files.format import HashShard
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.store.folder_state import RanksRecord, ShardVersion, live_in, live_of, live_together, marks_in
-from .agreement import agree, told
+from ..snapshots.store.folder_state import RanksRecord, ShardVersion, clean_markers, common_version, live_in, live_of
+from .agreement import all_gather_object, handshake
 from .all_rows import check_all_rows, reading
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RecoveryDecision:
         self._counted = False  # whether the ranks read all of them
         self.is_live = False
         self.base: RecoveryPoint | None = None
-        first = told(world, f"{op}: its store folder", self._introduced)[0]
+        first = all_gather_object(world, f"{op}: its store folder", self._introduced)[0]
         self._token: str = first["token"]
         self.run = self._token  # the id of a run that begins here
         self._record = None if first["record"] is None else RanksRecord(*first["record"])
@@ -72,7 +72,7 @@ class RecoveryDecision:
     def decide(self, found: FolderContents) -> OpenPlan:
         """How this rank opens its share. Raises StoreError and SnapshotError on all ranks, if the ranks disagree."""
         self._asked = True
-        reports = [_read(one) for one in told(self._world, self._op, lambda: self._report(found))]
+        reports = [_read(one) for one in all_gather_object(self._world, self._op, lambda: self._report(found))]
         live = self._live(reports)
         if live is not None:
             self.run, self.is_live, self._agreed = live.run, True, True
@@ -105,7 +105,7 @@ class RecoveryDecision:
             return
         if error is not None and came:
             raise error  # of the ranks' exchange, and so on all of them
-        agree(self._world, op, error)
+        handshake(self._world, op, error)
 
     def _count(self, snapshot: Snapshot) -> None:
         """Raise SnapshotError on all ranks where they did not read all rows of the snapshot they go back to."""
@@ -124,8 +124,8 @@ class RecoveryDecision:
         home.find_token(self._token)
         others = {}
         if record is not None and record.ranks != self._world.size:
-            check_let_go(home.path, record.ranks)
-            others = dict(live_of(marks_in(home.path, record.ranks), record.ranks))
+            check_shards_unlocked(home.path, record.ranks)
+            others = dict(live_of(clean_markers(home.path, record.ranks), record.ranks))
         noted = found.noted_step if record is not None or home.folder is None else home.folder.noted_step
         report = ShardReport(live_in(found.mark, self._world.rank, self._world.size), noted, others)
         if home.folder is None:
@@ -139,7 +139,7 @@ class RecoveryDecision:
         record = self._record
         if self._fresh or record is None or record.ranks != self._world.size or reports[0].alone is not None:
             return None
-        return live_together(record, [report.live for report in reports])
+        return common_version(record, [report.live for report in reports])
 
     def _go_back(self, reports: list[ShardReport]) -> tuple[int, str] | None:
         """Find the snapshot to go back to. Returns the level and the text to log."""
@@ -153,15 +153,17 @@ class RecoveryDecision:
             for rank, live in (one for report in reports for one in report.others.items()):
                 if rank not in shares or (live is not None and live.run == record.run):  # a host may have an older one
                     shares[rank] = live
-            return leave_ranks(self._path, record, shares, base, self._refuses)
+            return recover_from_ranks(self._path, record, shares, base, self._refuses)
         if self._refuses:
-            raise StoreError(not_closed(self._path))
-        why = not_all_closed(self._path, record, {rank: report.live for rank, report in enumerate(reports)})
+            raise StoreError(unclean_shutdown_text(self._path))
+        why = unclean_ranks_text(self._path, record, {rank: report.live for rank, report in enumerate(reports)})
         reached = max((report.noted for report in reports if report.noted is not None), default=None)
-        return logging.WARNING, f"{why}; all ranks: {restored(base)}; {lost(base, reached)}"
+        return logging.WARNING, f"{why}; all ranks: {recovery_text(base)}; {lost_steps_text(base, reached)}"
 
     def _told_base(self, find: Callable[[], RecoveryPoint | None]) -> RecoveryPoint | None:
-        found = told(self._world, f"{self._op}: the snapshot", find if self._world.rank == 0 else lambda: None)[0]
+        found = all_gather_object(
+            self._world, f"{self._op}: the snapshot", find if self._world.rank == 0 else lambda: None
+        )[0]
         return None if found is None else RecoveryPoint(*found)
 
     def _leave_one(self, first: ShardReport) -> tuple[int, str] | None:
@@ -170,18 +172,16 @@ class RecoveryDecision:
         if first.alone is not None:
             step, rows = first.alone
             if rows and (base is None or (base.step, base.rows) != (step, rows)):
-                raise StoreError(keep(path, "one process", step, base))
-            return logging.INFO, f"store folder {path} has rows of one process; {restored(base)}"
+                raise StoreError(unsaved_rows_text(path, "one process", step, base))
+            return logging.INFO, f"store folder {path} has rows of one process; {recovery_text(base)}"
         if not first.begun:
             return None
         if not first.was_open:
-            return logging.INFO, f"store folder {path} is new; {restored(base)}"
+            return logging.INFO, f"store folder {path} is new; {recovery_text(base)}"
         if self._refuses:
-            raise StoreError(not_closed(path))
-        return (
-            logging.WARNING,
-            f"store folder {path} was not closed by its last run; {restored(base)}; {lost(base, first.noted)}",
-        )
+            raise StoreError(unclean_shutdown_text(path))
+        why = f"store folder {path} was not closed by its last run"
+        return logging.WARNING, f"{why}; {recovery_text(base)}; {lost_steps_text(base, first.noted)}"
 
 
 def _read(report: list[Any]) -> ShardReport:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..embedding.training_group import Membership, TrainingGroup, open_rows
 from ..snapshots.files.versions import AT, Instant, Rows, Versions
-from ..snapshots.store.folder_state import FolderState, ShardVersion, live_in, share_folder
+from ..snapshots.store.folder_state import FolderState, ShardVersion, live_in, shard_folder
 from ..snapshots.store.instants import Group, settle
-from .agreement import told
+from .agreement import all_gather_object
 
 if TYPE_CHECKING:
     from ..embedding.table_handle import LocalTableHandle
@@ -91,19 +91,19 @@ def settle_ranks(
         ]
         return [str(path) for path in ours] if len(known.members) + len(known.missing) > 1 else []
 
-    paths: list[str] = told(world, op, shared)[0]
+    paths: list[str] = all_gather_object(world, op, shared)[0]
     shares: dict[str, list[ShardVersion | None]] = {}
     if paths:
-        every = told(world, op, lambda: [_share(Path(path), world.rank, world.size) for path in paths])
+        every = all_gather_object(world, op, lambda: [_share(Path(path), world.rank, world.size) for path in paths])
         shares = {path: [one[at] and ShardVersion(*one[at]) for one in every] for at, path in enumerate(paths)}
 
     def settled() -> str:
         return "" if home.folder is None else settle(home.folder, mode, open_rows(), for_load, shares, stores)
 
-    said: list[str] = told(world, op, settled)
+    said: list[str] = all_gather_object(world, op, settled)
     return said[0]
 
 
 def _share(path: Path, rank: int, ranks: int) -> ShardVersion | None:
-    place = share_folder(path, rank, ranks)
+    place = shard_folder(path, rank, ranks)
     return live_in(FolderState(place).read_mark(), rank, ranks) if place.is_dir() else None

@@ -25,10 +25,10 @@ from ..snapshots.files.writer import (
     commit,
     new_snapshot,
     place_of,
-    write_changed_part,
-    write_part,
+    write_shard,
+    write_shard_delta,
 )
-from .agreement import agree, attempt, everywhere, told
+from .agreement import all_gather_object, call_on_all_ranks, catch, handshake
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,7 +66,7 @@ class ShardedSave:
         self._parts: list[Any] = []  # of all ranks
         self._id = ""
         self._open = ExitStack()  # on rank 0, the folder that is made aside
-        everywhere(world, f"{op}: begun", lambda: self._begin(overwrite))
+        call_on_all_ranks(world, f"{op}: begun", lambda: self._begin(overwrite))
 
     def _begin(self, overwrite: bool) -> None:
         if self._world.rank == 0:
@@ -74,11 +74,11 @@ class ShardedSave:
 
     def write(self, chunks: Chunks, progress: Progress | None = None) -> None:
         """Write the rows of this rank."""
-        self.files = write_part(place_of(self._folder), self._description, self.part, chunks, progress)
+        self.files = write_shard(place_of(self._folder), self._description, self.part, chunks, progress)
 
     def write_changes(self, changes: Iterable[Change], progress: Progress | None = None) -> None:
         """Write what changed of the rows of this rank since `parent`."""
-        self.files = write_changed_part(place_of(self._folder), self._description, self.part, changes, progress)
+        self.files = write_shard_delta(place_of(self._folder), self._description, self.part, changes, progress)
 
     def commit(self, error: BaseException | None = None, then: Callable[[], None] | None = None) -> str:
         """Let the snapshot be there, once every rank has written. Returns its id.
@@ -92,7 +92,7 @@ class ShardedSave:
     def gather(self, error: BaseException | None = None) -> None:
         """Wait until every rank has written. Raises `error` on all ranks, and nothing is left."""
         try:
-            self._parts = told(self._world, self._op, lambda: self._written(error))
+            self._parts = all_gather_object(self._world, self._op, lambda: self._written(error))
         except BaseException:
             self._open.__exit__(*sys.exc_info())
             raise
@@ -100,7 +100,7 @@ class ShardedSave:
     def put_in_place(self, then: Callable[[], None] | None = None) -> str:
         """Let a snapshot that all ranks have written be there. Returns its id. then: as of `commit`."""
         try:
-            made: str = told(self._world, f"{self._op}: in place", lambda: self._finish(then))[0]
+            made: str = all_gather_object(self._world, f"{self._op}: in place", lambda: self._finish(then))[0]
         except BaseException:
             self._open.__exit__(*sys.exc_info())
             raise
@@ -159,7 +159,7 @@ def commit_together(
             save.gather(error)
         if len(saves) > 1:
             for save in saves:
-                everywhere(world, f"{op}: manifest", save.write_manifest)
+                call_on_all_ranks(world, f"{op}: manifest", save.write_manifest)
         return [save.put_in_place(noted) for save, noted in zip(saves, then, strict=True)]
     except BaseException:
         for save in saves:
@@ -191,9 +191,9 @@ class BackgroundShardedSave:
         self._over = False
         self._error: BaseException | None = None
         self._threads: list[BackgroundSave] = []
-        _, error = attempt(self._begin)
+        _, error = catch(self._begin)
         try:
-            agree(world, f"{op}: threads", error)
+            handshake(world, f"{op}: threads", error)
         except BaseException:
             self.drop()
             raise
@@ -228,7 +228,7 @@ class BackgroundShardedSave:
             for thread in self._threads:
                 thread.hurry()
             for thread in self._threads:
-                _, failed = attempt(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
+                _, failed = catch(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
                 error = error or failed
             self.at_step()  # which tells all ranks the error of the save
             if error is not None and not isinstance(error, Exception):
@@ -242,10 +242,10 @@ class BackgroundShardedSave:
         if self._over:
             return
         goes_on = not all(thread.done for thread in self._threads)
-        if any(agree(self._world, f"{self._op}: written", note=goes_on).notes):
+        if any(handshake(self._world, f"{self._op}: written", note=goes_on).notes):
             return
         self._over = True
-        made, self._error = attempt(
+        made, self._error = catch(
             lambda: commit_together(self._world, self._op, self._saves, self._failures(), self._then)
         )
         if self._error is None:
@@ -270,4 +270,4 @@ class BackgroundShardedSave:
         log.error("%s", self._error)
 
     def _failures(self) -> list[BaseException | None]:
-        return [attempt(partial(thread.wait, 0))[1] for thread in self._threads]
+        return [catch(partial(thread.wait, 0))[1] for thread in self._threads]

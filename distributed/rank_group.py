@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..engine.checks import real
+from ..engine.checks import as_number
 from ..engine.errors import GroupError, OptionError
-from ..engine.signals import held, uninterrupted
+from ..engine.signals import deferred_signals, uninterrupted
 from .peer_monitor import ADDRESS, GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
@@ -115,7 +115,7 @@ class RankGroup:
         rows: torch.dtype = torch.float32,
         grads: torch.dtype = torch.float32,
     ) -> None:
-        seconds = real(timeout)
+        seconds = as_number(timeout)
         if seconds is None or not 0 < seconds <= LONGEST:
             raise OptionError(f"timeout={timeout!r}: give seconds, above 0 and at most {LONGEST}")
         for name, dtype in (("rows", rows), ("grads", grads)):
@@ -336,7 +336,7 @@ class PendingAllToAll:
                 now = monotonic()
                 if now > self._end:
                     raise self._group.lost(self._op, self.call, f"no answer in {self._group.timeout:g} s")
-                if signals := [number for number in held() if number in ENDING]:
+                if signals := [number for number in deferred_signals() if number in ENDING]:
                     came = came or now
                     if now > came + PATIENCE:
                         name = signal.Signals(signals[0]).name

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..embedding.rows_reference import check_not_awaiting
 from ..engine.errors import GroupError, TierbedError
 from ..snapshots.files.reader import Snapshot, list_snapshots
-from .agreement import everywhere, told
+from .agreement import all_gather_object, call_on_all_ranks
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
@@ -26,7 +26,7 @@ class SaveRequests:
     """
 
     def __init__(self, world: SavesTogether, held: Any, find: Callable[[str], Any]) -> None:
-        """held: the `ShardedHeld`, whose file imports this one. find: gives that of a store by its real path."""
+        """held: the `ShardedTableHandle`, whose file imports this one. find: gives that of a store by its real path."""
         self._world, self._held, self._find = world, held, find
         self._request: _SaveRequest | None = None
         self._taking, self._asking = Lock(), Lock()
@@ -43,7 +43,9 @@ class SaveRequests:
         """Do what rank 0 was asked for. Called by all ranks, where `wanted` was true on one. GroupError."""
         op = f"a wish of another process to embedding {self._held.name!r}"
         request = self._take(begin=True)
-        wish: list[Any] | None = told(self._world, op, lambda: None if request is None else request.wish)[0]
+        wish: list[Any] | None = all_gather_object(self._world, op, lambda: None if request is None else request.wish)[
+            0
+        ]
         if wish is None:
             return
         error: BaseException | None = None
@@ -62,11 +64,11 @@ class SaveRequests:
             case ["save", name, kind, overwrite, []]:
                 self._held.save_snapshot(name, kind, overwrite, None if request is None else request.progress)
             case ["save", name, kind, overwrite, stores]:
-                tables = everywhere(self._world, op, lambda: [self._find(store) for store in stores])
+                tables = call_on_all_ranks(self._world, op, lambda: [self._find(store) for store in stores])
                 progress = None if request is None else request.progress
                 self._world.save_together(tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
-                rows = told(self._world, op, lambda: self._held.own.row(table, key))
+                rows = all_gather_object(self._world, op, lambda: self._held.own.row(table, key))
                 if request is not None:
                     request.row = next((row for row in rows if row), {})
 

@@ -128,7 +128,7 @@ class IdExchange:
             columns.append(local.by_owner.tables)
         me = world.rank
         self._rank, self._device, self._width = me, local.processor.device, len(columns)
-        self._takes, gives = (without(part, me) for part in (counts, local.counts))
+        self._takes, gives = (zeroed(part, me) for part in (counts, local.counts))
         self._own = [column[sum(gives) :] for column in columns]  # those of this rank are the last
         sizes, given_sizes = ([self._width * count for count in part] for part in (self._takes, gives))
         given = columns[0][: sum(gives)]
@@ -149,7 +149,7 @@ class IdExchange:
         return [Lookup(*(column.to(self._device) for column in part)) for part in parts]
 
 
-def without(counts: list[int], rank: int) -> list[int]:
+def zeroed(counts: list[int], rank: int) -> list[int]:
     """The counts, with 0 for one rank."""
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 

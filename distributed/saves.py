@@ -18,14 +18,14 @@ from ..snapshots.files.format import HashShard, check_name
 from ..snapshots.files.merging import changes_between
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, Version
-from ..snapshots.files.writer import Progress, Together, check_over
+from ..snapshots.files.writer import Progress, Together, check_parent
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
+from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ..snapshots.store.save import SaveSource, begin_save, check_kind, check_save, clear_leftovers, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
-from .agreement import agree, attempt, everywhere, told
+from .agreement import all_gather_object, call_on_all_ranks, catch, handshake
 from .all_rows import check_all_rows
 from .part_save import BackgroundShardedSave, ShardedSave
 
@@ -41,7 +41,7 @@ log = logging.getLogger("tierbed")
 
 
 class RankSnapshots:
-    """The part of `ShardedHeld` that saves and loads snapshots, of which each rank writes and reads its part."""
+    """The part of `ShardedTableHandle` that saves and loads snapshots, of which each rank writes and reads its part."""
 
     _world: SavesTogether
     name: str
@@ -76,7 +76,7 @@ class RankSnapshots:
         """Raise what `save_snapshot` would raise for these arguments."""
         op = self._op(f"checking snapshot {name!r}")
         self._agree(name, kind, overwrite, background)
-        everywhere(self._world, op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
+        call_on_all_ranks(self._world, op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
 
     def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
         """As `LocalTableHandle.save_snapshot`."""
@@ -87,7 +87,7 @@ class RankSnapshots:
         with table.lock:  # rows of one step
             self.check_not_saving(op)
             save, parent = self.begin_save(op, name, kind, overwrite)
-            _, error = attempt(lambda: self.write_save(save, parent, progress))
+            _, error = catch(lambda: self.write_save(save, parent, progress))
             made = save.commit(error, self.when_saved())
             self.end_save(kind, made)
 
@@ -119,17 +119,19 @@ class RankSnapshots:
     def save_for_state(self, keep: int | None) -> RowsReference:
         """As `LocalTableHandle.save_for_state`."""
         op = self._op("saving rows for a state_dict")
-        agree(self._world, op, same={"state_dict_snapshots": keep})
+        handshake(self._world, op, same={"state_dict_snapshots": keep})
         self.at_step()
         table = self.own.table
         with table.lock:
-            everywhere(self._world, op, table.check)
+            call_on_all_ranks(self._world, op, table.check)
             place_of = partial(self._state_place, keep=keep)
-            name, is_new, instant = told(self._world, f"{op}: its place", lambda: self._at_home(place_of))[0]
+            name, is_new, instant = all_gather_object(self._world, f"{op}: its place", lambda: self._at_home(place_of))[
+                0
+            ]
             if name and is_new:
                 rows, place = table.counts.rows, self.folder / name
                 save = ShardedSave(self._world, op, place, table.describe(), rows, together=self._for_state)
-                _, error = attempt(lambda: save.write(table.scan()))
+                _, error = catch(lambda: save.write(table.scan()))
                 made = save.commit(error)
                 if self.membership is not None:
                     self.membership.saved_as(made)
@@ -158,7 +160,7 @@ class RankSnapshots:
         """Load a snapshot that a state_dict names, as `LocalTableHandle.go_to`. instant: as of `RowsReference`."""
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
         member, place = self.membership, self.folder / name
-        together: Instant | None = everywhere(
+        together: Instant | None = call_on_all_ranks(
             self._world, op, lambda: None if member is None else member.instant_with(Snapshot.open(place), instant)
         )
         self.load_from(place, together=together, why=" for a state_dict")
@@ -167,16 +169,18 @@ class RankSnapshots:
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also where a rank is of another step
         self._finish_saving()
-        snapshot: Snapshot = everywhere(self._world, op, lambda: self._part_of(self.folder / name))
+        snapshot: Snapshot = call_on_all_ranks(self._world, op, lambda: self._part_of(self.folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
         """As `LocalTableHandle.prune_snapshots`."""
         op = f"pruning snapshots of embedding {self.name!r}"  # also where a rank is of another step
-        _, error = attempt(lambda: (self.own.table, self.folder))
-        agree(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
+        _, error = catch(lambda: (self.own.table, self.folder))
+        handshake(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(
-            told(self._world, op, lambda: self._at_home(lambda home: self.prune_here(home, keep_last, keep_every)))[0]
+            all_gather_object(
+                self._world, op, lambda: self._at_home(lambda home: self.prune_here(home, keep_last, keep_every))
+            )[0]
         )
 
     def save_rows(self, place: Path) -> None:
@@ -189,19 +193,19 @@ class RankSnapshots:
         table = self.own.table
         with table.lock:
             save = ShardedSave(self._world, op, place, table.describe(), table.counts.rows)
-            _, error = attempt(lambda: save.write(table.scan()))
+            _, error = catch(lambda: save.write(table.scan()))
             save.commit(error)
 
     def link_rows(self, place: Path) -> None:
         """Let the snapshot of that name in the store folder be `place` as well, on rank 0."""
         there = self.folder / place.name
         op = self._op(f"linking snapshot {place.name!r}")
-        everywhere(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
+        call_on_all_ranks(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.check_rows`. Each rank reads its part."""
         op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
-        snapshot: Snapshot = everywhere(self._world, op, lambda: self._part_of(place))
+        snapshot: Snapshot = call_on_all_ranks(self._world, op, lambda: self._part_of(place))
 
         def check() -> dict[str, int]:
             fitted = self.own.check_fit(snapshot, selection)
@@ -214,7 +218,7 @@ class RankSnapshots:
         check_all_rows(self._world, op, snapshot, check)
         if self.home is not None and selection.can_recover:
             whole, there = Snapshot(place, snapshot.manifest), self.folder / place.name
-            everywhere(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
+            call_on_all_ranks(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.load_rows`."""
@@ -225,7 +229,7 @@ class RankSnapshots:
     def link_in(self, place: Path, linking: ExitStack) -> Path:
         """The snapshot `place` in the store folder, where rank 0 links it."""
         op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
-        everywhere(self._world, op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
+        call_on_all_ranks(self._world, op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
         return self.folder / place.name
 
     def load_from(
@@ -234,12 +238,12 @@ class RankSnapshots:
         """Load this rank's part of the snapshot `place`, as `_load`. why: for messages."""
         op = f"loading snapshot {place.name!r} of embedding {self.name!r}{why}"  # also where a rank is of another step
         self._finish_saving()
-        snapshot: Snapshot = everywhere(self._world, op, lambda: self._part_of(place))
+        snapshot: Snapshot = call_on_all_ranks(self._world, op, lambda: self._part_of(place))
         return self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
 
     def drop_rows(self, saved: Snapshot) -> None:
         """As `LocalTableHandle.drop_rows`. Local: rank 0 does it."""
-        self._at_home(lambda home: drop_unneeded(home.keeper, saved))
+        self._at_home(lambda home: remove_if_unreferenced(home.keeper, saved))
 
     def discard_rows(self, name: str) -> None:
         """As `LocalTableHandle.discard_rows`. Local: rank 0 does it."""
@@ -247,9 +251,9 @@ class RankSnapshots:
 
     def _op(self, what: str) -> str:
         """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
-        table, error = attempt(lambda: self.own.table)
+        table, error = catch(lambda: self.own.table)
         if table is None:
-            agree(self._world, f"{what} of embedding {self.name!r}", error)
+            handshake(self._world, f"{what} of embedding {self.name!r}", error)
         return f"{what} of embedding {self.name!r} at step {self.own.table.step}"
 
     @property
@@ -274,13 +278,13 @@ class RankSnapshots:
 
     def _agree(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         op = self._op("saving a snapshot")
-        _, error = attempt(lambda: self._check_arguments(name, kind, background))
+        _, error = catch(lambda: self._check_arguments(name, kind, background))
         same = (
             {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
             if error is None
             else None
         )
-        agree(self._world, op, error, same)
+        handshake(self._world, op, error, same)
 
     def _check_arguments(self, name: str, kind: str, background: bool) -> None:
         check_kind(kind)
@@ -300,7 +304,7 @@ class RankSnapshots:
     def check_not_saving(self, op: str) -> None:
         """Raises StoreError while a snapshot of the background is not there yet, on all ranks."""
         saving = self._saving  # also where this rank has written its part by now
-        agree(self._world, op, None if saving is None else StoreError(still_saving(saving.what)))
+        handshake(self._world, op, None if saving is None else StoreError(still_saving(saving.what)))
 
     def goes_on(self, saving: BackgroundShardedSave) -> None:
         """The rows are among those that are being saved in the background."""
@@ -327,17 +331,17 @@ class RankSnapshots:
             home.keeper.check()
             parent = parent_for(home.keeper, name) if kind == "incremental" else None
             if parent is not None:
-                check_over(home.snapshots / name, parent, self.own.table.describe())
+                check_parent(home.snapshots / name, parent, self.own.table.describe())
             if self.membership is not None and self.membership.record is not None:
                 together = self.membership.saved(of_all)
             place = begin_save(home.keeper, name, kind, self._held(), overwrite)
             replaces = os.path.lexists(place)
             return None if parent is None else [parent.name, parent.manifest.id]
 
-        over = told(self._world, f"{op}: what it goes over", lambda: self._at_home(prepare))[0]
+        over = all_gather_object(self._world, f"{op}: what it goes over", lambda: self._at_home(prepare))[0]
         parent: Snapshot | None = None
         if over is not None:
-            parent = everywhere(self._world, op, lambda: self._part_of(self.folder / over[0]))
+            parent = call_on_all_ranks(self._world, op, lambda: self._part_of(self.folder / over[0]))
         table = self.own.table
         rows, place = table.counts.rows, self.folder / name
         return ShardedSave(self._world, op, place, table.describe(), rows, replaces, parent, together), parent
@@ -373,11 +377,11 @@ class RankSnapshots:
     def _finish_saving(self) -> None:
         """Wait for a snapshot of the background. Its error was logged."""
         if self._saving is not None:
-            _, error = attempt(self._saving.wait)
+            _, error = catch(self._saving.wait)
             if error is not None and self._world.failure is not None:
                 raise error
             interrupted = not isinstance(error, Exception | None)
-            agree(self._world, f"{self._saving.what}: waited for", error if interrupted else None)
+            handshake(self._world, f"{self._saving.what}: waited for", error if interrupted else None)
             self._saving = None
 
     def _part_of(self, place: Path) -> Snapshot:
@@ -412,25 +416,25 @@ class RankSnapshots:
             "weights_only": not selection.state,
             "convert": selection.convert,
         }
-        agree(world, op, same=same)
+        handshake(world, op, same=same)
 
         def verified() -> None:
             nonlocal voted
             voted = True
             check_all_rows(world, op, snapshot, lambda: snapshot.found)
-            marks = told(world, f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
+            marks = all_gather_object(world, f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
             self.own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
             self.own.begin_run(marks[0][1] if base is not None else self.own.life.run)
             note = partial(self._note_base, base=base, snapshot=snapshot, together=together)
-            everywhere(world, f"{op}: noted", lambda: self._at_home(note))
+            call_on_all_ranks(world, f"{op}: noted", lambda: self._at_home(note))
 
-        report, error = attempt(lambda: self.own.load_from(snapshot, selection, strict, verified))
+        report, error = catch(lambda: self.own.load_from(snapshot, selection, strict, verified))
         if error is not None and voted and not world.untold(error):
             if error is not world.told:
                 self._lose(snapshot.name)
             raise error
         if error is not None and not voted:
-            agree(world, f"{op}: its rows", error)
+            handshake(world, f"{op}: its rows", error)
 
         def loaded() -> list[int]:
             if report is None:
@@ -438,7 +442,7 @@ class RankSnapshots:
             return [report.rows, report.left_out]
 
         try:
-            counts = told(world, f"{op}: done", loaded)
+            counts = all_gather_object(world, f"{op}: done", loaded)
         except BaseException:
             said = self._lose(snapshot.name)
             if world.failure is None:  # else each rank closes when it likes
@@ -466,7 +470,7 @@ class RankSnapshots:
         """Close the rows, where some ranks have those of a load and others do not: every rank comes here."""
         base = f"goes back to snapshot {self.base!r}" if self.base else "begins empty"
         log.error("%s on all ranks; create it again, and it %s", said, base)
-        _, error = attempt(self.close)
+        _, error = catch(self.close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
 

@@ -20,9 +20,9 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Gradients, Lookup, checked_gradients
 from ..engine.table.table import OpenTable, PinnedBatch
 from ..engine.table.table_report import new_rows
-from .agreement import Handshake, agree, attempt, telling
+from .agreement import Handshake, catch, handshake, raise_on_all_ranks
 from .id_prefetch import IdPrefetcher
-from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traffic, concat_lookups, start, without
+from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traffic, concat_lookups, start, zeroed
 
 if TYPE_CHECKING:
     from ..embedding.table_handle import LocalTableHandle
@@ -87,7 +87,7 @@ class ShardedBatch:
         # what an unpooled lookup returns is rounded once, here or there
         wire = dtype if not pools and self._world.rows == torch.float32 else self._world.rows
         self._stay = wire == torch.float32  # else those of this rank are rounded as well
-        taken = without(local.counts, self._world.rank) if self._stay else local.counts
+        taken = zeroed(local.counts, self._world.rank) if self._stay else local.counts
         self._taken = RankBuffers(self._world, taken, self._dim, wire)
         self._rows: Tensor | None = None  # [m, dim] float32, those that travelled, once they are here
         self._sent: PendingAllToAll | None = None
@@ -104,12 +104,12 @@ class ShardedBatch:
             [new] * self._world.size,
             rows,
         )
-        table.traffic.rows_received += sum(without(local.counts, self._world.rank))
+        table.traffic.rows_received += sum(zeroed(local.counts, self._world.rank))
 
     def _given(self, wire: torch.dtype) -> RankBuffers:
         """The rows that this rank has, for each other rank."""
         me = self._world.rank
-        blocks = RankBuffers(self._world, without(self._asked_counts, me), self._dim, wire)
+        blocks = RankBuffers(self._world, zeroed(self._asked_counts, me), self._dim, wire)
         if self.own is not None:
             for rank in range(self._world.size):
                 if rank == me and self._stay:
@@ -210,7 +210,7 @@ class ShardedBatch:
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """The sum of the squares of the gradients of all rows, summed over ranks, the same on every rank."""
         own, sums, world, op = self._ready(grads, weights), self._receive(), self._world, f"norm of {self._op}"
-        squares, error = attempt(lambda: own.partial_squares(sums))
+        squares, error = catch(lambda: own.partial_squares(sums))
         with world.whole(op):
             headers = Handshake(world, op, error)
             given = torch.from_numpy(partial(np.empty(0, np.float32)) if squares is None else squares)
@@ -256,9 +256,9 @@ class ShardedBatch:
         if self._sent is None:
             self._check()
             self.arrive()
-            _, error = attempt(lambda: self.send(grads, weights))
+            _, error = catch(lambda: self.send(grads, weights))
             self.send_nothing()
-            self._ending(lambda: agree(self._world, f"gradients of {self._op}", error))
+            self._ending(lambda: handshake(self._world, f"gradients of {self._op}", error))
         assert self.own is not None
         return self.own
 
@@ -305,7 +305,7 @@ def _whole(what: str) -> Callable[[Method], Method]:
         @wraps(method)
         def whole(self: ShardedTable, *arguments: Any, **named: Any) -> Any:
             op = f"{what} of embedding {self.name!r}"
-            with self.world.whole(op), telling(self.world, op):
+            with self.world.whole(op), raise_on_all_ranks(self.world, op):
                 return method(self, *arguments, **named)
 
         return cast(Method, whole)
@@ -347,7 +347,7 @@ class ShardedTable:
         self.between_steps()
         local, asked, pools = self._ask(op, lookups, like, dtype)
         like_own = None if like is None else like.own
-        own, error = attempt(lambda: self._pin_own(asked, like_own))
+        own, error = catch(lambda: self._pin_own(asked, like_own))
         self.pinned = ShardedBatch(self, op, local, asked, pools, own, error, dtype)
         if self.world.batches is not None:
             self.world.batches.append(self.pinned)
@@ -386,11 +386,11 @@ class ShardedTable:
                 return self.ahead.local_of(number)
             return LocalBatch(own.processor, own.spec, lookups, world, None if like is None else like.local)
 
-        local, error = attempt(prepare)
+        local, error = catch(prepare)
         counts = [0] * world.size if local is None else local.counts
         try:
             wanted = self.requests is not None and self.requests.wanted
-            answer = agree(world, op, error, same, counts, note=2 * number + pools, asks=wanted)
+            answer = handshake(world, op, error, same, counts, note=2 * number + pools, asks=wanted)
         finally:
             world.passed += 1
         assert local is not None
@@ -427,7 +427,7 @@ class ShardedTable:
         op = f"embedding {self.name!r}, lookup at step {self.own.step}"
         local, asked, _ = self._ask(op, [lookup])
         counts = [len(part.ids) for part in asked]
-        rows, error = attempt(lambda: self.own.get(concat_lookups(asked)))
+        rows, error = catch(lambda: self.own.get(concat_lookups(asked)))
         given, taken = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
@@ -448,13 +448,15 @@ class ShardedTable:
         if self.capacity is not None:
             self._check_room(op, asked, self.capacity)
         self.count_write()
-        _, error = attempt(lambda: self.own.put(asked, rows))
-        agree(self.world, f"{op}: done", error)
+        _, error = catch(lambda: self.own.put(asked, rows))
+        handshake(self.world, f"{op}: done", error)
 
     def _check_room(self, op: str, asked: Lookup, capacity: int) -> None:
         """Raise CapacityError on every rank where new rows of all ranks exceed `capacity`."""
-        new, error = attempt(lambda: new_rows(self.own, asked))
-        answer = agree(self.world, f"{op}: room", error, counts=[new or 0] * self.world.size, note=self.own.counts.rows)
+        new, error = catch(lambda: new_rows(self.own, asked))
+        answer = handshake(
+            self.world, f"{op}: room", error, counts=[new or 0] * self.world.size, note=self.own.counts.rows
+        )
         if any(answer.counts) and sum(answer.notes) + sum(answer.counts) > capacity:
             self.world.told = no_room(self.name, capacity, sum(answer.notes), sum(answer.counts))
             raise self.world.told
@@ -465,8 +467,8 @@ class ShardedTable:
         op = f"delete of embedding {self.name!r} at step {self.own.step}"
         asked, _ = self._scatter(op, lookup, None)
         self.count_write()
-        gone, error = attempt(lambda: self.own.delete(asked))
-        return sum(agree(self.world, f"{op}: done", error, note=gone or 0).notes)
+        gone, error = catch(lambda: self.own.delete(asked))
+        return sum(handshake(self.world, f"{op}: done", error, note=gone or 0).notes)
 
     def _scatter(
         self, op: str, lookup: Lookup, values: NDArray[np.float32] | None
@@ -474,15 +476,15 @@ class ShardedTable:
         """The ids and values [n, dim] that all ranks give of rows that this rank has, in the order of ranks."""
         world, spec = self.world, self.own.spec
         on_host = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
-        batch, error = attempt(lambda: batch_of(spec, [on_host]))
+        batch, error = catch(lambda: batch_of(spec, [on_host]))
         if error is None:
-            _, error = attempt(self._begin_write)
+            _, error = catch(self._begin_write)
         if batch is None or error is not None:
-            agree(world, op, error)
+            handshake(world, op, error)
         owners = _core.owners(batch.tables, batch.keys, world.size)
         order = np.argsort(owners, kind="stable")
         sends = np.bincount(owners, minlength=world.size).tolist()
-        takes = agree(world, op, None, counts=sends).counts
+        takes = handshake(world, op, None, counts=sends).counts
         ids = np.stack((batch.keys[order].view(np.int64), batch.tables[order].astype(np.int64)), 1)
         here = empty((sum(takes) * 2,), torch.int64)
         sizes = [2 * count for count in takes], [2 * count for count in sends]
@@ -502,8 +504,8 @@ class ShardedTable:
     @_whole("size")
     def size(self) -> int:
         """How many rows all ranks have."""
-        rows, error = attempt(self._held.size)
-        return sum(agree(self.world, f"size of embedding {self.name!r}", error, note=rows or 0).notes)
+        rows, error = catch(self._held.size)
+        return sum(handshake(self.world, f"size of embedding {self.name!r}", error, note=rows or 0).notes)
 
     @_whole("announcement")
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
@@ -512,8 +514,8 @@ class ShardedTable:
         together: whether every rank is known to be in this call. What keeps one from it is then left for the step.
         """
         if not together:
-            _, error = attempt(self._check_behind)
-            agree(self.world, f"announcement of embedding {self.name!r} at step {self.own.step}", error)
+            _, error = catch(self._check_behind)
+            handshake(self.world, f"announcement of embedding {self.name!r} at step {self.own.step}", error)
         self.ahead.announce(lookups, lambda: LocalBatch(self.own.processor, self.own.spec, lookups or [], self.world))
 
     def rows_and_new(self, own: PinnedBatch) -> tuple[int, int]:
@@ -529,7 +531,7 @@ class ShardedTable:
 
     def fall_behind(self, op: str, error: BaseException) -> None:
         """This rank failed in an update that other ranks make: no rank uses the rows until a snapshot is loaded."""
-        attempt(self.release)  # the pin cannot end after a failure
+        catch(self.release)  # the pin cannot end after a failure
         self._behind = f"{op} raised {error!r} on this rank amid its updates, which other ranks made"
         if self._held.is_open:
             self.own.failure = self.own.failure or error  # so that these rows are never marked as whole

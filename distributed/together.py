@@ -15,7 +15,7 @@ from ..snapshots.files.writer import Progress
 from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import LoadReport
-from .agreement import attempt, everywhere
+from .agreement import call_on_all_ranks, catch
 from .part_save import BackgroundShardedSave, commit_together
 from .rank_group import RankGroup
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .part_save import ShardedSave
 
 
-Tables = Sequence[Any]  # of ShardedHeld, whose file imports this one
+Tables = Sequence[Any]  # of ShardedTableHandle, whose file imports this one
 
 
 class SavesTogether(RankGroup):
@@ -64,7 +64,7 @@ class SavesTogether(RankGroup):
                     table.goes_on(saving)
                 return saving
             errors = [
-                attempt(partial(table.write_save, save, parent, progress))[1]
+                catch(partial(table.write_save, save, parent, progress))[1]
                 for table, (save, parent) in zip(tables, saves, strict=True)
             ]
             made = commit_together(self, op, [save for save, _ in saves], errors, noted)
@@ -76,8 +76,8 @@ class SavesTogether(RankGroup):
         """As `load_together` of one process."""
         op = f"loading snapshot {name!r} of {len(tables)} embeddings"
         places = [table.folder / name for table in tables]
-        snapshots: list[Snapshot] = everywhere(self, op, lambda: [Snapshot.open(place) for place in places])
-        everywhere(self, op, lambda: check_one_instant([table.name for table in tables], snapshots))
+        snapshots: list[Snapshot] = call_on_all_ranks(self, op, lambda: [Snapshot.open(place) for place in places])
+        call_on_all_ranks(self, op, lambda: check_one_instant([table.name for table in tables], snapshots))
         with _locked(tables):
             for table, place in zip(tables, places, strict=True):
                 table.check_rows(place)
@@ -102,7 +102,7 @@ def _locked(tables: Tables) -> Iterator[None]:
 def _load(world: RankGroup, tables: Tables, places: Sequence[Path]) -> list[LoadReport]:
     members = [table.membership for table in tables if table.membership is not None]
     op = f"loading {len(tables)} embeddings"
-    together = everywhere(world, op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
+    together = call_on_all_ranks(world, op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
     both = zip(tables, places, strict=True)
     return load_all(members, [partial(table.load_from, place, together=together) for table, place in both])
 

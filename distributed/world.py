@@ -20,7 +20,7 @@ from ..engine.errors import GroupError, OptionError
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
-from .agreement import agree, attempt, raw_bytes
+from .agreement import all_gather_bytes, catch, handshake
 from .held import ShardedTableHandle
 from .sendable import bytes_of, check_sendable
 from .together import SavesTogether
@@ -128,12 +128,12 @@ class World(SavesTogether):
         if self.size == 1:
             return [data]
         with self.whole(op):
-            agree(self, op, same=same)
-            return raw_bytes(self, op, data)
+            handshake(self, op, same=same)
+            return all_gather_bytes(self, op, data)
 
     def meet(self, op: str, error: BaseException | None = None, note: int = 0) -> list[int]:
         """The notes of all ranks, of 63 bits, in their order. The error that a rank gives is raised on all of them."""
-        return agree(self, op, error, note=note).notes
+        return handshake(self, op, error, note=note).notes
 
     def hold(
         self,
@@ -157,11 +157,11 @@ class World(SavesTogether):
         if self.size == 1:
             x = check_sendable("x", x, open_dims == 0)
             return [x.detach().clone().view(_length(x), *x.shape[1:])]
-        data, error = attempt(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
+        data, error = catch(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
         with self.whole(op):
             same = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
-            lengths = agree(self, op, error, same, note=0 if error else _length(x)).notes
-            parts = raw_bytes(self, op, data.numpy().tobytes())
+            lengths = handshake(self, op, error, same, note=0 if error else _length(x)).notes
+            parts = all_gather_bytes(self, op, data.numpy().tobytes())
         return [_tensor(*part, x) for part in zip(parts, lengths, strict=True)]
 
 

@@ -14,7 +14,15 @@ from ..engine.errors import InputError, OptimizerError, SnapshotError, StoreErro
 from ..engine.optim.kernel import kernels
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
-from ..engine.options.table_names import OF_TENSORS, Names, choices, labels_of, misplaced, names_in, table_number
+from ..engine.options.table_names import (
+    OF_TENSORS,
+    Names,
+    choices,
+    labels_of,
+    mismatched_tables,
+    names_in,
+    table_number,
+)
 from ..engine.options.table_spec import KEY_TYPES, TableSpec
 from ..engine.row_format import Chunks
 from ..snapshots.store.selection import Selection, converted_description
@@ -117,7 +125,7 @@ def _names_for(spec: TableSpec, stored: dict[str, Any]) -> Names:
 def _check_names(spec: TableSpec, stored: dict[str, Any], what: str, wanted: Collection[int] | None) -> None:
     """Raises StoreError where the rows of a stored table would become those of another table."""
     names = _names_for(spec, stored)
-    others = [table for table in misplaced(names, spec.table_names) if wanted is None or table in wanted]
+    others = [table for table in mismatched_tables(names, spec.table_names) if wanted is None or table in wanted]
     if others and stored.get("rows") != 0:
         raise StoreError(
             f"{what} holds tables {list(labels_of(names))}, and the embedding has {list(spec.labels)}: rows go by "
@@ -148,7 +156,7 @@ def fitting(
     tables = None
     if given is not None:
         tables = [_selected(spec, names, table, f"tables={given!r}: {what}") for table in given]
-    others = {*misplaced(_names_for(spec, stored), spec.table_names), *range(spec.num_tables, len(names))}
+    others = {*mismatched_tables(_names_for(spec, stored), spec.table_names), *range(spec.num_tables, len(names))}
     if others and not strict:
         remarks.append(_left_out(spec, names, others, what))
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]

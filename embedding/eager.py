@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
-from ..engine.checks import real
+from ..engine.checks import as_number
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.ops.exact_sum import sum_of_squares
 from ..engine.ops.rows_contract import EmbeddingBase
@@ -22,7 +22,7 @@ from ..engine.optim.base import LARGEST, SMALLEST
 from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
 from ..engine.signals import uninterrupted
 from .ddp_guard import refuse_eager_ranks
-from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, training_step
+from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders
 from .handle_contract import Ranks
 from .model_snapshots import ModelSnapshots
 from .saved_rows import SavedRows
@@ -158,7 +158,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         Raises OptimizerError for a `max_norm` that is neither inf nor a number above 0 that float32 holds, for rows
         that ranks share, and for those of another EagerOptimizer; InputError for a gradient that was changed in place.
         """
-        limit = real(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
+        limit = as_number(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
         if limit is None or not (SMALLEST <= limit < LARGEST or limit == math.inf):
             raise OptimizerError(
                 f"max_norm={max_norm!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or inf to measure alone"
@@ -224,7 +224,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             stepped = [(e, rows, gradients) for e, rows, gradients in reached if gradients is not None]
         else:
             stepped = self._reached_anywhere(self._world, reached)
-        with training_step([embedding for embedding, *_ in stepped], "an EagerOptimizer"):
+        with exclusive_step([embedding for embedding, *_ in stepped], "an EagerOptimizer"):
             pinned: list[tuple[RowGradients, Any]] = []
             try:
                 for embedding, rows, gradients in stepped:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from ..engine.checks import whole
+from ..engine.checks import as_int
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..engine.ops.batch import check_legal, segment
 from ..engine.ops.rows_contract import TRACED, Pinned
@@ -32,7 +32,7 @@ from ..engine.options.lookup import (
     rows_from,
 )
 from ..engine.options.store_options import store_options_from_dict
-from ..engine.options.table_names import numbered
+from ..engine.options.table_names import with_table_name
 from ..engine.options.table_spec import table_spec
 from ..engine.row_format import EMBEDDING
 from ..engine.signals import uninterrupted
@@ -145,7 +145,7 @@ class KeyedRows(SavedRows):
         """
         key, at = check_row(self.spec, key, table)
         tiers, why = where(self._own_table(), self._lookup([key], at))
-        row = {**numbered(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
+        row = {**with_table_name(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
@@ -521,7 +521,7 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         world: Ranks | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if whole(embedding_dim) is None:
+        if as_int(embedding_dim) is None:
             raise OptionError(
                 f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
             )

@@ -251,7 +251,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
 
 
 @contextmanager
-def training_step(embeddings: Iterable[EmbeddingBase], owner: str) -> Iterator[None]:
+def exclusive_step(embeddings: Iterable[EmbeddingBase], owner: str) -> Iterator[None]:
     """A block for a step that pins rows of `embeddings`: a step in another thread would take its pins away.
 
     owner: whose step it is, for messages. GraphError where another thread is in a step of one of them.

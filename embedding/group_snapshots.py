@@ -28,7 +28,7 @@ from .training_group import Membership, between_steps
 
 log = logging.getLogger("tierbed")
 
-Tables = Sequence[Any]  # of HeldTable, whose file imports this one
+Tables = Sequence[Any]  # of LocalTableHandle, whose file imports this one
 
 
 def save_together(

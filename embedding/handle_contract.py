@@ -47,7 +47,7 @@ class TableOfAll(Protocol):
 
 
 class TableHandle(Protocol):
-    """An embedding's hold on its rows. The methods are those of `HeldTable`."""
+    """An embedding's hold on its rows. The methods are those of `LocalTableHandle`."""
 
     device: torch.device
     awaited: Sequence[RowsReference]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine import _core
 from ..engine._core import WAYS
 from ..engine.cache.memory_split import LEAST, LINE_OVERHEAD_BYTES, MB, MemorySplit, divide
-from ..engine.checks import budget_option, real, whole, whole_option
+from ..engine.checks import as_int, as_number, budget_option, int_option
 from ..engine.errors import InputError, OptionError
 from ..engine.host_memory import free_host_memory
 from ..engine.options.initializers import MASK64
@@ -77,7 +77,7 @@ class Plan:
 
     def rows(self, budget_mb: float) -> int:
         """How many lines a cache with `cache_budget_mb=budget_mb` has. Raises OptionError for fewer than LEAST."""
-        budget = real(budget_mb)
+        budget = as_number(budget_mb)
         if budget is None or not self.bytes(LEAST) / MB <= budget < 1 << 40:
             raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB from {self.bytes(LEAST) / MB:.3f} on")
         return int(budget * MB) // self.bytes(WAYS) * WAYS
@@ -95,7 +95,7 @@ class Plan:
             raise OptionError(f"budget_mb={budget_mb!r}, rows={rows!r}: give one of them")
         if budget_mb is not None:
             rows = self.rows(budget_mb)
-        lines = whole(rows, least=LEAST)
+        lines = as_int(rows, least=LEAST)
         if lines is None:
             raise OptionError(f"rows={rows!r}: give a whole number of lines, {LEAST} or more")
         return self._mean(lines, self._of_table(table))
@@ -117,7 +117,7 @@ class Plan:
 
         table: counts only this table's rows, in the cache that all tables share. Raises OptionError.
         """
-        if whole(points, least=2) is None:
+        if as_int(points, least=2) is None:
             raise OptionError(f"points={points!r}: give a whole number, 2 or more")
         of = self._of_table(table)
         most = max(2 * int(self.seen.sum()), 2 * LEAST)
@@ -171,7 +171,7 @@ class Plan:
     def _of_table(self, table: int | None) -> NDArray[np.bool_]:
         if table is None:
             return self._counted
-        if whole(table, 0, len(self.seen) - 1) is None:
+        if as_int(table, 0, len(self.seen) - 1) is None:
             raise OptionError(f"table={table!r}: tables run from 0 to {len(self.seen) - 1}")
         if not self.uses[table]:
             raise OptionError(f"table={table}: the trace has no ids of it; give a longer one, or more samples")
@@ -222,10 +222,10 @@ def plan(
     words = words_of(check_dtype(dtype), dim) + state // dim * words_of(of_states, dim) + state % dim
     padding = None
     if padding_idx is not None:
-        padding = whole_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
+        padding = int_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
     ranks = None
     if world_size is not None:
-        size = whole_option("world_size", world_size, f"a number of ranks from 1 to {MOST_RANKS}", 1, MOST_RANKS)
+        size = int_option("world_size", world_size, f"a number of ranks from 1 to {MOST_RANKS}", 1, MOST_RANKS)
         ranks = RankPlan(size, dim, tables, padding)
     sample = Sample(samples)
     for number, item in enumerate(trace):
@@ -238,7 +238,7 @@ def plan(
 
 
 def _count(name: str, value: Any, least: int) -> int:
-    return whole_option(name, value, f"a whole number >= {least}", least)
+    return int_option(name, value, f"a whole number >= {least}", least)
 
 
 def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np.int64]:

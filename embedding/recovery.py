@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 from ..engine.errors import StoreError, TierbedError
 from ..engine.options.store_options import StoreOptions
-from ..snapshots.files.read_errors import cause_of
+from ..snapshots.files.read_errors import os_error_in
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import (
     FolderState,
     RanksRecord,
     ShardVersions,
+    clean_markers,
+    common_version,
     holder,
     live_of,
-    live_together,
-    marks_in,
     remove_other_shares,
-    share_folder,
+    shard_folder,
 )
 from ..snapshots.store.save import base_of
 
@@ -69,12 +69,12 @@ class OpenPlan(NamedTuple):
 Decide = Callable[[FolderContents], OpenPlan]
 
 
-def found_in(folder: FolderState) -> FolderContents:
+def contents_of(folder: FolderState) -> FolderContents:
     """What a store folder holds. Raises StoreError."""
     return FolderContents(folder.read_mark(), folder.noted_step, folder.begun, folder.was_open)
 
 
-def own_decision(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
+def plan_open_local(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
     """How a table opens whose rows this process alone has.
 
     fresh: whether it starts empty in any case. refuses: whether a folder that was not closed is an error. StoreError.
@@ -87,16 +87,16 @@ def own_decision(folder: StoreFolder, found: FolderContents, fresh: bool, refuse
         return OpenPlan()
     where = f"store folder {folder.path}"
     if refuses and found.was_open:
-        raise StoreError(not_closed(folder.path))
+        raise StoreError(unclean_shutdown_text(folder.path))
     snapshot = base_of(folder)
     base = RecoveryPoint.of(snapshot)
     if not found.was_open:
-        return OpenPlan(snapshot=snapshot, said=(logging.INFO, f"{where} is new; {restored(base)}"))
-    said = f"{where} was not closed by its last run; {restored(base)}; {lost(base, found.noted_step)}"
+        return OpenPlan(snapshot=snapshot, said=(logging.INFO, f"{where} is new; {recovery_text(base)}"))
+    said = f"{where} was not closed by its last run; {recovery_text(base)}; {lost_steps_text(base, found.noted_step)}"
     return OpenPlan(snapshot=snapshot, said=(logging.WARNING, said))
 
 
-def not_closed(path: Path) -> str:
+def unclean_shutdown_text(path: Path) -> str:
     """The error of open="error"."""
     return (
         f"store folder {str(path)!r} was not closed by its last run, so its live rows cannot be used; "
@@ -104,14 +104,14 @@ def not_closed(path: Path) -> str:
     )
 
 
-def restored(base: RecoveryPoint | None) -> str:
+def recovery_text(base: RecoveryPoint | None) -> str:
     """What a run begins with in place of the live rows, for the log."""
     if base is None:
         return "started empty: it has no snapshot of its own"
     return f"restored its last snapshot {base.name!r}, of step {base.step}"
 
 
-def lost(base: RecoveryPoint | None, reached: int | None) -> str:
+def lost_steps_text(base: RecoveryPoint | None, reached: int | None) -> str:
     """What an unclean end lost, for the log: the steps after `base`, up to `reached` where that is known."""
     kept = 0 if base is None else base.step
     if reached is None or reached < kept:
@@ -123,7 +123,7 @@ def lost(base: RecoveryPoint | None, reached: int | None) -> str:
 
 def lacks_space(error: TierbedError) -> bool:
     """Whether the disk has no room for what was tried."""
-    cause = cause_of(error)
+    cause = os_error_in(error)
     return cause is not None and cause.errno == errno.ENOSPC
 
 
@@ -138,28 +138,31 @@ def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
     )
 
 
-def leave_ranks(
+def recover_from_ranks(
     path: Path, record: RanksRecord, shares: ShardVersions, base: RecoveryPoint | None, refuses: bool
 ) -> tuple[int, str]:
     """The level and text to log where rows of other ranks are left for those of `base`, or for none.
 
     Raises StoreError where this would lose rows that are whole, or where they are lost and open="error".
     """
-    live = live_together(record, shares.values())
+    live = common_version(record, shares.values())
     if live is None:
         if refuses:
-            raise StoreError(not_closed(path))
-        return logging.WARNING, f"{not_all_closed(path, record, shares)}; {restored(base)}; {lost(base, None)}"
+            raise StoreError(unclean_shutdown_text(path))
+        return (
+            logging.WARNING,
+            f"{unclean_ranks_text(path, record, shares)}; {recovery_text(base)}; {lost_steps_text(base, None)}",
+        )
     name, step, _ = base or ("", 0, 0)
     if (live.writes, record.snapshot, live.step) != (record.saved, name, step):
-        raise StoreError(keep(path, f"{record.ranks} ranks", live.step, base))
-    return logging.INFO, f"store folder {path} has rows of {record.ranks} ranks; {restored(base)}"
+        raise StoreError(unsaved_rows_text(path, f"{record.ranks} ranks", live.step, base))
+    return logging.INFO, f"store folder {path} has rows of {record.ranks} ranks; {recovery_text(base)}"
 
 
-def check_let_go(path: Path, ranks: int) -> None:
+def check_shards_unlocked(path: Path, ranks: int) -> None:
     """Raises StoreError while a process has a share of so many ranks open, as one that outlives its rank 0."""
     for rank in range(ranks):
-        place = share_folder(path, rank, ranks)
+        place = shard_folder(path, rank, ranks)
         if place.is_dir() and (process := holder(place)) is not None:
             raise StoreError(
                 f"{str(place)!r}, the share of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
@@ -167,7 +170,7 @@ def check_let_go(path: Path, ranks: int) -> None:
             )
 
 
-def keep(path: Path, whose: str, step: int, base: RecoveryPoint | None) -> str:
+def unsaved_rows_text(path: Path, whose: str, step: int, base: RecoveryPoint | None) -> str:
     """The error for live rows that no snapshot has, with the remedy."""
     last = "it has none" if base is None else f"its last, {base.name!r}, is of step {base.step}"
     return (
@@ -178,7 +181,7 @@ def keep(path: Path, whose: str, step: int, base: RecoveryPoint | None) -> str:
     )
 
 
-def not_all_closed(path: Path, record: RanksRecord, shares: ShardVersions) -> str:
+def unclean_ranks_text(path: Path, record: RanksRecord, shares: ShardVersions) -> str:
     """Why the live rows of ranks cannot be used, for the log."""
     unclosed = [rank for rank in range(record.ranks) if (live := shares.get(rank)) is None or live.run != record.run]
     if not unclosed:
@@ -186,15 +189,15 @@ def not_all_closed(path: Path, record: RanksRecord, shares: ShardVersions) -> st
     return f"store folder {path} was not closed by rank {', '.join(map(str, unclosed))} of its {record.ranks}"
 
 
-def decide_alone(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
-    """As `own_decision`, also where the live rows are of ranks. StoreError where these may be on other hosts."""
+def plan_open(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
+    """As `plan_open_local`, also where the live rows are of ranks. StoreError where these may be on other hosts."""
     record = folder.keeper.of_ranks
     if record is not None:
-        check_let_go(folder.path, record.ranks)
+        check_shards_unlocked(folder.path, record.ranks)
     if record is None or found.mark is not None or fresh:
-        return own_decision(folder, found, fresh, refuses)
+        return plan_open_local(folder, found, fresh, refuses)
     snapshot = base_of(folder.keeper)
-    shares = live_of(marks_in(folder.path, record.ranks), record.ranks)
+    shares = live_of(clean_markers(folder.path, record.ranks), record.ranks)
     if not shares:
         raise StoreError(
             f"store folder {str(folder.path)!r} has live rows of {record.ranks} ranks, and none of their shares is "
@@ -202,11 +205,11 @@ def decide_alone(folder: StoreFolder, found: FolderContents, fresh: bool, refuse
             '`tierbed snapshot load` goes back to a snapshot, and open="fresh" starts empty'
         )
     return OpenPlan(
-        snapshot=snapshot, said=leave_ranks(folder.path, record, shares, RecoveryPoint.of(snapshot), refuses)
+        snapshot=snapshot, said=recover_from_ranks(folder.path, record, shares, RecoveryPoint.of(snapshot), refuses)
     )
 
 
-def forget_ranks(folder: StoreFolder) -> None:
+def take_over_from_ranks(folder: StoreFolder) -> None:
     """Let the live rows be this process's alone, and remove those of ranks. Raises StoreError."""
     folder.keeper.end_ranks()
     remove_other_shares(folder.path, 1)
@@ -222,7 +225,7 @@ class RankShard:
 
     def folder(self, store: Path) -> Path:
         """The store folder of the share, in that of the table."""
-        return share_folder(store, self.rank, self.ranks)
+        return shard_folder(store, self.rank, self.ranks)
 
     def options(self, options: StoreOptions) -> StoreOptions:
         """The options of the share's table: an evicting one has its part of `capacity`, rounded up."""

@@ -33,13 +33,13 @@ from ..engine.table.row_scan import checked_rows, load_rows
 from ..engine.table.stack import build_stack, processor_of
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import SHARE, check_description
-from ..snapshots.files.read_errors import cause_of
+from ..snapshots.files.read_errors import os_error_in
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, LIVE, Instant, Rows
 from ..snapshots.files.writer import write_snapshot
 from ..snapshots.store.closed_store import live_rows
 from ..snapshots.store.folder import StoreFolder
-from ..snapshots.store.folder_state import place_of
+from ..snapshots.store.folder_state import snapshot_folder_of
 from ..snapshots.store.instants import rows_of, settle
 from ..snapshots.store.save import base_of
 from ..snapshots.store.selection import ALL, LoadReport, Selection, converted_description
@@ -51,12 +51,12 @@ from .recovery import (
     RankShard,
     RecoveryPoint,
     WriteEpoch,
-    decide_alone,
-    forget_ranks,
-    found_in,
+    contents_of,
     lacks_space,
-    lost,
+    lost_steps_text,
     no_space_to_open,
+    plan_open,
+    take_over_from_ranks,
 )
 from .rows_in_tensors import RowTensors
 from .training_group import UNSETTLED, Membership, TrainingGroup, open_rows
@@ -87,7 +87,7 @@ class TablePersistence:
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
             if share is None:
-                self.folder = StoreFolder(path, user, place_of(options.snapshot_path, spec.name))
+                self.folder = StoreFolder(path, user, snapshot_folder_of(options.snapshot_path, spec.name))
             else:
                 self.folder = StoreFolder(share.folder(path), user)
         alone = self.folder is not None and share is None  # in this process
@@ -116,12 +116,12 @@ class TablePersistence:
                 self.unsettled = settle(self.folder, mode, open_rows(), for_load, stores=stores)
                 self.membership.record = self.folder.group
             self._is_written = self.is_untouched = False
-            found = found_in(self.folder)
+            found = contents_of(self.folder)
             is_new = self.life is None and found.mark is None and not found.was_open
             opening = (decide or self._own_decision)(found)
             table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
             if self.life is None:
-                forget_ranks(self.folder)
+                take_over_from_ranks(self.folder)
             if self.membership is not None and self.unsettled and not self.is_untouched:
                 self.membership.torn = UNSETTLED
             return table
@@ -132,7 +132,7 @@ class TablePersistence:
 
     def _own_decision(self, found: FolderContents) -> OpenPlan:
         assert self.folder is not None
-        opening = decide_alone(self.folder, found, self._fresh, self.options.open == "error")
+        opening = plan_open(self.folder, found, self._fresh, self.options.open == "error")
         if self.membership is not None and self.folder.at is not None:
             opening = opening._replace(said=None)  # it was said of all that are trained together
         if self.life is None or opening.mark is None:
@@ -237,7 +237,8 @@ class TablePersistence:
         if snapshot is None:
             return "the next run starts empty: it has no snapshot of its own"
         base = RecoveryPoint(snapshot.name, snapshot.description["step"], snapshot.manifest.rows)
-        return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost(base, table.step)}"
+        lost = lost_steps_text(base, table.step)
+        return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost}"
 
     def release(self) -> None:
         """Let the folder go as it is, and the memory that was promised."""
@@ -325,7 +326,7 @@ class TablePersistence:
                 return self._build(optimizer, mark, folder.live)
             return self._restore(optimizer, mark, live_rows(folder, mark), same_rows=True)
         except (SnapshotError, StoreError) as error:
-            if cause_of(error) is not None:
+            if os_error_in(error) is not None:
                 raise
             raise StoreError(
                 f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "

@@ -21,8 +21,8 @@ from ..snapshots.files.writer import Together, write_snapshot
 from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
-from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_leftovers, save_held
+from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
+from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_leftovers, save_snapshot_of
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
 from .rows_reference import RowsReference, reference_at, saved_as
@@ -31,7 +31,7 @@ from .training_group import Membership, between_steps
 
 
 class TableSnapshots:
-    """The part of `HeldTable` that saves and loads the rows of its table as snapshots."""
+    """The part of `LocalTableHandle` that saves and loads the rows of its table as snapshots."""
 
     _persistence: TablePersistence
 
@@ -94,7 +94,7 @@ class TableSnapshots:
             table.watch.check_not_saving()
             if kind == "checkpoint":
                 table.flush()
-            manifest = save_held(folder, name, kind, self._held(table, together), progress, overwrite)
+            manifest = save_snapshot_of(folder, name, kind, self._held(table, together), progress, overwrite)
             if kind == "incremental" or table.watch.changes is not None:
                 table.watch.track_changes(manifest.id)
             if self.membership is not None:
@@ -276,7 +276,7 @@ class TableSnapshots:
         table, folder = self.table, self._persistence.folder
         if folder is not None:
             with table.lock:
-                drop_unneeded(folder, saved)
+                remove_if_unreferenced(folder, saved)
 
     def discard_rows(self, name: str) -> None:
         """Remove the snapshot that `save_rows` put into the store folder. After a kill the one before it counts."""

@@ -13,7 +13,7 @@ from .errors import OptionError
 _VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
 
 
-def whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
+def as_int(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
     """A whole number from `least` to `most` as an int; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return None
@@ -21,16 +21,16 @@ def whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int |
     return number if least <= number <= most else None
 
 
-def real(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """A number as a float, or as an int where it is whole; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def whole_option(name: str, value: Any, wanted: str, least: float = -math.inf, most: float = math.inf) -> int:
+def int_option(name: str, value: Any, wanted: str, least: float = -math.inf, most: float = math.inf) -> int:
     """The option `name` as an int from `least` to `most`. OptionError for anything else, with what is `wanted`."""
-    number = whole(value, least, most)
+    number = as_int(value, least, most)
     if number is None:
         raise OptionError(f"{name}={value!r}: give {wanted}")
     return number
@@ -38,7 +38,7 @@ def whole_option(name: str, value: Any, wanted: str, least: float = -math.inf, m
 
 def budget_option(name: str, value: Any, zero: bool, otherwise: str = "") -> float:
     """The option `name`, a number of MiB. zero: whether it may be 0. otherwise: another remedy. OptionError."""
-    number = real(value)
+    number = as_number(value)
     if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
         raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0{otherwise}")
     return number

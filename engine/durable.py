@@ -51,7 +51,7 @@ def make_folder(path: Path) -> None:
     fsync_dir(path.parent)
 
 
-def aside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """The name of a file or folder while it is being written."""
     return path.with_name(f"{TEMPORARY}{path.name}")
 
@@ -69,7 +69,7 @@ class Commit:
 
 
 @contextlib.contextmanager
-def made_aside(folder: Path, overwrite: bool = False, commit: Commit | None = None) -> Iterator[Path]:
+def atomic_folder(folder: Path, overwrite: bool = False, commit: Commit | None = None) -> Iterator[Path]:
     """A temporary folder beside `folder`, which gets the name `folder`, durably, when the block ends.
 
     If the block raises, nothing is left. The block makes durable what it puts into the temporary folder. Parents are
@@ -77,10 +77,10 @@ def made_aside(folder: Path, overwrite: bool = False, commit: Commit | None = No
     instant, and the old one is removed when that is durable. commit: of a folder that is made with others. Raises
     OSError; NoExchangeError, and the old folder is untouched; UnsyncedError, and the new folder is there.
     """
-    temporary = aside(folder)
+    temporary = temporary_path(folder)
     try:
         make_folder(folder.parent)
-        remove_aside([temporary])
+        remove_temporary([temporary])
         temporary.mkdir()
         yield temporary
         fsync_dir(temporary)
@@ -101,8 +101,8 @@ def made_aside(folder: Path, overwrite: bool = False, commit: Commit | None = No
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what `made_aside` of killed processes left in a folder, if the folder is there. Raises OSError."""
-    remove_aside(list(folder.glob(f"{TEMPORARY}*/")))
+    """Remove what `atomic_folder` of killed processes left in a folder, if the folder is there. Raises OSError."""
+    remove_temporary(list(folder.glob(f"{TEMPORARY}*/")))
 
 
 class UnsyncedError(OSError):
@@ -157,7 +157,7 @@ def check_exchange(folder: Path) -> None:
                 remove_folder(place)
 
 
-def remove_aside(folders: Collection[Path]) -> None:
+def remove_temporary(folders: Collection[Path]) -> None:
     """Remove folders that killed processes left, all in one parent, where they are there. Raises OSError.
 
     One of them may be an old folder after an exchange, so the exchange is made durable first.
@@ -185,7 +185,7 @@ def _fsync(path: Path, flags: int) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any instant the old file or the new file is there, whole. One writer at a time."""
-    temporary = aside(path)
+    temporary = temporary_path(path)
     try:
         with uninterrupted(), temporary.open("wb") as file:
             file.write(data)

@@ -66,7 +66,7 @@ class uninterrupted:  # a class and no generator, which costs more: a step enter
                 self._handlers[number](number, frame)
 
 
-def held() -> list[int]:
+def deferred_signals() -> list[int]:
     """The signals that wait for the end of the block in which this thread is, in the order in which they came.
 
     For a block that waits for another process, which may never answer: it fails then, and the handlers run at its end.

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..embedding.ddp_guard import refuse_around
 from ..embedding.model_snapshots import ModelSnapshots
 from ..embedding.saved_rows import are_apart, rows_apart
-from ..engine.checks import whole
+from ..engine.checks import as_int
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
 from ..engine.signals import uninterrupted
@@ -49,7 +49,7 @@ from .state.optimizer_set import OptimizerSet
 from .trace.built import HasBuild
 from .trace.names import path_of
 from .trace.signature import NONE_OPEN, Call, Dims, Given, Structure, call_key, open_leaves, tensors_spec
-from .trace.swap import one_trace
+from .trace.swap import trace_lock
 from .trace.trace import trace
 
 STEPS = 64
@@ -233,7 +233,7 @@ class Graph(ModelSnapshots, HasBuild):
         The steps are those of `run(batches, ahead=ahead)` and train to the same bits. `print` shows time
         by stage; `by_op()` and `chrome_trace(path)` have each op. Raises what `run` raises.
         """
-        if steps is not None and whole(steps, least=1) is None:
+        if steps is not None and as_int(steps, least=1) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
         timer = Timer()
         self.__forward = timer.forward
@@ -352,7 +352,7 @@ class Graph(ModelSnapshots, HasBuild):
         known, step = self.__last
         if signature != known or alone or (opened and not step.serves(inputs)):
             call = Call(given, leaves, spec, opened)
-            with one_trace, uninterrupted():  # Ctrl-C in the middle of a trace aborts in torch
+            with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace aborts in torch
                 # anew: a trace in another thread may have been under way
                 signature, tensors = self.__signature(given, leaves, spec, opened)
                 step = self.__step_for(signature, call, tensors, alone)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _core
-from ..checks import whole_option
+from ..checks import int_option
 from ..errors import InputError
 
 Ids = NDArray[np.int64]
@@ -29,9 +29,9 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
     Raises InputError for other values, for a null where `null` is not given, and for text that is no Unicode.
     OptionError for a `seed` or `null` that is no whole number of 64 bits.
     """
-    seed = whole_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1) % 2**64
+    seed = int_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1) % 2**64
     if null is not None:
-        null = whole_option("null", null, "a whole number of 64 bits, or None", -(2**63), 2**63 - 1)
+        null = int_option("null", null, "a whole number of 64 bits, or None", -(2**63), 2**63 - 1)
     if (arrow := _arrow_chunks(values)) is not None:
         parts = [_of_arrow(chunk, seed, null) for chunk in arrow]
         ids = np.concatenate(parts) if parts else np.empty(0, np.int64)

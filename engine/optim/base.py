@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..checks import real
+from ..checks import as_number
 from ..errors import OptimizerError
 from . import adam
 from .rule import Group
@@ -34,7 +34,7 @@ def positive(name: str, value: float | None) -> float | None:
     """OptimizerError for what is neither None nor a number above 0 that float32 holds with full precision."""
     if value is None:
         return None
-    number = real(value)
+    number = as_number(value)
     if number is None or not SMALLEST <= number < LARGEST:
         raise OptimizerError(f"{name}={value!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or None")
     return float(number)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checks import real
+from ..checks import as_number
 from ..errors import OptimizerError
 from .base import LARGEST, SMALLEST, betas, number
 from .kernel import LIMITS
@@ -153,7 +153,7 @@ def _limit(group: Group, name: str) -> float:
     value: Any = group.get(name)
     if value is None:
         return 0.0
-    found = real(value)
+    found = as_number(value)
     if found is None or not SMALLEST <= found <= LARGEST:
         raise OptimizerError(
             f"param group: {name}={value!r}; give a number from {SMALLEST:.3g} to {LARGEST:.2g}, or leave it out"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checks import whole_option
+from ..checks import int_option
 from ..errors import OptionError
 from ..optim.arithmetic import log_unit
 from .store_options import PlainDict
@@ -283,7 +283,7 @@ class NamedOptions(PlainDict):
         object.__setattr__(self, "name", check_table_name(self.name))
         if self.ids is not None:
             wanted = "how many ids the table has, from 1 to 2**64, all below it, or None for any id"
-            object.__setattr__(self, "ids", whole_option("ids", self.ids, wanted, 1, 2**64))
+            object.__setattr__(self, "ids", int_option("ids", self.ids, wanted, 1, 2**64))
         if self.bad_ids not in BAD_IDS:
             raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not below `ids`")
         if self.bad_ids != "raise" and self.ids is None:

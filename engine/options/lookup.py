@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..checks import whole
+from ..checks import as_int
 from ..errors import InputError, OptionError
 from ..row_format import overflows
 from .table_names import choices, table_number
@@ -118,14 +118,14 @@ def _places(spec: TableSpec, offsets: Tensor | None, features: Any, num_features
         raise InputError(f"{where}: they are parts of offsets, and there are none; give offsets, feature by feature")
     if not isinstance(features, (list, tuple)) or not features:
         raise InputError(f"{where}: got {features!r}; give a list of whole numbers, one for each column of the result")
-    total = len(features) if num_features is None else whole(num_features, least=1)
+    total = len(features) if num_features is None else as_int(num_features, least=1)
     if total is None:
         raise InputError(
             f"num_features of embedding {spec.name!r}: got {num_features!r}; give how many features offsets are of"
         )
     columns = dict[int, int]()
     for column, feature in enumerate(features):
-        number = whole(feature, 0, total - 1)
+        number = as_int(feature, 0, total - 1)
         if number is None or columns.setdefault(number, column) != column:
             raise InputError(
                 f"{where}: {feature!r} at place {column}; give numbers from 0 to {total - 1}, each once, and "
@@ -191,7 +191,7 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
     """A key and its table; `table` may be None where the embedding has one table. Raises InputError."""
-    if whole(key) is None:
+    if as_int(key) is None:
         raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
         table = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import _core
-from ..checks import auto_budget_option, budget_option, expanded, real, whole, whole_option
+from ..checks import as_int, as_number, auto_budget_option, budget_option, expanded, int_option
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
 
@@ -116,14 +116,14 @@ class StoreOptions(PlainDict):
             raise OptionError(
                 f"snapshot_path={self.snapshot_path!r}: snapshots are of a store on disk; give persistent_path too"
             )
-        if whole(self.storage_dim) == -1:  # OneFlow's word for "not given"
+        if as_int(self.storage_dim) == -1:  # OneFlow's word for "not given"
             self._set("storage_dim", None)
         for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):
             value = getattr(self, name)
             if value is not None:
                 wanted = "a whole number > 0 and < 2**63, or None"
-                self._set(name, whole_option(name, value, wanted, 1, (1 << 63) - 1))
-        size = whole(self.physical_block_size, 512, 1 << 20)
+                self._set(name, int_option(name, value, wanted, 1, (1 << 63) - 1))
+        size = as_int(self.physical_block_size, 512, 1 << 20)
         if size is None or size & (size - 1):
             raise OptionError(
                 f"physical_block_size={self.physical_block_size!r}: give a power of two from 512 to 1048576 bytes, as "
@@ -135,7 +135,7 @@ class StoreOptions(PlainDict):
         kept = self.state_dict_snapshots
         if not isinstance(kept, bool):
             wanted = "True, False, or how many snapshots of the latest states to keep, from 1"
-            self._set("state_dict_snapshots", whole_option("state_dict_snapshots", kept, wanted, 1))
+            self._set("state_dict_snapshots", int_option("state_dict_snapshots", kept, wanted, 1))
         if kept and self.persistent_path is None:
             raise OptionError(
                 f"state_dict_snapshots={kept!r}: without a persistent_path, state_dict() holds the rows themselves; "
@@ -159,10 +159,10 @@ class StoreOptions(PlainDict):
             raise OptionError(
                 f"ttl_steps={self.ttl_steps}: steps are counted in 32 bits; give less than 2**32, or None"
             )
-        rule = real(self.admission)
+        rule = as_number(self.admission)
         if rule is not None:
             self._set("admission", rule)
-        if self.admission is not None and (rule is None or not (0 < rule < 1 or whole(rule, 2, MOST_SIGHTS))):
+        if self.admission is not None and (rule is None or not (0 < rule < 1 or as_int(rule, 2, MOST_SIGHTS))):
             raise OptionError(
                 f"admission={self.admission!r}: give the steps that must look a row up, from 2 to {MOST_SIGHTS}, or a "
                 "probability > 0 and < 1, or None to keep every row"
@@ -259,7 +259,7 @@ class CachedSsdOptions(CachedHostMemOptions):
         self._set("host_cache_budget_mb", host_budget)
         if self.shards is not None:
             wanted = f"a whole number from 1 to {BUCKETS}, or None"
-            self._set("shards", whole_option("shards", self.shards, wanted, 1, BUCKETS))
+            self._set("shards", int_option("shards", self.shards, wanted, 1, BUCKETS))
         if self.read_mode not in READ_MODES:
             raise OptionError(f"read_mode={self.read_mode!r}: give one of {', '.join(map(repr, READ_MODES))}")
         if self.read_mode == "direct":
@@ -271,7 +271,7 @@ class CachedSsdOptions(CachedHostMemOptions):
                 "blocks; give read_mode='direct', or leave it out"
             )
         if self.io_threads is not None:
-            self._set("io_threads", whole_option("io_threads", self.io_threads, "1 to 64, or None", 1, 64))
+            self._set("io_threads", int_option("io_threads", self.io_threads, "1 to 64, or None", 1, 64))
         if not isinstance(self.async_io, bool):
             raise OptionError(f"async_io={self.async_io!r}: give True or False")
         if self.rocksdb_options is not None:
@@ -339,7 +339,7 @@ def _value(name: object, value: Any) -> str:
         return "{" + ";".join(f"{inner}={_value(inner, of_inner)}" for inner, of_inner in value.items()) + "}"
     if isinstance(value, bool):
         return "true" if value else "false"
-    given = value if isinstance(value, str) else real(value)
+    given = value if isinstance(value, str) else as_number(value)
     if not isinstance(name, str) or given is None:
         raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
     if not name.isidentifier() or (isinstance(value, str) and set(value) & set(";={}")):

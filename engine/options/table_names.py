@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..checks import whole
+from ..checks import as_int
 from ..errors import OptionError
 
 FIELD = "table_names"  # of a description: a name or None for each table; without the field no table has a name
@@ -50,7 +50,7 @@ def labels_of(names: Names) -> tuple[str, ...]:
 
 def label_of(table: int, names: Names) -> str:
     """The label of one table. A foreign file may hold rows of a table that the embedding does not have."""
-    return numbered(table, names).get("table_name", str(table))
+    return with_table_name(table, names).get("table_name", str(table))
 
 
 def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
@@ -62,7 +62,7 @@ def table_number(given: Any, names: Names) -> int | None:
     """The number of the table that a number or a name means; None where there is no such table."""
     if isinstance(given, str):
         return names.index(given) if given in names else None
-    return whole(given, 0, len(names) - 1)
+    return as_int(given, 0, len(names) - 1)
 
 
 def choices(names: Names) -> str:
@@ -71,23 +71,23 @@ def choices(names: Names) -> str:
     return ", ".join([f"0 to {len(names) - 1}", *([f"or by name {named[0]}", *named[1:]] if named else [])])
 
 
-def numbered(table: int, names: Names) -> dict[str, Any]:
+def with_table_name(table: int, names: Names) -> dict[str, Any]:
     """A table as plain values: `table`, its number, and where it has a name `table_name`."""
     name = names[table] if table < len(names) else None
     return {"table": table} if name is None else {"table": table, "table_name": name}
 
 
-def misplaced(stored: Names, mine: Names) -> list[int]:
+def mismatched_tables(stored: Names, mine: Names) -> list[int]:
     """The tables whose stored name is not their own. Rows that were stored without a name fit any table."""
     padded = [*mine, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 
 
-def names_of_both(left: Names, right: Names) -> tuple[str | None, ...] | None:
+def merged_names(left: Names, right: Names) -> tuple[str | None, ...] | None:
     """The table names of two descriptions, where some tables may be named in one alone; None where two names differ."""
     names = tuple(a or b for a, b in zip_longest(left, right))
     named = [name for name in names if name is not None]
-    return None if misplaced(right, names) or len(set(named)) < len(named) else names
+    return None if mismatched_tables(right, names) or len(set(named)) < len(named) else names
 
 
 def are_names(value: Any, tables: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from .. import _core
-from ..checks import is_folder_name, whole, whole_option
+from ..checks import as_int, int_option, is_folder_name
 from ..errors import OptionError
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
@@ -165,7 +165,7 @@ def check_name(name: Any) -> str:
 def check_columns(embedding_dim: Any) -> tuple[int, ...]:
     """The widths of the column groups of `embedding_dim`, an int or a sequence of them. Raises OptionError."""
     given = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
-    columns = tuple(width for one in given if (width := whole(one, least=1)) is not None)
+    columns = tuple(width for one in given if (width := as_int(one, least=1)) is not None)
     if not columns or len(columns) != len(given) or sum(columns) > 1 << 16:
         raise OptionError(
             f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several "
@@ -215,7 +215,7 @@ def check_reach(tables: Sequence[AnyTableOptions], dtype: str) -> None:
 
 
 def check_seed(seed: Any) -> int:
-    return whole_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1)
+    return int_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1)
 
 
 def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
@@ -224,4 +224,4 @@ def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
         return None
     limits = torch.iinfo(key_type)
     wanted = f"a whole number from {limits.min} to {limits.max}, or None"
-    return whole_option("padding_idx", padding_idx, wanted, limits.min, limits.max)
+    return int_option("padding_idx", padding_idx, wanted, limits.min, limits.max)

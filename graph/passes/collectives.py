@@ -18,7 +18,7 @@ from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
 from ..trace.alias import memory, written
 from .lookups import is_repeatable, sources_of
-from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, are_finite, end_step
+from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, are_finite
 
 _EXCHANGES = "exchanges"
 _KINDS: dict[Callable[..., Any] | str, str] = {
@@ -114,8 +114,8 @@ def exchange(
 ) -> tuple[list[CollectiveCall], list[tuple[str, Tensor]]]:
     """Let gradients of rows set out where they are complete, and ranks vote before `node`, which ends the step.
 
-    node: `end_step` or `accumulate`, None in a step that trains nothing. exchanges: takes part for the step when it
-    runs. Returns the script, and the trained dense parameters by name. GraphError for a sparse gradient.
+    node: `apply_gradients` or `accumulate`, None in a step that trains nothing. exchanges: takes part for the step when
+    it runs. Returns the collectives, and the trained dense parameters by name. GraphError for a sparse gradient.
     """
     graph = module.graph
     trained: list[tuple[str, Tensor]] = []
@@ -129,7 +129,7 @@ def exchange(
         setattr(module, _EXCHANGES, exchanges)
         with graph.inserting_before(node):
             own = graph.create_node("get_attr", _EXCHANGES)
-        if node.target is end_step:
+        if node.target is apply_gradients:
             for part in rows:
                 _send_early(graph, part)
             with graph.inserting_before(node):

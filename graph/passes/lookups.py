@@ -73,7 +73,7 @@ def _is_pure(node: fx.Node) -> bool:
     return is_torch and not is_random(node.target, node.args)
 
 
-def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
+def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
     """A module with the placeholders of the compiled `module`, which returns (embedding, lookups) for all it trains.
 
     A lookup is the tuple of its fields there, since a module of torch 2.11 returns no NamedTuple. Left out

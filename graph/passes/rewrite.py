@@ -26,10 +26,10 @@ from ..trace.alias import external, is_reshape, live_nodes, reshaped, stable, st
 from ..trace.names import identifiers
 from ..trace.trace import LIVE
 from .collectives import sum_over_ranks
-from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, dense_step, end_step, schedule
+from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
 # the nodes that move rows and parameters
-EFFECTS: set[Callable[..., Any]] = {row_ops.update, sum_over_ranks, dense_step, end_step, accumulate, schedule}
+EFFECTS: set[Callable[..., Any]] = {row_ops.update, sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
 _OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 # the ops of a step, and the methods of their first argument that they call
 _METHODS: dict[Callable[..., Any], str] = {
@@ -125,7 +125,7 @@ def end_together(module: fx.GraphModule, end: StepEpilogue) -> fx.Node:
     module.step_end = end  # type: ignore[assignment]  # torch allows any
     with graph.inserting_before(graph.output_node()):
         held = graph.create_node("get_attr", "step_end")
-        last = graph.call_function(accumulate if accumulates else end_step, (held, rows, dense))
+        last = graph.call_function(accumulate if accumulates else apply_gradients, (held, rows, dense))
     if accumulates:
         for node in graph.find_nodes(op="call_function", target=row_ops.pin):
             _read_instead(graph, node)

@@ -17,13 +17,13 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...engine.checks import whole
+from ...engine.checks import as_int
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
-from ..trace.swap import one_trace
+from ..trace.swap import trace_lock
 
 if TYPE_CHECKING:
     from ...distributed.dense import Vote
@@ -38,7 +38,7 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
 
     A parameter of the optimizer that is not in `params` keeps `grad` None, so torch leaves it as it is.
     """
-    with one_trace:
+    with trace_lock:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -125,7 +125,7 @@ class StepEpilogue:
 
     def accumulate(self, steps: int, mean: bool) -> None:
         """Set how many steps' gradients are summed, and whether their mean is taken. OptimizerError."""
-        every = whole(steps, least=1)
+        every = as_int(steps, least=1)
         if every is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
         if not isinstance(mean, bool):
@@ -214,7 +214,7 @@ class StepEpilogue:
         self._rows.clear()
 
 
-def end_step(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
+def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
     """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether they moved.
 
     Where a gradient scaler is set and a gradient is not finite, nothing moves, and the scale falls.
@@ -241,7 +241,7 @@ def end_step(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], v
         for batch, *_ in rows:
             batch.release()
         return False
-    return end_dense(end, dense, scale)
+    return step_dense(end, dense, scale)
 
 
 def are_finite(grads: list[Tensor]) -> bool:
@@ -254,8 +254,8 @@ def _with_grads(dense: list[DenseGrads], grads: list[Tensor]) -> list[DenseGrads
     return [part._replace(grads=list(islice(following, len(part.grads)))) for part in dense]
 
 
-def end_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
-    """What `end_step` does to dense parameters."""
+def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
+    """What `apply_gradients` does to dense parameters."""
     for optimizer, params, grads in dense:
         dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
     return True
@@ -264,9 +264,9 @@ def end_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) ->
 def accumulate(
     end: StepEpilogue, rows: list[LookupGrads], dense: list[DenseGrads], exchanges: Any = None, present: bool = True
 ) -> bool:
-    """Keep the gradients of a step. After the last of `end.every` steps, do as `end_step` with their sums.
+    """Keep the gradients of a step. After the last of `end.every` steps, do as `apply_gradients` with their sums.
 
-    Where `end_step` raises, as on a full capacity, the gradients are dropped, and the next call begins anew.
+    Where `apply_gradients` raises, as on a full capacity, the gradients are dropped, and the next call begins anew.
 
     exchanges: with the ranks that share the rows. present: whether this rank has a batch in this step.
     """
@@ -277,7 +277,7 @@ def accumulate(
     if end.steps < end.every:
         return False
     try:
-        return end_step(end, *(end.pin() if exchanges is None else exchanges.pin(end)))
+        return apply_gradients(end, *(end.pin() if exchanges is None else exchanges.pin(end)))
     except BaseException:
         end.release()
         raise

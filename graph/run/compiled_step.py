@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ...embedding.gradients import training_step
+from ...embedding.gradients import exclusive_step
 from ...embedding.lookup_op import embedding_of
 from ...embedding.training_group import check_failed_step
 from ...engine.errors import OptimizerError, OptionError
@@ -21,7 +21,7 @@ from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ..passes.collectives import exchange, pin_early, refuse_worlds
 from ..passes.inductor import compile_dense
-from ..passes.lookups import KnownLookups, cut_lookups, expand_reads, expand_trained, refuse_used, share_batches
+from ..passes.lookups import KnownLookups, expand_reads, expand_trained, extract_id_graph, refuse_used, share_batches
 from ..passes.rewrite import (
     add_dense_steps,
     add_schedules,
@@ -54,7 +54,7 @@ class CompiledStep:
 
     owner: str
     module: fx.GraphModule
-    lookups: fx.GraphModule | None  # made by `cut_lookups`
+    lookups: fx.GraphModule | None  # made by `extract_id_graph`
     trained: list[tuple[EmbeddingBase, RowOptimizer]]
     spec: pytree.TreeSpec
     constants: list[Any]
@@ -87,13 +87,13 @@ class CompiledStep:
 
         forward: runs the step's module on tensors, in place of the module's `forward`.
 
-        GraphError while another thread trains the same rows. FailedForSizes where a step for other sizes may run.
+        GraphError while another thread trains the same rows. DynamicStepFailed where a step for other sizes may run.
         """
         if not self.trained:
             outputs = self._forward(tensors, forward)
         else:
             # Ctrl-C waits: a step is made whole or not at all
-            with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
+            with uninterrupted(), exclusive_step([embedding for embedding, _ in self.trained], self.owner):
                 outputs = self._train(tensors, forward)
         following = iter(outputs)
         leaves = [
@@ -152,7 +152,7 @@ class SharedStep(CompiledStep):
 
     def join(self) -> None:
         """Take part in the step without a batch, for ranks that have one."""
-        with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
+        with uninterrupted(), exclusive_step([embedding for embedding, _ in self.trained], self.owner):
             self._train([], None)
 
 
@@ -258,7 +258,7 @@ def compile_step(
         exchanges.follow(script, parameters, [embedding for embedding, _ in trained], parts, schedulers)
     graph.lint()
     module.recompile()
-    lookups = None if cuda_graph and trained else cut_lookups(module)  # a recorded step makes its batches itself
+    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a recorded step makes its batches itself
     if inductor is not None:
         module = compile_dense(module, inductor)
     captured = (

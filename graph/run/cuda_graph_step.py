@@ -17,7 +17,7 @@ from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.processors.processor import Recorder
 from ...engine.table.table import OpenTable
-from ..passes.step_epilogue import StepEpilogue, dense_step, end_dense, end_step, schedule
+from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense
 from ..trace.alias import memory, written
 from . import cuda_graph_ops
 from .cuda_graph_ops import replay_key
@@ -27,7 +27,7 @@ WARM_UP = 3  # calls that run plainly first: kernels are compiled, libraries and
 
 _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_LIVE: set[Callable[..., Any]] = {dense_step, end_dense, schedule}
+_LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
 _RECORDED: dict[Any, Callable[..., Any]] = {
     row_ops.pin: cuda_graph_ops.pin,
     row_ops.update: cuda_graph_ops.update,
@@ -188,7 +188,7 @@ def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """A compiled step in two: the recorded part, which returns (results, the arguments of the rest), and the rest."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=end_step):
+    for node in graph.find_nodes(op="call_function", target=apply_gradients):
         _split_end(graph, node)
     for node in graph.nodes:
         node.target = _RECORDED.get(node.target, node.target)
@@ -202,7 +202,7 @@ def _split_end(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         for batch, grads, weights in rows:
             graph.call_function(row_ops.update, (batch, grads, weights))
-        node.replace_all_uses_with(graph.call_function(end_dense, (end, dense)))
+        node.replace_all_uses_with(graph.call_function(step_dense, (end, dense)))
     graph.erase_node(node)
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...distributed.agreement import Handshake, agree
-from ...engine.checks import whole
+from ...distributed.agreement import Handshake, handshake
+from ...engine.checks import as_int
 from ...engine.errors import InputError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
@@ -160,7 +160,7 @@ class Run(Iterator[Any]):
 
         left: gets an item where the run is collected before its end, which may be at any time, in any thread.
         """
-        most = whole(ahead, 0, WINDOW)
+        most = as_int(ahead, 0, WINDOW)
         if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
         self._graph, self._coming_of, self._ahead = graph, coming, most
@@ -297,7 +297,7 @@ class RankRun(Run):
         if self._ended:
             raise StopIteration
         if not self._begun:
-            agree(self._world, self._op, same={"ahead": self._ahead, "uneven": self._uneven})
+            handshake(self._world, self._op, same={"ahead": self._ahead, "uneven": self._uneven})
             self._begun = True
         if self._differs:  # some of what ranks told was heard by none
             self._differed = self._world.differed
@@ -366,7 +366,7 @@ class RankRun(Run):
 
     def _step(self) -> Any:
         if not self._window:  # the loader wrote over batches that waited
-            agree(self._world, self._op, self._end)
+            handshake(self._world, self._op, self._end)
         return super()._step()
 
     def _fail(self) -> None:
@@ -375,7 +375,7 @@ class RankRun(Run):
         if error is not None:
             self._end = None
         self._forget_slots()
-        agree(self._world, self._op, error)
+        handshake(self._world, self._op, error)
 
     def _stop(self, missing: list[int]) -> None:
         self._forget_slots()

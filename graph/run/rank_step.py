@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...distributed.agreement import agree, attempt
-from ...distributed.dense import Vote, reduce, share_first_values
+from ...distributed.agreement import catch, handshake
+from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters
 from ...distributed.rank_group import NO_COLLECTIVES
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
@@ -29,7 +29,7 @@ from ..passes.step_epilogue import (
     RowGrads,
     StepEpilogue,
     accumulate,
-    end_step,
+    apply_gradients,
     numbers_of,
     schedule,
 )
@@ -123,8 +123,10 @@ class Exchanges:
         grads = [grad for part in dense for grad in part.grads]
         same = numbers_of([part.optimizer for part in dense])
         trained: list[Any] = self._trained
-        _, error = attempt(lambda: [embedding.opened().own_table for embedding in trained])
-        return reduce(self._world, self._named("vote"), grads, error, present=present, finite=finite, same=same)
+        _, error = catch(lambda: [embedding.opened().own_table for embedding in trained])
+        return all_reduce_in_order(
+            self._world, self._named("vote"), grads, error, present=present, finite=finite, same=same
+        )
 
     def pin(self, end: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], Vote]:
         """The gradients that wait on all ranks, with their rows pinned, and the vote of this update."""
@@ -169,7 +171,7 @@ class Exchanges:
         end = self._end
         if end.every == 1:
             rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # as the step has them
-            return end_step(end, rows, self._dense, sum_over_ranks(self, end, rows, self._dense, present=False))
+            return apply_gradients(end, rows, self._dense, sum_over_ranks(self, end, rows, self._dense, present=False))
         nothing = [part._replace(grads=[torch.zeros_like(p) for p in part.params]) for part in self._dense]
         none: list[LookupGrads] = [(embedding, [], [], []) for embedding in self._trained]
         return accumulate(end, none, nothing, self, present=False)
@@ -195,7 +197,7 @@ class Exchanges:
                     "load a checkpoint on all ranks"
                 )
             if not nested and self.trains not in self._together.began:
-                share_first_values(world, f"parameters of {self._owner}", first_values())
+                broadcast_parameters(world, f"parameters of {self._owner}", first_values())
                 self._together.began.add(self.trains)
             yield
         except BaseException as error:
@@ -251,7 +253,7 @@ class Exchanges:
                 assert batch is not None  # pinned before, in the same step
                 batch.send_nothing()
             else:
-                agree(self._world, self._named(kind), error)
+                handshake(self._world, self._named(kind), error)
 
     def _named(self, kind: str) -> str:
         """What errors call an exchange that is of no embedding."""
@@ -269,7 +271,7 @@ def tell_ranks(root: nn.Module, error: BaseException) -> None:
     """Raise on all ranks what keeps this one from a step: they wait in the first exchange of theirs."""
     world = world_of(root)
     if world is not None and world.failure is None and detect_fake_mode() is None:  # a graph around this one tells
-        agree(world, f"a step of {type(root).__name__}", error)
+        handshake(world, f"a step of {type(root).__name__}", error)
 
 
 def world_of(root: nn.Module) -> World | None:

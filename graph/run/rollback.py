@@ -75,7 +75,7 @@ class RollbackStep:
     def run(self, tensors: list[Tensor], forward: Forward) -> Any:
         """Run the step, each half by `forward(module, tensors)`, and return its result.
 
-        Raises FailedForSizes for what torch raises before parameters or rows move; buffers, arguments and random
+        Raises DynamicStepFailed for what torch raises before parameters or rows move; buffers, arguments and random
         numbers are put back. tierbed's own errors, and errors that come later, are raised as they are.
         """
         changed = [*(tensors[i] for i in self._changed), *self._held]

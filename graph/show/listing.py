@@ -22,7 +22,7 @@ from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
 from ..passes.collectives import sum_over_ranks
 from ..passes.lookups import known_ahead
-from ..passes.step_epilogue import accumulate, dense_step, end_step, schedule
+from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, schedule
 from ..trace.trace import BACKWARD, LIVE
 
 # compiled: forward and backward together, as `compile_dense` makes it
@@ -37,7 +37,7 @@ _OF_TARGET: dict[Callable[..., Any] | str, str] = {
     row_ops.send: "exchange",
     sum_over_ranks: "exchange",
     row_ops.update: "update",
-    end_step: "update",
+    apply_gradients: "update",
     accumulate: "update",
     dense_step: "dense step",
     schedule: "dense step",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from ...engine.checks import whole
+from ...engine.checks import as_int
 from ...engine.errors import InputError
 from ..trace.names import path_of
 from .listing import STAGES, describe, stages
@@ -158,7 +158,7 @@ class Profile:
 
     def by_op(self, most: int = 20) -> str:
         """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
-        if whole(most, least=1) is None:
+        if as_int(most, least=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent: dict[Op, int] = {}
         for step in self._steps:

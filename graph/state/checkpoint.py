@@ -46,12 +46,12 @@ from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.checks import is_folder_name
 from ...engine.durable import (
     UnsyncedError,
-    aside,
+    atomic_folder,
     check_exchange,
     fsync_file,
-    made_aside,
     read_record,
     seal,
+    temporary_path,
     unseal,
 )
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
@@ -170,29 +170,29 @@ class CheckpointRanks:
         """The result of a call of this rank. What one rank raises is raised on all. same: equal on all ranks."""
         if self._world is None:
             return call()
-        from ...distributed.agreement import agree, attempt
+        from ...distributed.agreement import catch, handshake
 
-        result, error = attempt(call)
-        agree(self._world, f"{self._what}: {step}", error, same)
+        result, error = catch(call)
+        handshake(self._world, f"{self._what}: {step}", error, same)
         return result
 
     def first(self, step: str, call: Callable[[], Any]) -> Any:
         """The result of a call of rank 0, plain values, on all ranks."""
         if self._world is None:
             return call()
-        from ...distributed.agreement import told
+        from ...distributed.agreement import all_gather_object
 
         rank = self._world.rank
-        return told(self._world, f"{self._what}: {step}", lambda: call() if rank == 0 else None)[0]
+        return all_gather_object(self._world, f"{self._what}: {step}", lambda: call() if rank == 0 else None)[0]
 
     @contextmanager
-    def made_aside(self, folder: Path, overwrite: bool, errors: Callable[[], Any]) -> Iterator[Path]:
-        """`durable.made_aside`, done by rank 0. errors: makes a block that tells an error of the system."""
+    def atomic_folder(self, folder: Path, overwrite: bool, errors: Callable[[], Any]) -> Iterator[Path]:
+        """`durable.atomic_folder`, done by rank 0. errors: makes a block that tells an error of the system."""
         block = ExitStack()
 
         def begin() -> None:
             with errors():
-                block.enter_context(made_aside(folder, overwrite))
+                block.enter_context(atomic_folder(folder, overwrite))
 
         def end() -> None:
             with errors():
@@ -200,7 +200,7 @@ class CheckpointRanks:
 
         self.first("its folder", begin)
         try:
-            yield aside(folder)
+            yield temporary_path(folder)
         except BaseException:
             block.__exit__(*sys.exc_info())
             raise
@@ -210,10 +210,12 @@ class CheckpointRanks:
         """Raises GraphError on all ranks where a value that training keeps equal differs between them."""
         if self._world is None:
             return
-        from ...distributed.agreement import told
+        from ...distributed.agreement import all_gather_object
 
         names = [*tensors]
-        sums = told(self._world, f"{self._what}: state", lambda: [_checksum(plain), *map(_bytes, tensors.values())])
+        sums = all_gather_object(
+            self._world, f"{self._what}: state", lambda: [_checksum(plain), *map(_bytes, tensors.values())]
+        )
         if any(len(one) != len(sums[0]) for one in sums):
             differ = ["the number of tensors"]
         else:
@@ -228,10 +230,10 @@ class CheckpointRanks:
         """The random state of every rank but the first."""
         if self._world is None:
             return []
-        from ...distributed.agreement import told
+        from ...distributed.agreement import all_gather_object
 
         sent = [state.cpu().numpy().tobytes() for state in own]
-        ranks: list[list[bytes]] = told(self._world, f"{self._what}: random numbers", lambda: sent)
+        ranks: list[list[bytes]] = all_gather_object(self._world, f"{self._what}: random numbers", lambda: sent)
         return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
 
     def own_random(self, first: Random, others: list[Random]) -> Random:
@@ -317,7 +319,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
         record["ranks"] = encode(others, tensors, "random numbers of ranks", "ranks")
     replaced, there = _rows_in(folder), False
     try:
-        with saving.made_aside(folder, overwrite, lambda: _told(folder)) as place:
+        with saving.atomic_folder(folder, overwrite, lambda: _told(folder)) as place:
             saving.first("parameters", lambda: _write(place, record, tensors, folder))
             save_rows([*embeddings.values()], [place / ROWS / str(number) / name for number in range(len(embeddings))])
         there = True

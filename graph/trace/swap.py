@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...engine.errors import GraphError
 
-one_trace = RLock()  # modules and optimizers that a trace changes may be shared with a graph of another thread
+trace_lock = RLock()  # modules and optimizers that a trace changes may be shared with a graph of another thread
 
 _MUTABLE = dict | list | set | deque
 _TRACED = FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool

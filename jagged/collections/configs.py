@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.checks import is_folder_name, whole
+from ...engine.checks import as_int, is_folder_name
 from ...engine.errors import OptionError
 from ...engine.options.initializers import (
     AnyTableOptions,
@@ -102,11 +102,11 @@ class EmbeddingConfig(_Other):
         where = f"table {self.name!r}"
         if not is_table_name(self.name):
             raise OptionError(f"{where}: name={self.name!r}; give printable characters that are not all digits")
-        if self.num_embeddings is not None and whole(self.num_embeddings, 1, 2**64) is None:
+        if self.num_embeddings is not None and as_int(self.num_embeddings, 1, 2**64) is None:
             raise OptionError(
                 f"{where}: num_embeddings={self.num_embeddings!r}; give how many ids there are, or None for any id"
             )
-        if whole(self.embedding_dim, 1) is None:
+        if as_int(self.embedding_dim, 1) is None:
             raise OptionError(f"{where}: embedding_dim={self.embedding_dim!r}; give a whole number from 1 on")
         self._check_unused(where)
         if isinstance(self.feature_names, str) or not all(isinstance(name, str) for name in self.feature_names):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...embedding.embedding import MultiTableEmbedding
 from ...embedding.handle_contract import Ranks
-from ...engine.checks import whole
+from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor, is_value, padded
@@ -275,7 +275,7 @@ class EmbeddingCollection(TableCollection):
         for feature, places in self._padded.items():
             if feature not in features:
                 raise OptionError(f"padded[{feature!r}]: no table has that feature; give one of {sorted(features)}")
-            if whole(places, 1) is None:
+            if as_int(places, 1) is None:
                 raise OptionError(f"padded[{feature!r}]={places!r}: give how many places each sample has, 1 or more")
         if share is not None:
             self._check_padding(padding)

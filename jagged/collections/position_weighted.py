@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.checks import whole
+from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
 from ..tensors.keyed_jagged_tensor import KeyedJagged, KeyedJaggedTensor
 from ..tensors.validation import is_traced
@@ -29,7 +29,7 @@ class PositionWeighted(nn.Module):
         if not isinstance(max_feature_lengths, Mapping) or not max_feature_lengths:
             raise OptionError(f"max_feature_lengths={max_feature_lengths!r}: give {{feature: most ids of a bag}}")
         for feature, length in max_feature_lengths.items():
-            if whole(length, 1) is None:
+            if as_int(length, 1) is None:
                 raise OptionError(f"max_feature_lengths[{feature!r}]={length!r}: give the most ids of a bag, 1 or more")
         self.max_feature_lengths = {feature: int(length) for feature, length in max_feature_lengths.items()}
         self.position_weight = nn.Parameter(torch.ones(sum(self.max_feature_lengths.values())))

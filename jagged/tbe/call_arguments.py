@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...engine.checks import whole
+from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
 
 _MEMORY = "a cache takes the rows that the coming batches need by itself, whatever is announced"
@@ -139,7 +139,7 @@ def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list
         raise InputError(f"{where}: got {got}; give a list of batch sizes, one for each rank, for each of {features}")
     if any(not isinstance(one, (list, tuple)) or len(one) != len(sizes[0]) or not one for one in sizes):
         raise InputError(f"{where}: {sizes!r}; give each feature as many batch sizes as there are ranks")
-    if any(whole(size, 0) is None for one in sizes for size in one):
+    if any(as_int(size, 0) is None for one in sizes for size in one):
         raise InputError(f"{where}: {sizes!r}; give whole numbers >= 0")
     given = [[int(size) for size in one] for one in sizes]
     if (total := sum(map(sum, given))) != bags:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from ...embedding.ddp_guard import refuse_lookup
-from ...embedding.gradients import training_step
+from ...embedding.gradients import exclusive_step
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -138,7 +138,7 @@ class Trainer:
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, of_weights: bool) -> Tensor | None:
         """Update the rows of a lookup, each once. The gradient of the weights is that of the rows as they were."""
         embedding = self.embedding
-        with training_step([embedding], "a TableBatchedEmbeddingBags"), uninterrupted():
+        with exclusive_step([embedding], "a TableBatchedEmbeddingBags"), uninterrupted():
             if embedding.row_optimizer is not self.optimizer:
                 embedding.use_optimizer(self.optimizer)  # something else trained the embedding since
             try:

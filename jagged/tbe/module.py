@@ -22,7 +22,7 @@ from ...embedding.embedding import MultiTableEmbedding
 from ...embedding.handle_contract import Ranks
 from ...embedding.model_snapshots import ModelSnapshots
 from ...embedding.training_group import train_together
-from ...engine.checks import real
+from ...engine.checks import as_number
 from ...engine.errors import GraphError, InputError, OptionError, StoreError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.initializers import (
@@ -528,7 +528,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
 
 
 def _checked_clip(gradient_clipping: Any, max_gradient: Any) -> float | None:
-    most = real(max_gradient)
+    most = as_number(max_gradient)
     if not isinstance(gradient_clipping, bool):
         raise OptionError(f"gradient_clipping={gradient_clipping!r}: give True or False")
     if most is None or not most > 0:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.checks import real, whole_option
+from ...engine.checks import as_number, int_option
 from ...engine.errors import OptimizerError, OptionError
 from ...engine.optim.base import LARGEST, SMALLEST
 from ...engine.optim.lamb import LAMB, PartialRowWiseLAMB
@@ -77,11 +77,11 @@ class Settings:
             nearest = _NEAREST[self.optimizer].name
             raise OptionError(f"optimizer=OptimType.{name} is not built; the nearest is OptimType.{nearest}")
         for number, value in {"learning_rate": self.learning_rate, **self.numbers}.items():
-            if real(value) is None:
+            if as_number(value) is None:
                 raise OptionError(f"{number}={value!r}: give a number")
             if number in DEFAULTS and number not in has and value != DEFAULTS[number]:
                 raise OptionError(f"{number}={value!r}: OptimType.{name} has no {number}; leave it out")
-        norm = real(self.max_norm)
+        norm = as_number(self.max_norm)
         if norm is None or (norm and not SMALLEST <= norm <= LARGEST):
             raise OptionError(f"max_norm={self.max_norm!r}: give a positive number of float32, or 0 for none")
         mode, modes = self.weight_decay_mode, _DECAYS.get(self.optimizer, (WeightDecayMode.NONE,))
@@ -134,7 +134,7 @@ class Settings:
                 raise OptionError(
                     f"{name}={value!r}: OptimType.{self.optimizer.name} has no {name}; it has {', '.join(has)}"
                 )
-            if real(value) is None or value < 0 or (name.startswith("beta") and value >= 1):
+            if as_number(value) is None or value < 0 or (name.startswith("beta") and value >= 1):
                 raise OptionError(f"{name}={value!r}: give a number >= 0{' and < 1' if 'beta' in name else ''}")
         if self.weight_decay_mode is WeightDecayMode.NONE and self.optimizer is OptimType.EXACT_ROWWISE_ADAGRAD:
             self._refuse_unused_decay(changes.get("weight_decay", 0.0))
@@ -178,4 +178,4 @@ def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:
 
 def checked_step(step: Any) -> int:
     """A number of steps that were taken. OptionError."""
-    return whole_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
+    return int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)

@@ -13,7 +13,7 @@ import torch
 from ...embedding.embedding import MultiTableEmbedding
 from ...engine._core import WAYS
 from ...engine.cache.memory_split import LINE_OVERHEAD_BYTES, MB
-from ...engine.checks import real, whole
+from ...engine.checks import as_int, as_number
 from ...engine.errors import OptionError
 from ...engine.options.store_options import (
     StoreOptions,
@@ -94,7 +94,7 @@ class Caching:
     load_factor: float
 
     def __post_init__(self) -> None:
-        factor = real(self.load_factor)
+        factor = as_number(self.load_factor)
         if factor is None or not 0 < factor <= 1:
             raise OptionError(f"cache_load_factor={self.load_factor!r}: give a number > 0 and <= 1")
 
@@ -135,7 +135,7 @@ def checked_tables(embedding_specs: Any, table_names: Any) -> list[EmbeddingSpec
 def _table(where: str, spec: Any, name: str) -> EmbeddingSpec:
     if not isinstance(spec, (list, tuple)) or len(spec) != 4:
         raise OptionError(f"{where}={spec!r}: give (rows, dim, location, compute device)")
-    rows, dim = whole(spec[0], 1, (1 << 63) - 1), whole(spec[1], 1, 1 << 16)
+    rows, dim = as_int(spec[0], 1, (1 << 63) - 1), as_int(spec[1], 1, 1 << 16)
     if rows is None or dim is None:
         raise OptionError(f"{where}={spec!r}: give a whole number of rows > 0, and a dim from 1 to 65536")
     location = taken(EmbeddingLocation, spec[2], f"{where}: location")
@@ -150,7 +150,7 @@ def checked_features(feature_table_map: Any, tables: int) -> list[int]:
     if feature_table_map is None:
         return list(range(tables))
     given = feature_table_map if isinstance(feature_table_map, (list, tuple)) else [None]
-    features = [number for one in given if (number := whole(one, 0, tables - 1)) is not None]
+    features = [number for one in given if (number := as_int(one, 0, tables - 1)) is not None]
     if not features or len(features) != len(given):
         raise OptionError(f"feature_table_map={feature_table_map!r}: give a table from 0 to {tables - 1} a feature")
     unused = sorted(set(range(tables)) - set(features))

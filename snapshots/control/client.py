@@ -38,7 +38,7 @@ def ask_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     raise StoreError(f"process {trainer.pid} went away before it answered; ask again")
 
 
-def ask_save(
+def request_save(
     store: Path,
     name: str,
     kind: str = "full",
@@ -76,12 +76,12 @@ def ask_save(
     raise StoreError(f"process {trainer.pid} went away while it saved snapshot {name!r}: {left}")
 
 
-def ask_prune(
+def request_prune(
     store: Path, keep_last: int, keep_every: int | None, timeout: float = TIMEOUT
 ) -> tuple[list[str], list[str]] | None:
     """Let the process that has the store open prune its snapshots. The names of those removed, and of those kept.
 
-    None where no process has the store open, or it does not serve the folder. Raises as `ask_save`.
+    None where no process has the store open, or it does not serve the folder. Raises as `request_save`.
     """
     done = _answer(store, {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}, "prune", timeout)
     return None if done is None else (done["removed"], done["kept"])
@@ -90,7 +90,7 @@ def ask_prune(
 def ask_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """A row, as `plain_row` has it, of the process that has the store open; {} where it was never written.
 
-    None where no process has the store open, or it does not serve the folder. Raises as `ask_save`.
+    None where no process has the store open, or it does not serve the folder. Raises as `request_save`.
     """
     also = {**_RAISED, InputError.__name__: InputError}
     return _answer(store, {"do": "get", "table": table, "key": key}, "read a row", timeout, also)

@@ -156,7 +156,7 @@ def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...])
 
 
 @contextmanager
-def opened_npz(path: Path) -> Iterator[NamedArrays]:
+def open_npz(path: Path) -> Iterator[NamedArrays]:
     """The arrays of a `.npz`, compressed or not, each read from its beginning to its end once."""
     with ZipFile(path) as archive:
         columns: dict[str, Column] = {}
@@ -234,7 +234,7 @@ def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> Non
 
 
 @contextmanager
-def opened_safetensors(path: Path) -> Iterator[NamedArrays]:
+def open_safetensors(path: Path) -> Iterator[NamedArrays]:
     """The tensors of a file, which stays on the disk."""
     with safe_open(path, "np") as file, safe_open(path, "pt") as of_torch:
         columns: dict[str, Column] = {}

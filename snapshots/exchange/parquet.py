@@ -118,7 +118,7 @@ class ParquetRows:
 
 
 @contextmanager
-def opened_parquet(path: Path) -> Iterator[ParquetRows]:
+def open_parquet(path: Path) -> Iterator[ParquetRows]:
     """The rows of a file. Raises OptionError without pyarrow, ValueError or OSError where it cannot be read."""
     pa = _pyarrow()
     with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:

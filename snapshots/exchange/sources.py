@@ -24,10 +24,10 @@ from ...engine.errors import InputError, SnapshotError, TierbedError
 from ...engine.options.table_names import is_table_name
 from ...engine.row_format import NUMBERS
 from ..files.reader import Snapshot
-from .array_files import ArrayColumn, Column, NamedArrays, TensorColumn, opened_npz, opened_safetensors
+from .array_files import ArrayColumn, Column, NamedArrays, TensorColumn, open_npz, open_safetensors
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
-from .parquet import opened_parquet
+from .parquet import open_parquet
 
 Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
 
@@ -164,9 +164,9 @@ def _opener_of(path: Path) -> FileOpener:
     if path.is_dir():
         return lambda: nullcontext(_SnapshotRows(Snapshot.open(path)))
     openers: dict[str, Callable[[Path], AbstractContextManager[OpenFile]]] = {
-        ".npz": opened_npz,
-        ".parquet": opened_parquet,
-        ".safetensors": opened_safetensors,
+        ".npz": open_npz,
+        ".parquet": open_parquet,
+        ".safetensors": open_safetensors,
         **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _opened_state_dict),
     }
     if path.suffix not in openers:

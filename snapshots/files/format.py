@@ -116,7 +116,7 @@ def bucket_of(name: str) -> int:
     return int(name.split("-")[1][:2])
 
 
-def part_of(name: str) -> int | None:
+def shard_number(name: str) -> int | None:
     """The number of the part that a file which a manifest names is of; None where there are no parts."""
     words = name.removesuffix(".npy").split("-")
     return int(words[2]) if len(words) > 2 else None

@@ -161,7 +161,7 @@ def _bytes(rows: RowArray) -> NDArray[np.uint8]:
     return rows.view(np.uint8)
 
 
-def merged(parts: Sequence[Iterator[RowArray]]) -> Iterator[RowArray]:
+def merge_sorted(parts: Sequence[Iterator[RowArray]]) -> Iterator[RowArray]:
     """The rows of `parts` in order of (table, key). In each they strictly ascend, and none is in two.
 
     Two chunks of each part are held at a time. A chunk that comes out is of no more rows than those that are held.

@@ -23,7 +23,7 @@ _END = object()
 
 
 @contextmanager
-def ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Iterator[T]]:
+def read_ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Iterator[T]]:
     """The items of `source`. A thread takes `items` of them ahead; it ends when the block ends.
 
     An exception of the source is raised where its item would have come.

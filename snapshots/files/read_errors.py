@@ -30,7 +30,7 @@ class ReadIOError(SnapshotError):
     """Nothing is known of the snapshot: this process lacks a resource, or another snapshot took its place."""
 
 
-def unread(path: Path, error: OSError, folder: Path) -> SnapshotError:
+def read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
     """The error for a file of the snapshot `folder` that could not be read."""
     if error.errno is None:  # raised by `check_regular`, which names the path
         return SnapshotError(f"{error}. {remedy_of(folder)}")
@@ -52,6 +52,6 @@ def remedy_of(folder: Path) -> str:
     return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"
 
 
-def cause_of(error: Exception) -> OSError | None:
+def os_error_in(error: Exception) -> OSError | None:
     """The system's error behind an error of another library, which may tell it in words only."""
     return next((OSError(code, os.strerror(code)) for code in _OF_SYSTEM if os.strerror(code) in str(error)), None)

@@ -31,13 +31,13 @@ from .format import (
     header_bytes,
     is_deleted,
     npy_header,
-    part_of,
     row_check,
+    shard_number,
     snapshot_id,
 )
-from .merging import changed, merged
-from .pipeline import ahead
-from .read_errors import ReadIOError, damaged, remedy_of, unread
+from .merging import changed, merge_sorted
+from .pipeline import read_ahead
+from .read_errors import ReadIOError, damaged, read_error, remedy_of
 
 _CHUNK_BYTES = 1 << 25
 
@@ -65,10 +65,10 @@ class RowReader:
             with self._open(name, entry):
                 pass
         if self._manifest.parts is None:
-            with ahead(self._read(files, max_rows)) as pieces, ahead(self._sums(pieces)) as chunks:
+            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._sums(pieces)) as chunks:
                 yield from self.in_part(chunks)
         else:
-            with ahead(self._merged(files, max_rows)) as chunks:
+            with read_ahead(self._merged(files, max_rows)) as chunks:
                 yield from chunks
 
     def in_part(self, chunks: Chunks) -> Chunks:
@@ -83,7 +83,7 @@ class RowReader:
             entries = {name: files[name] for name in names}
             most = max_rows // len(entries), _CHUNK_BYTES // (2 * len(entries))  # each holds two chunks
             parts = [self.in_part(self._sums(self._read({name: entries[name]}, *most))) for name in entries]
-            for rows in merged([(rows for _, rows in part) for part in parts]):
+            for rows in merge_sorted([(rows for _, rows in part) for part in parts]):
                 for begin in range(0, len(rows), max_rows):
                     yield bucket, rows[begin : begin + max_rows]
 
@@ -117,7 +117,7 @@ class RowReader:
                         file.seek(header_bytes(dtype) + begin * dtype.itemsize)
                         got = file.readinto(data)  # type: ignore[attr-defined]
                     except OSError as error:
-                        raise unread(self._folder / name, error, self._folder) from error
+                        raise read_error(self._folder / name, error, self._folder) from error
                 if got != data.nbytes:
                     raise self._damaged(name, "it was truncated while being read")
                 yield name, rows
@@ -127,7 +127,7 @@ class RowReader:
         try:
             file = open_regular(self._folder / name)
         except OSError as error:
-            raise unread(self._folder / name, error, self._folder) from error
+            raise read_error(self._folder / name, error, self._folder) from error
         size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self._manifest.form)
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
@@ -140,7 +140,7 @@ class RowReader:
 
     def _part_of(self, name: str) -> HashShard | None:
         """The part that a file is of; None without parts."""
-        number, of = part_of(name), self._manifest.parts
+        number, of = shard_number(name), self._manifest.parts
         return None if number is None or of is None else HashShard(number, of)
 
     def _meets(self, part: HashShard | None) -> bool:
@@ -255,7 +255,7 @@ class Snapshot:
                 "a copy; give <persistent_path>/<embedding name>/snapshots/<name>"
             ) from error
         except OSError as error:
-            raise unread(folder / MANIFEST, error, folder) from error
+            raise read_error(folder / MANIFEST, error, folder) from error
         except ValueError as error:
             raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {remedy_of(folder)}") from error
 
@@ -373,7 +373,7 @@ class Snapshot:
                 yield bucket, rows
 
     def _unless_replaced(self, chunks: Chunks) -> Chunks:
-        """The chunks. If another snapshot has the name by now, UnreadError replaces what is wrong with them."""
+        """The chunks. If another snapshot has the name by now, ReadIOError replaces what is wrong with them."""
         try:
             yield from chunks
         except ReadIOError:

@@ -26,7 +26,7 @@ from ...engine.options.store_options import require_rocksdb
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.rocksdb import SCAN_BYTES
 from .format import ROCKSDB, Manifest
-from .read_errors import ReadIOError, cause_of, damaged, unread
+from .read_errors import ReadIOError, damaged, os_error_in, read_error
 from .rocksdb_child import END, FAILED, HEADER, READY
 
 _PIPE_BYTES = 1 << 20
@@ -42,10 +42,10 @@ class SubprocessStartError(Exception):
     """The other process could not begin to read."""
 
 
-def rows_apart(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
+def scan_in_subprocess(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
     """The rows of `form` in `folder`, as `RocksDB.scan` yields their words, `max_rows` at a time.
 
-    Raises ApartError, NotStartedError, OSError.
+    Raises SubprocessError, SubprocessStartError, OSError.
     """
     dtype = form.dtype
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
@@ -147,10 +147,10 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
     for name, entry in files.items():
         _check_file(folder, name, entry)
     try:
-        yield from rows_apart(folder / ROCKSDB, manifest.form, manifest.rocksdb.shards, max_rows)
+        yield from scan_in_subprocess(folder / ROCKSDB, manifest.form, manifest.rocksdb.shards, max_rows)
     except SubprocessError as error:
-        if (of_system := cause_of(error)) is not None:
-            raise unread(folder / ROCKSDB, of_system, folder) from error
+        if (of_system := os_error_in(error)) is not None:
+            raise read_error(folder / ROCKSDB, of_system, folder) from error
         raise _damaged(folder, folder / ROCKSDB, str(error)) from error
     except SubprocessStartError as error:
         raise ReadIOError(
@@ -159,7 +159,7 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
             "then try again"
         ) from error
     except OSError as error:
-        raise unread(folder / ROCKSDB, error, folder) from error
+        raise read_error(folder / ROCKSDB, error, folder) from error
 
 
 def checksum_of(path: Path, size: int) -> int:
@@ -188,7 +188,7 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
     try:
         found = {str(path.relative_to(place)): path for path in _files_in(place)}
     except OSError as error:
-        raise unread(place, error, folder) from error
+        raise read_error(place, error, folder) from error
     for name in sorted(found.keys() - files.keys()):
         raise SnapshotError(f"{str(place / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
     for name, entry in files.items():
@@ -198,7 +198,7 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
             check_regular(found[name])
             size = found[name].stat().st_size
         except OSError as error:
-            raise unread(found[name], error, folder) from error
+            raise read_error(found[name], error, folder) from error
         if size != entry["bytes"]:
             raise _damaged(folder, found[name], f"it has {size} bytes instead of {entry['bytes']}")
 
@@ -217,7 +217,7 @@ def _check_file(folder: Path, name: str, entry: dict[str, int]) -> None:
     try:
         crc32c = checksum_of(path, entry["bytes"])
     except OSError as error:
-        raise unread(path, error, folder) from error
+        raise read_error(path, error, folder) from error
     if crc32c != entry["crc32c"]:
         raise _damaged(folder, path, "its checksum does not match")
 

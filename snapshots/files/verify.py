@@ -15,7 +15,7 @@ Damaged = dict[str, SnapshotError]
 
 
 def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
-    """The chain of each snapshot, by name, and why others have none. Raises UnreadError."""
+    """The chain of each snapshot, by name, and why others have none. Raises ReadIOError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
         try:
@@ -31,7 +31,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: Progress) -
     """Why snapshots, and the snapshots that they go over, are not sound, by name: `damaged` and what is found.
 
     A chain is read once for all snapshots in it. Where a snapshot goes over a damaged one, its own files are checked.
-    Raises UnreadError.
+    Raises ReadIOError.
     """
     verified = _Verified(damaged, progress)
     for chain in sorted(chains.values(), key=len, reverse=True):

@@ -1,7 +1,7 @@
 """Writing a snapshot: streamed into a temporary folder, synced, renamed into place.
 
 Several writers can share one snapshot, each with its own part of all rows, in a folder that all of them see. One of
-them begins it by `new_snapshot`, and holds that block while each writer calls `write_part`, or `write_changed_part`,
+them begins it by `new_snapshot`, and holds that block while each writer calls `write_shard`, or `write_shard_delta`,
 for `place_of` the snapshot. When all have returned, it calls `commit` and ends the block. If a writer fails, it lets
 the block raise, which removes what all have written.
 """
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import _core
-from ...engine.durable import Commit, UnsyncedError, aside, check_exchange, fsync_dir, made_aside
+from ...engine.durable import Commit, UnsyncedError, atomic_folder, check_exchange, fsync_dir, temporary_path
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
 from .format import (
@@ -173,7 +173,7 @@ def check_replaceable(folder: Path) -> None:
     """Raises SnapshotError where `folder` is no snapshot, or others go over it, or it cannot be exchanged."""
     if not os.path.lexists(folder / MANIFEST):
         raise SnapshotError(f"{str(folder)!r} is no snapshot, and nothing else is overwritten: choose another name")
-    over = ", ".join(map(repr, going_over(folder)))
+    over = ", ".join(map(repr, children_of(folder)))
     if over:
         raise SnapshotError(
             f"snapshot {str(folder)!r} cannot be overwritten: {over} would lack what it goes over. Choose another "
@@ -185,7 +185,7 @@ def check_replaceable(folder: Path) -> None:
         raise SnapshotError(f"snapshot {str(folder)!r} cannot be overwritten: {error}. Choose another name") from error
 
 
-def going_over(folder: Path) -> list[str]:
+def children_of(folder: Path) -> list[str]:
     """Names of the snapshots beside `folder` that go over it. SnapshotError where a snapshot there cannot be read."""
     held, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
@@ -248,14 +248,14 @@ def write_incremental(
     `chunks` of `write_snapshot`, and no row is in both.
     """
     folder = Path(folder)
-    check_over(folder, parent, description)
+    check_parent(folder, parent, description)
     with new_snapshot(folder, description, overwrite, together) as place:
         files = write_changes(place, description, changes, progress)
         over = Parent(parent.name, parent.manifest.id)
         return finish(place, "incremental", description, rows, files=files, parent=over, together=together)
 
 
-def check_over(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
+def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
     """Raises SnapshotError where the new snapshot `folder` cannot go over `parent`."""
     if RowForm.described(description).dtype != parent.manifest.form.dtype:
         raise SnapshotError(
@@ -273,7 +273,7 @@ def check_over(folder: Path, parent: Snapshot, description: dict[str, Any]) -> N
 def new_snapshot(
     folder: Path, description: dict[str, Any], overwrite: bool = False, together: Together | None = None
 ) -> Iterator[Path]:
-    """`made_aside` for the snapshot `folder`; `finish` completes it. SnapshotError, also for an OSError in it."""
+    """`atomic_folder` for the snapshot `folder`; `finish` completes it. SnapshotError, also for an OSError in it."""
     folder = Path(folder)
     check_free(folder, overwrite)
     try:
@@ -281,7 +281,7 @@ def new_snapshot(
     except ValueError as error:
         raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
     try:
-        with made_aside(folder, overwrite, None if together is None else together.commit) as place:
+        with atomic_folder(folder, overwrite, None if together is None else together.commit) as place:
             yield place
     except UnsyncedError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was written to {str(folder.parent)!r}: {error}") from error
@@ -352,10 +352,10 @@ def finish(
 
 def place_of(folder: Path) -> Path:
     """Where the parts of the snapshot `folder` are written until it has all of them."""
-    return aside(folder)
+    return temporary_path(folder)
 
 
-def write_part(
+def write_shard(
     place: Path,
     description: dict[str, Any],
     part: HashShard,
@@ -369,14 +369,14 @@ def write_part(
     return _written(place, part, lambda: write_rows(place, description, chunks, progress, part))
 
 
-def write_changed_part(
+def write_shard_delta(
     place: Path,
     description: dict[str, Any],
     part: HashShard,
     changes: Iterable[Change],
     progress: Progress | None = None,
 ) -> Files:
-    """Write the changes of a part, durably, as `write_part`. `changes`: as of `write_incremental`."""
+    """Write the changes of a part, durably, as `write_shard`. `changes`: as of `write_incremental`."""
     return _written(place, part, lambda: write_changes(place, description, changes, progress, part))
 
 

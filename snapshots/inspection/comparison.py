@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import SnapshotError
-from ...engine.options.table_names import Names, labels_of, names_in, names_of_both
+from ...engine.options.table_names import Names, labels_of, merged_names, names_in
 from ...engine.row_format import RowArray
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.format import with_named_hyper
@@ -72,7 +72,7 @@ def compare(
                 f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {name} is {old[name]!r} and "
                 f"{new[name]!r}; compare snapshots of one embedding"
             )
-    names = names_of_both(names_in(old), names_in(new))
+    names = merged_names(names_in(old), names_in(new))
     if names is None:
         tables = [list(labels_of(names_in(of))) for of in (old, new)]
         raise SnapshotError(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
-from ...engine.options.table_names import choices, names_in, numbered, table_number
+from ...engine.options.table_names import choices, names_in, table_number, with_table_name
 from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.contract import Tier, TopTier
@@ -20,7 +20,7 @@ from ..files.format import SHARE, bucket_file, deleted_file
 from ..files.reader import Snapshot
 from ..store.closed_store import marked
 from ..store.folder import StoreFolder
-from ..store.folder_state import share_folder
+from ..store.folder_state import shard_folder
 
 Row = NDArray[np.void]  # [1] of the `RowForm.dtype` of its description
 
@@ -37,7 +37,7 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
         rank, ranks = mark[SHARE]["rank"], mark[SHARE]["ranks"]
         owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
         if owner != rank:
-            place = share_folder(store.path.parent.parent, owner, ranks)
+            place = shard_folder(store.path.parent.parent, owner, ranks)
             raise StoreError(f"rank {owner} of {ranks} has that row, if it was written: give its share, {str(place)!r}")
     if mark["live"] == "rows":
         return _find(Snapshot.open(store.live), number, bits), mark
@@ -68,7 +68,7 @@ def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
     """A row as plain values: `table`, its name if any, `key`, `embedding`, `states` by name, `updates`, `step`."""
     parts = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
     return {
-        **numbered(int(parts[TABLE]), names_in(description)),
+        **with_table_name(int(parts[TABLE]), names_in(description)),
         "key": int(parts[KEY]),
         "embedding": plain_floats(parts[EMBEDDING]),
         "states": {name: plain_floats(parts[name]) for name in description["states"]},

@@ -15,7 +15,7 @@ from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import BUCKETS, Chunks, RowArray, RowForm
 from ...engine.store.table_counts import FIELD
 from ..files.format import OF_THE_MARK, SHARE, Manifest, check_name
-from ..files.merging import merged
+from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.versions import GroupRecord, Instant
 from ..files.writer import Progress, Together, write_snapshot
@@ -25,15 +25,15 @@ from .folder_state import (
     RANKS,
     FolderState,
     ShardVersion,
+    clean_markers,
+    common_version,
     live_in,
     live_of,
-    live_together,
-    marks_in,
-    noted,
-    share_folder,
+    shard_folder,
+    stores_recorded_for,
 )
 from .instants import ClosedStore, rows_of
-from .save import SaveSource, save_held
+from .save import SaveSource, save_snapshot_of
 from .selection import ALL, LoadReport, Selection, types_of
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def mark_of_ranks(state: FolderState) -> dict[str, Any] | None:
     record = state.keeper.of_ranks
     if record is None:
         return None
-    marks = marks_in(state.path, record.ranks)
-    if live_together(record, live_of(marks, record.ranks).values()) is None:
+    marks = clean_markers(state.path, record.ranks)
+    if common_version(record, live_of(marks, record.ranks).values()) is None:
         return None
     found = [mark for mark in marks.values() if mark is not None]
     common = {field: value for field, value in found[0].items() if field not in (SHARE, "rows", "shards", FIELD)}
@@ -68,7 +68,7 @@ def held_ranks(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, Any
     record = store.keeper.of_ranks
     assert record is not None
     with ExitStack() as holding:
-        places = (share_folder(store.path, rank, record.ranks) for rank in range(record.ranks))
+        places = (shard_folder(store.path, rank, record.ranks) for rank in range(record.ranks))
         shares = [holding.enter_context(StoreFolder(place)) for place in places if place.is_dir()]
         mark = mark_of_ranks(store)
         if mark is None or "rows" not in mark:
@@ -88,7 +88,7 @@ def _in_order(parts: list[Chunks]) -> Chunks:
     """The rows of all parts, by bucket."""
     groups = [_Buckets(part) for part in parts]
     for bucket in range(BUCKETS):
-        for rows in merged([group.rows_of(bucket) for group in groups]):
+        for rows in merge_sorted([group.rows_of(bucket) for group in groups]):
             yield bucket, rows
 
 
@@ -116,16 +116,16 @@ def save_closed(
 ) -> Manifest:
     """Write the live rows of a closed store, also those of ranks, as snapshot `name`. The live rows stay as they are.
 
-    Raises StoreError if the store carries no mark, SnapshotError and OptionError as `save_held` does.
+    Raises StoreError if the store carries no mark, SnapshotError and OptionError as `save_snapshot_of` does.
     """
     check_name(name)
     if store.read_mark() is not None or store.keeper.of_ranks is None:
         with held_live(store, of_all) as held:
-            return save_held(store, name, kind, held, progress, overwrite)
+            return save_snapshot_of(store, name, kind, held, progress, overwrite)
     with held_ranks(store) as (live, mark, chunks):
         together, record = together_with(store, of_all)
         held = SaveSource(described(mark), mark["rows"], lambda: chunks, together=together, record=record)
-        manifest = save_held(store.keeper, name, kind, held, progress, overwrite)
+        manifest = save_snapshot_of(store.keeper, name, kind, held, progress, overwrite)
         store.keeper.note_saved(live.writes)
     return manifest
 
@@ -279,7 +279,7 @@ def _check_whole(store: StoreFolder) -> None:
 
 def _check_for_rows(store: StoreFolder) -> None:
     """Raises StoreError for a folder where no run looks for live rows."""
-    others = [] if store.live.exists() else noted(store.snapshots)
+    others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
     if others:
         raise StoreError(
             f"{str(store.path)!r} has the snapshots of other store folders, and no run looks there for live rows: give "
@@ -298,7 +298,7 @@ def marked(store: StoreFolder) -> dict[str, Any]:
     if mark is None and (record := store.keeper.of_ranks) is not None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are in shares of {record.ranks} ranks, each in a store folder of "
-            f"its own: give {str(share_folder(store.path, 0, record.ranks))!r} or another, or a snapshot"
+            f"its own: give {str(shard_folder(store.path, 0, record.ranks))!r} or another, or a snapshot"
         )
     if mark is None:
         raise StoreError(

@@ -16,9 +16,9 @@ from ...engine.durable import (
     fsync_dir,
     make_folder,
     put_in_place,
-    remove_aside,
     remove_folder,
     remove_leftovers,
+    remove_temporary,
     seal,
     unseal,
     write_atomically,
@@ -27,7 +27,7 @@ from ...engine.errors import StoreError
 from ...engine.signals import uninterrupted
 from ..files.format import OWN, saved_with, snapshot_id
 from ..files.versions import AT, GROUP, At, GroupRecord
-from .folder_state import LOCK, PLACES, FolderState, RanksRecord, lead_to
+from .folder_state import LOCK, PLACES, FolderState, RanksRecord, link_to
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
@@ -94,7 +94,7 @@ class StoreFolder(FolderState):
         self.shared = StoreFolder(place, self.user)
         if snapshots is not None:
             with self._errors("lead to other snapshots from"), uninterrupted():
-                lead_to(self.snapshots, snapshots)
+                link_to(self.snapshots, snapshots)
 
     @property
     def keeper(self) -> StoreFolder:
@@ -179,16 +179,16 @@ class StoreFolder(FolderState):
             folder = self.snapshots / place.name.removeprefix(TEMPORARY)
             saved, sequence = saved_with(place)
             if saved is None or saved.first is None or sequence <= saved_with(folder)[1]:  # no such, or a replaced one
-                remove_aside([place])
+                remove_temporary([place])
                 continue
             peer, name, identity = saved.first
             stores = [store for store in map(FolderState, peer.places(self.path)) if store.path.is_dir()]
             if any(snapshot_id(store.snapshots / name) == identity for store in stores):
                 put_in_place(place, folder, overwrite=True)
-                remove_aside([place])
+                remove_temporary([place])
             elif stores:
-                remove_aside([place])
-        remove_aside(list(self.snapshots.glob(f"{TEMPORARY}.*/")))
+                remove_temporary([place])
+        remove_temporary(list(self.snapshots.glob(f"{TEMPORARY}.*/")))
 
     def note_group(self, record: GroupRecord | None, **more: Any) -> None:
         """Note the group, and fields of MARK beside it; None takes a field away. Raises StoreError."""

@@ -93,7 +93,7 @@ class FolderState:
         """The folders whose marks name snapshots among these to go back to, store folders that lead here included."""
         keeper = self.keeper
         with self._errors("read whose snapshots are in"):
-            return [self.noting, keeper, *(FolderState(store) for store in led_to(keeper.snapshots))]
+            return [self.noting, keeper, *(FolderState(store) for store in stores_linked_to(keeper.snapshots))]
 
     @property
     def noted_step(self) -> int | None:
@@ -192,7 +192,7 @@ class ShardVersion(NamedTuple):
 ShardVersions = Mapping[int, ShardVersion | None]  # by rank; None where the live rows carry no mark
 
 
-def share_folder(store: Path, rank: int, ranks: int) -> Path:
+def shard_folder(store: Path, rank: int, ranks: int) -> Path:
     """The store folder of a rank's share, in the store folder `store`."""
     return store / RANKS / f"{rank}-of-{ranks}"
 
@@ -208,9 +208,9 @@ def live_in(mark: Mapping[str, Any] | None, rank: int, ranks: int) -> ShardVersi
     return None
 
 
-def marks_in(store: Path, ranks: int) -> dict[int, dict[str, Any] | None]:
+def clean_markers(store: Path, ranks: int) -> dict[int, dict[str, Any] | None]:
     """The marks of shares of so many ranks that are in a store folder; other hosts may have the rest. StoreError."""
-    places = {rank: share_folder(store, rank, ranks) for rank in range(ranks)}
+    places = {rank: shard_folder(store, rank, ranks) for rank in range(ranks)}
     return {rank: FolderState(place).read_mark() for rank, place in places.items() if place.is_dir()}
 
 
@@ -219,7 +219,7 @@ def live_of(marks: Mapping[int, Mapping[str, Any] | None], ranks: int) -> ShardV
     return {rank: live_in(mark, rank, ranks) for rank, mark in marks.items()}
 
 
-def live_together(record: RanksRecord, shares: Iterable[ShardVersion | None]) -> ShardVersion | None:
+def common_version(record: RanksRecord, shares: Iterable[ShardVersion | None]) -> ShardVersion | None:
     """The live rows of the shares that are there; None where these are not whole, or not of one instant."""
     there = {*shares}
     live = there.pop() if len(there) == 1 else None
@@ -233,12 +233,12 @@ def remove_other_shares(store: Path, ranks: int) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def place_of(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
+def snapshot_folder_of(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
     """The folder of the snapshots of embedding `name`, by the store option; None for the store folder's own."""
     return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
 
 
-def lead_to(link: Path, place: Path) -> None:
+def link_to(link: Path, place: Path) -> None:
     """Let `link`, the snapshots of a store folder, lead to the folder `place`, durably. Both are made where missing.
 
     Raises StoreError where other snapshots are there, OSError.
@@ -268,15 +268,15 @@ def _note(store: Path, place: Path) -> None:
             write_atomically(note, path)
 
 
-def noted(place: Path) -> list[Path]:
+def stores_recorded_for(place: Path) -> list[Path]:
     """The store folders that led to `place`, a folder in another one, for their snapshots. OSError."""
     return [Path(os.fsdecode(note.read_bytes())) for note in sorted(place.parent.glob(f"{_LED}*"))]
 
 
-def led_to(place: Path) -> list[Path]:
-    """Those of `noted` that lead there now, and are on this host. OSError."""
+def stores_linked_to(place: Path) -> list[Path]:
+    """Those of `stores_recorded_for` that lead there now, and are on this host. OSError."""
     found = []
-    for store in noted(place):
+    for store in stores_recorded_for(place):
         with contextlib.suppress(OSError):
             if os.path.samefile(store / SNAPSHOTS, place):
                 found.append(store)

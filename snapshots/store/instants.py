@@ -25,7 +25,16 @@ from ..files.reader import Listing, Snapshot, list_snapshots
 from ..files.versions import AT, EMPTY, GROUP, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version
 from ..files.writer import Together
 from .folder import StoreFolder
-from .folder_state import SNAPSHOTS, FolderState, ShardVersion, holder, live_of, live_together, marks_in, share_folder
+from .folder_state import (
+    SNAPSHOTS,
+    FolderState,
+    ShardVersion,
+    clean_markers,
+    common_version,
+    holder,
+    live_of,
+    shard_folder,
+)
 
 log = logging.getLogger("tierbed")
 
@@ -91,8 +100,8 @@ class Member:
             return Rows.parse(mark.get(LIVE)) or Rows(_UNKNOWN)
         if ranks is None:
             return None
-        here = live_of(marks_in(self.path, ranks.ranks), ranks.ranks).values()
-        live = live_together(ranks, here if self._shares is None else self._shares)
+        here = live_of(clean_markers(self.path, ranks.ranks), ranks.ranks).values()
+        live = common_version(ranks, here if self._shares is None else self._shares)
         return None if live is None else rows_of_ranks(live, self.record, self.state.noting)
 
     @cached_property
@@ -138,7 +147,7 @@ class Member:
             return int(mark["step"])
         if ranks is None:
             return self.state.noted_step
-        shares = (FolderState(share_folder(self.path, rank, ranks.ranks)) for rank in range(ranks.ranks))
+        shares = (FolderState(shard_folder(self.path, rank, ranks.ranks)) for rank in range(ranks.ranks))
         found = [(share.read_mark() or {}).get("step", share.noted_step) for share in shares]
         return max((step for step in found if step is not None), default=None)
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ...engine.durable import TEMPORARY, check_regular, fsync_dir, fsync_file, made_aside, remove_folder
+from ...engine.durable import TEMPORARY, atomic_folder, check_regular, fsync_dir, fsync_file, remove_folder
 from ...engine.errors import SnapshotError
 from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
@@ -23,7 +23,7 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
     A symbolic link is followed. Raises SnapshotError, and nothing is left.
     """
     try:
-        with made_aside(folder) as place:
+        with atomic_folder(folder) as place:
             for name in snapshot.manifest.files:
                 _link(snapshot.folder / name, place / name)
             held = snapshot.manifest.rocksdb

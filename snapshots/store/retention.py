@@ -7,12 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from ...engine.checks import whole_option
+from ...engine.checks import int_option
 from ...engine.errors import SnapshotError
 from ..files.format import snapshot_id
 from ..files.reader import Snapshot, list_snapshots
 from ..files.versions import Version
-from ..files.writer import going_over
+from ..files.writer import children_of
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .instants import needed_snapshots, rows_of
@@ -48,9 +48,9 @@ def plan_prune(
     kept snapshot goes over, are kept as well.
     Raises OptionError, and SnapshotError where a kept snapshot lacks a parent.
     """
-    keep_last = whole_option("keep_last", keep_last, "a whole number from 1", 1)
+    keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
-        keep_every = whole_option("keep_every", keep_every, "a whole number from 1", 1)
+        keep_every = int_option("keep_every", keep_every, "a whole number from 1", 1)
     asked_for = [s for s in snapshots if s.name not in of_states]
     wanted = {s.name for s in asked_for[-keep_last:]}.union(replaced, of_states)
     reached = -1
@@ -103,7 +103,7 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
     before = of_states[:-keep]
     needed = {state.base for state in store.all_noting} | set(needed_snapshots(store.path)) if before else set()
     for snapshot in before:
-        if snapshot.name in needed or going_over(snapshot.folder):
+        if snapshot.name in needed or children_of(snapshot.folder):
             continue
         remove_snapshot(snapshot.folder)
         log.info(
@@ -128,7 +128,7 @@ def drop_replaced(store: StoreFolder) -> None:
     if kept:
         needed = needed_snapshots(store.path)
         for place in kept:
-            if place.name not in needed and not going_over(place):
+            if place.name not in needed and not children_of(place):
                 remove_snapshot(place)
 
 
@@ -159,12 +159,12 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
     return plan
 
 
-def drop_unneeded(store: StoreFolder, saved: Snapshot) -> None:
+def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     """Remove a snapshot that nobody asked to keep, unless live rows or other snapshots go back to it. SnapshotError.
 
     Another one that has its name by now stays.
     """
     place = store.snapshots / saved.name
     bases = {state.base for state in (store, *store.all_noting)}
-    if snapshot_id(place) == saved.manifest.id and saved.name not in bases and not going_over(place):
+    if snapshot_id(place) == saved.manifest.id and saved.name not in bases and not children_of(place):
         remove_snapshot(place)

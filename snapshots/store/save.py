@@ -14,7 +14,7 @@ from ..files.format import KINDS, Manifest
 from ..files.merging import changes_between
 from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot, list_snapshots
 from ..files.versions import GroupRecord
-from ..files.writer import Progress, Together, check_free, going_over, write_incremental, write_snapshot
+from ..files.writer import Progress, Together, check_free, children_of, write_incremental, write_snapshot
 from .folder import StoreFolder
 from .instants import left_behind, needed_snapshots
 from .linked import remove_snapshot
@@ -52,7 +52,7 @@ def check_save(store: StoreFolder, name: str, kind: str, held: SaveSource, overw
     check_kind(kind)
     place = store.snapshots / name
     left = left_behind(store.path)
-    if name not in left or not left.issuperset(going_over(place)):
+    if name not in left or not left.issuperset(children_of(place)):
         check_free(place, overwrite or name in left)
     if kind == "checkpoint" and held.rocksdb is None:
         raise OptionError("kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone; give 'full'")
@@ -74,7 +74,7 @@ def begin_save(store: StoreFolder, name: str, kind: str, held: SaveSource, overw
     return place
 
 
-def save_held(
+def save_snapshot_of(
     store: StoreFolder,
     name: str,
     kind: str,

@@ -14,7 +14,7 @@ from ...engine.store.table_counts import counts_in
 from ..files.format import MANIFEST
 from ..files.reader import Snapshot, list_snapshots
 from .closed_store import mark_of_ranks
-from .folder_state import RANKS, SNAPSHOTS, FolderState, holder, marks_in, share_folder
+from .folder_state import RANKS, SNAPSHOTS, FolderState, clean_markers, holder, shard_folder
 from .instants import Group, no_instant
 
 CHECKPOINT = "graph.msgpack"  # the file of a checkpoint that no store folder has
@@ -130,10 +130,10 @@ def _by_itself(path: Path) -> StoreStatus:
 def _of_ranks(view: FolderState, ranks: int) -> StoreStatus:
     """The status of a store whose live rows are shares of ranks."""
     path, base, mark = view.path, view.keeper.base, mark_of_ranks(view)
-    shares = [FolderState(share_folder(path, rank, ranks)) for rank in range(ranks)]
+    shares = [FolderState(shard_folder(path, rank, ranks)) for rank in range(ranks)]
     noted = max((share.noted_step for share in shares if share.noted_step is not None), default=None)
     rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
-    if not marks_in(path, ranks):
+    if not clean_markers(path, ranks):
         restart = Restart("elsewhere", lost_steps=None)
     else:
         restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])

@@ -25,7 +25,7 @@ from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control import server as serving
-from tierbed.snapshots.control.client import ask_save, ask_status
+from tierbed.snapshots.control.client import ask_status, request_save
 from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
@@ -315,7 +315,7 @@ def test_progress_of_a_save_of_all_counts_every_row(tmp_path: Path, monkeypatch:
     model = Model(tmp_path, ("host", "host"))
     model.steps(2)
     stores, seen = [tmp_path / name for name in "ab"], list[tuple[int, int | None]]()
-    ask_save(stores[0], "all", progress=lambda rows, of: seen.append((rows, of)), stores=stores)
+    request_save(stores[0], "all", progress=lambda rows, of: seen.append((rows, of)), stores=stores)
     assert seen[0] == (0, None)
     assert seen[-1] == (sum(member.size() for member in model.members), None)
     model.close()

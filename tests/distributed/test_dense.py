@@ -8,7 +8,7 @@ from torch import Tensor
 
 from support.ranks import run_ranks
 from tierbed import CapacityError, World
-from tierbed.distributed.dense import Vote, reduce
+from tierbed.distributed.dense import Vote, all_reduce_in_order
 
 KINDS = [torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float16]
 SHAPES = [(3, 5), (4,), (), (0, 2), (1,), (7, 3)]
@@ -35,7 +35,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def summed(world: World, absent: int) -> Vote:
-    return reduce(world, "grads", grads(world.rank), present=world.rank != absent)
+    return all_reduce_in_order(world, "grads", grads(world.rank), present=world.rank != absent)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -55,11 +55,11 @@ def test_a_rank_without_a_batch_adds_nothing_and_gets_the_sum(absent: int) -> No
 def failing(world: World) -> tuple[str, bool, int]:
     error = CapacityError("no room") if world.rank == 1 else None
     try:
-        reduce(world, "grads", grads(world.rank), error)
+        all_reduce_in_order(world, "grads", grads(world.rank), error)
         text = "nothing raised"
     except CapacityError as told:
         text = str(told)
-    vote = reduce(world, "grads", [], finite=world.rank != 0)
+    vote = all_reduce_in_order(world, "grads", [], finite=world.rank != 0)
     return text, vote.finite, len(vote.sums)
 
 

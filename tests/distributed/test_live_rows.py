@@ -30,7 +30,7 @@ from support.shell import Cli
 from tierbed import ClosedError, SnapshotError, StoreError
 from tierbed.distributed import World
 from tierbed.snapshots.store.folder import StoreFolder
-from tierbed.snapshots.store.folder_state import marks_in
+from tierbed.snapshots.store.folder_state import clean_markers
 
 IN_MEMORY, ON_DISK = pytest.param("host", marks=pytest.mark.slow), pytest.param("ssd", marks=pytest.mark.slow)
 SLOWLY_FROM_ONE, SLOWLY_FROM_THREE = (pytest.param(ranks, 2, marks=pytest.mark.slow) for ranks in (1, 3))
@@ -234,7 +234,7 @@ def in_use(world: World, folder: Path) -> list[str]:
 def test_one_process_cannot_open_what_ranks_have_open(tmp_path: Path) -> None:
     for (said,) in run_ranks(2, in_use, tmp_path):
         assert "rows' is in use by process" in said
-    assert marks_in(tmp_path / "rows", 2).keys() == {0, 1}
+    assert clean_markers(tmp_path / "rows", 2).keys() == {0, 1}
 
 
 def closes_alone(world: World, folder: Path) -> bytes:

@@ -18,7 +18,7 @@ from tierbed import InputError, SnapshotError, StoreError
 from tierbed.distributed import World
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control import server as serving
-from tierbed.snapshots.control.client import ask_prune, ask_row, ask_save, ask_status
+from tierbed.snapshots.control.client import ask_row, ask_status, request_prune, request_save
 
 KEYS = torch.arange(100)
 
@@ -72,11 +72,11 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
     with asked(tmp_path, trains) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
         told: list[int] = []
-        manifest = ask_save(store, "asked", progress=lambda rows, of: told.append(rows))
+        manifest = request_save(store, "asked", progress=lambda rows, of: told.append(rows))
         assert manifest is not None
         with pytest.raises(SnapshotError, match="asked' exists: choose another name"):
-            ask_save(store, "asked")
-        ask_save(store, "more", "incremental")
+            request_save(store, "asked")
+        request_save(store, "more", "incremental")
         status = ask_status(store)
         (tmp_path / "stop").touch()
         steps = [answer(pipe) for _, pipe in group]
@@ -95,7 +95,7 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
 def test_ranks_that_only_read_save_as_well(tmp_path: Path) -> None:
     with asked(tmp_path, trains, True) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
-        assert ask_save(tmp_path / "rows", "asked") is not None
+        assert request_save(tmp_path / "rows", "asked") is not None
         (tmp_path / "stop").touch()
         assert [answer(pipe) for _, pipe in group] == [2, 2]
 
@@ -104,7 +104,7 @@ def test_a_save_that_waits_in_vain_says_that_no_step_came(tmp_path: Path) -> Non
     with asked(tmp_path, idles) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
         with pytest.raises(StoreError, match=r"came to no end of a step, or of a read, for 0\.5 seconds"):
-            ask_save(tmp_path / "rows", "asked", timeout=0.5)
+            request_save(tmp_path / "rows", "asked", timeout=0.5)
         (tmp_path / "stop").touch()
         for _, pipe in group:
             answer(pipe)
@@ -127,7 +127,7 @@ def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> 
     with asked(tmp_path, closes) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
         with pytest.raises(SnapshotError, match="closed the store before snapshot 'asked' was whole"):
-            ask_save(tmp_path / "rows", "asked")
+            request_save(tmp_path / "rows", "asked")
         assert [answer(pipe) for _, pipe in group] == [True, True]
 
 
@@ -147,18 +147,18 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
     with asked(tmp_path, trains_both) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
         told: list[int] = []
-        assert ask_save(stores[0], "asked", progress=lambda rows, of: told.append(rows), stores=stores) is not None
+        assert request_save(stores[0], "asked", progress=lambda rows, of: told.append(rows), stores=stores) is not None
         assert told[-1] > 0
         with pytest.raises(SnapshotError, match="asked' exists"):
-            ask_save(stores[1], "asked", stores=stores)
+            request_save(stores[1], "asked", stores=stores)
         with pytest.raises(StoreError, match=r"does not have .* open; save that store by itself"):
-            ask_save(stores[1], "other", stores=[*stores, tmp_path / "c"])
+            request_save(stores[1], "other", stores=[*stores, tmp_path / "c"])
         snapshots = [Snapshot.open(store / "snapshots" / "asked") for store in stores]
         some = [int(next(snapshots[0].chunks())[1]["key"][0]), 10**9]
         rows = [ask_row(stores[0], 0, key) for key in some]
         with pytest.raises(InputError):
             ask_row(stores[0], 9, 1)
-        assert ask_prune(stores[0], 1, None) == ([], ["asked"])
+        assert request_prune(stores[0], 1, None) == ([], ["asked"])
         (tmp_path / "stop").touch()
         steps = [answer(pipe) for _, pipe in group]
     assert steps[0] == steps[1]

@@ -10,14 +10,14 @@ import torch
 from support.embeddings import contents, make, train
 from support.stores import options
 from tierbed import StoreError
-from tierbed.engine.durable import made_aside
+from tierbed.engine.durable import atomic_folder
 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
 def test_what_a_killed_close_left_does_not_stay_until_the_next_close(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path), "adagrad", tables=1) as embedding:
         train(embedding, torch.arange(100))
-    killed = made_aside(tmp_path / "rows" / "incoming")
+    killed = atomic_folder(tmp_path / "rows" / "incoming")
     (killed.__enter__() / "bucket-00.npy").write_bytes(bytes(1 << 20))
     assert list((tmp_path / "rows").glob(".tmp-*"))
     with make(options(store, tmp_path), "adagrad", tables=1) as embedding:

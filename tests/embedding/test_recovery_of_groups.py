@@ -25,7 +25,7 @@ from support.two_towers import stores
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
-from tierbed.snapshots.control.client import ask_save
+from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.store.folder import StoreFolder
 
 TWO = ("host", "host")
@@ -309,7 +309,7 @@ def shell_amid_load(path: Path) -> str:
     said = []
 
     def slow(*given: Any, **named: Any) -> Any:
-        ask = lambda: ask_save(path / "a", "shell", stores=[path / "a", path / "b"], timeout=0.2)  # noqa: E731
+        ask = lambda: request_save(path / "a", "shell", stores=[path / "a", path / "b"], timeout=0.2)  # noqa: E731
         said.append(fails(ask, StoreError))
         return load(*given, **named)
 

@@ -25,7 +25,7 @@ from support.two_towers import TwoTowers, losses, optimizer_of, stores
 from tierbed import MultiTableEmbedding
 from tierbed.engine.errors import ClosedError, OptionError, SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
-from tierbed.snapshots.control.client import ask_save
+from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.store.folder_state import FolderState
 
 
@@ -471,7 +471,7 @@ def test_where_a_load_stops_no_embedding_of_the_model_goes_on(tmp_path: Path) ->
     folders = [tmp_path / "users", tmp_path / "items"]
     for several in [], folders:  # and no other process saves them
         with pytest.raises(StoreError, match=r"embedding 'users' has other rows.*keep_rows\(\)"):
-            ask_save(folders[0], "x", stores=several)
+            request_save(folders[0], "x", stores=several)
     towers.load_state_dict(whole)
     list(losses(towers, optimizer, BATCHES[2:3]))
     with pytest.raises(SnapshotError):

@@ -22,7 +22,7 @@ from tierbed import (
     make_table_options,
 )
 from tierbed.engine import _core
-from tierbed.engine.options.table_names import misplaced, names_of_both
+from tierbed.engine.options.table_names import merged_names, mismatched_tables
 from tierbed.snapshots import Snapshot
 
 on_memory_and_disk = pytest.mark.parametrize(
@@ -186,14 +186,14 @@ LISTS = st.lists(st.sampled_from([None, "a", "b", "c"]), max_size=4).filter(
 @given(LISTS, LISTS)
 def test_rows_stay_those_of_their_table_wherever_it_is_listed(stored: list[str | None], mine: list[str | None]) -> None:
     moved = [place for place, name in enumerate(stored) if name and (name not in mine or mine.index(name) != place)]
-    assert misplaced(stored, mine) == moved
-    both = names_of_both(stored, mine)
-    assert both == names_of_both(mine, stored)
+    assert mismatched_tables(stored, mine) == moved
+    both = merged_names(stored, mine)
+    assert both == merged_names(mine, stored)
     if both is None:
         assert {*stored, *mine} - {None}
-        assert moved or misplaced(mine, stored)
+        assert moved or mismatched_tables(mine, stored)
     else:
-        assert misplaced(stored, both) == misplaced(mine, both) == []
+        assert mismatched_tables(stored, both) == mismatched_tables(mine, both) == []
         assert len(both) == max(len(stored), len(mine))
     assert not moved or both is None or len(mine) < len(stored) or None in mine
 

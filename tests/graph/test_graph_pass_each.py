@@ -14,8 +14,8 @@ from support.graphs import embedding
 from tierbed.engine.ops import row_ops
 from tierbed.engine.options.lookup import Lookup
 from tierbed.graph.passes import rewrite
-from tierbed.graph.passes.lookups import cut_lookups, share_batches
-from tierbed.graph.passes.step_epilogue import StepEpilogue, accumulate, dense_step, end_step, schedule
+from tierbed.graph.passes.lookups import extract_id_graph, share_batches
+from tierbed.graph.passes.step_epilogue import StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
 aten = torch.ops.aten
 ROWS = embedding()
@@ -90,7 +90,7 @@ def test_end_together_takes_every_update_and_dense_step_into_one_node() -> None:
     module, end = sketch.end(), StepEpilogue()
     end.max_norm = 1.0
     last = rewrite.end_together(module, end)
-    assert targets(module.graph) == [row_ops.pin, row_ops.gather, aten.mul.Tensor, end_step]
+    assert targets(module.graph) == [row_ops.pin, row_ops.gather, aten.mul.Tensor, apply_gradients]
     arguments: Any = last.args
     held, rows, dense_grads = arguments
     assert held.target == "step_end"
@@ -132,7 +132,7 @@ def test_cut_lookups_keeps_what_makes_ids_and_nothing_else() -> None:
     sketch.train(shifted)
     module = sketch.end()
     before = str(module.graph)
-    cut = cut_lookups(module)
+    cut = extract_id_graph(module)
     assert cut is not None
     assert targets(cut.graph) == [aten.add.Tensor, aten.remainder_.Scalar]
     assert str(module.graph) == before
@@ -152,7 +152,7 @@ def test_cut_lookups_leaves_out_draws_and_writes_to_arguments() -> None:
     ):
         sketch = Sketch()
         sketch.train(spoil(sketch))
-        assert cut_lookups(sketch.end()) is None
+        assert extract_id_graph(sketch.end()) is None
 
 
 def test_cut_lookups_of_an_accumulated_step_and_ids_that_change_later() -> None:
@@ -164,7 +164,7 @@ def test_cut_lookups_of_an_accumulated_step_and_ids_that_change_later() -> None:
     end.every = 2
     kept = rewrite.end_together(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
     assert kept.target is aten.clone.default
-    cut = cut_lookups(module)
+    cut = extract_id_graph(module)
     assert cut is not None
     ((rows, lookups),) = cut(torch.tensor([1, 8]), torch.zeros(4))
     assert rows is ROWS
@@ -180,7 +180,7 @@ def test_drop_dead_keeps_the_end_of_a_step_and_its_schedule() -> None:
     rewrite.end_together(module, end)
     rewrite.drop_dead(module.graph)
     assert unread not in module.graph.nodes
-    assert targets(module.graph)[-1] is end_step
+    assert targets(module.graph)[-1] is apply_gradients
 
 
 def test_a_prefetch_of_the_same_ids_takes_the_earlier_batch() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from support.forked import in_process
 from support.graphs import embedding, graph_of
 from tierbed import EagerOptimizer, Graph, GraphError, MultiTableEmbedding
-from tierbed.embedding.gradients import training_step
+from tierbed.embedding.gradients import exclusive_step
 
 IDS = torch.tensor([1, 2, 2])
 ONCE = torch.tensor([[1.0], [2.0]]).expand(2, 4)  # by what a step moves rows 1 and 2
@@ -168,7 +168,7 @@ def child_in_a_step() -> int:
         child = os.fork()
         if child == 0:
             try:
-                with training_step([graph.rows], "the child"):
+                with exclusive_step([graph.rows], "the child"):
                     os._exit(0)
             finally:
                 os._exit(1)

@@ -16,7 +16,7 @@ from support.two_towers import KINDS, stores
 from tierbed import EagerOptimizer, SnapshotError
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, OptimType
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.control.client import ask_save
+from tierbed.snapshots.control.client import request_save
 
 IDS = torch.randint(0, 30, (20, 2, 12), generator=torch.Generator().manual_seed(5))
 
@@ -105,7 +105,7 @@ def test_a_save_that_is_asked_for_amid_a_backward_pass_is_of_one_step(tmp_path: 
     parts = [embedding for _, embedding in made.each()]
     stores, pins = [tmp_path / part.name for part in parts], list[str]()
     saved: list[Any] = []
-    asking = Thread(target=lambda: saved.append(ask_save(stores[0], "now", "full", None, 60, False, stores)))
+    asking = Thread(target=lambda: saved.append(request_save(stores[0], "now", "full", None, 60, False, stores)))
 
     def watched(part: Any) -> None:
         plain = part.pin

@@ -16,7 +16,7 @@ from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding, OptionError, SnapshotError
 from tierbed.cli import main
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.control.client import ask_save
+from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.store.folder import StoreFolder
 
 
@@ -178,10 +178,10 @@ def wait_for_word(embedding: MultiTableEmbedding, pipe: object) -> None:
 
 def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_path: Path) -> None:
     training = Training(wait_for_word, tmp_path)
-    first = ask_save(training.store, "final")
+    first = request_save(training.store, "final")
     with pytest.raises(SnapshotError, match="exists"):
-        ask_save(training.store, "final")
-    second = ask_save(training.store, "final", overwrite=True)
+        request_save(training.store, "final")
+    second = request_save(training.store, "final", overwrite=True)
     assert first is not None
     assert second is not None
     assert first.id != second.id == Snapshot.open(training.store / "snapshots" / "final").manifest.id

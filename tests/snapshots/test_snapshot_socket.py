@@ -31,7 +31,7 @@ from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control import protocol as channel
 from tierbed.snapshots.control import server as serving
-from tierbed.snapshots.control.client import ask_save, ask_status
+from tierbed.snapshots.control.client import ask_status, request_save
 
 ask = ThreadPoolExecutor(4)
 
@@ -42,7 +42,7 @@ def rows_of(snapshot: Snapshot) -> bytes:
 
 def saved(store: Path, name: str) -> Snapshot:
     """Asked for, and whole: the rows after its step."""
-    assert ask_save(store, name) is not None
+    assert request_save(store, name) is not None
     snapshot = Snapshot.open(store / "snapshots" / name)
     snapshot.verify()
     assert rows_of(snapshot) == rows_after(snapshot.description["step"])
@@ -64,7 +64,7 @@ def a_step_under_way(embedding: MultiTableEmbedding) -> Iterator[Callable[[], No
 
 def asked(store: Path, name: str = "s", **more: Any) -> Future[Any]:
     """A client in another thread, once the trainer has heard it."""
-    answer = ask.submit(ask_save, store, name, **more)
+    answer = ask.submit(request_save, store, name, **more)
     until(lambda: answer.done() or (ask_status(store) or {}).get("saving"))
     return answer
 
@@ -110,12 +110,12 @@ def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
         timeout, said = 0.2, ""
         while "came to no end of a step" not in said:  # or it did not answer yet
             with pytest.raises(StoreError, match=rf"process {os.getpid()} (was asked to save|is saving)") as error:
-                ask_save(store, "s", timeout=timeout)
+                request_save(store, "s", timeout=timeout)
             timeout, said = 2 * timeout, str(error.value)
         until(lambda: ask_status(store)["saving"] is None)  # whoever asked has gone
         answer = asked(store)
         with pytest.raises(StoreError, match=rf"process {os.getpid()} is saving snapshot 's'; ask again"):
-            ask_save(store, "t")
+            request_save(store, "t")
         end()
     assert answer.result(60).rows == 40
     snapshot = Snapshot.open(store / "snapshots" / "s")
@@ -192,7 +192,7 @@ def test_the_socket_of_a_killed_trainer_is_known_and_replaced(tmp_path: Path) ->
     training.kill()
     assert (training.store / "SOCKET").is_socket()
     assert ask_status(training.store) is None
-    assert ask_save(training.store, "a") is None
+    assert request_save(training.store, "a") is None
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 2)
         saved(training.store, "a")
@@ -212,7 +212,7 @@ def test_a_stopped_trainer_is_named_with_what_to_do(tmp_path: Path) -> None:
     training = Training(waits, tmp_path)
     os.kill(training.pid, signal.SIGSTOP)
     with pytest.raises(StoreError, match=rf"process {training.pid} was asked to save.*did not answer for 0.2 seconds"):
-        ask_save(training.store, "a", timeout=0.2)
+        request_save(training.store, "a", timeout=0.2)
     os.kill(training.pid, signal.SIGCONT)
     saved(training.store, "b")
     training.end()
@@ -221,9 +221,9 @@ def test_a_stopped_trainer_is_named_with_what_to_do(tmp_path: Path) -> None:
 def test_a_trainer_that_is_killed_in_a_save_leaves_nothing_of_it(tmp_path: Path) -> None:
     training = Training(fills, tmp_path)
     assert training.says() == "filled"
-    kept = ask_save(training.store, "kept")
+    kept = request_save(training.store, "kept")
     with pytest.raises(StoreError, match=rf"process {training.pid} went away while it saved.*nothing of the snapshot"):
-        ask_save(training.store, "lost", progress=lambda rows, of: training.kill())
+        request_save(training.store, "lost", progress=lambda rows, of: training.kill())
     with embedding_at(tmp_path, "device") as embedding:
         assert embedding.size() == kept.rows
         assert embedding.metrics()["table"]["step"] == kept.description["step"]
@@ -231,7 +231,7 @@ def test_a_trainer_that_is_killed_in_a_save_leaves_nothing_of_it(tmp_path: Path)
 
 
 def _asks_and_dies(store: Path) -> None:
-    ask_save(store, "a", progress=lambda rows, of: os.kill(os.getpid(), signal.SIGKILL))
+    request_save(store, "a", progress=lambda rows, of: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def test_a_save_whose_client_is_killed_is_finished(tmp_path: Path) -> None:
@@ -263,16 +263,16 @@ def test_errors_come_to_the_client_and_progress_counts_every_row(
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 3)
         told: list[tuple[int, int | None]] = []
-        manifest = ask_save(tmp_path / STORE, "a", progress=lambda rows, of: told.append((rows, of)))
+        manifest = request_save(tmp_path / STORE, "a", progress=lambda rows, of: told.append((rows, of)))
         assert told[0] == (0, manifest.rows)
         assert told[-1] == (manifest.rows, manifest.rows)
         assert told == sorted(told)
         with pytest.raises(SnapshotError, match=r"/a' exists: choose another name"):
-            ask_save(tmp_path / STORE, "a")
+            request_save(tmp_path / STORE, "a")
         with pytest.raises(SnapshotError, match=r"\.\./x"):
-            ask_save(tmp_path / STORE, "../x")
+            request_save(tmp_path / STORE, "../x")
         with pytest.raises(ValueError, match="kind='half'"):
-            ask_save(tmp_path / STORE, "b", kind="half")
+            request_save(tmp_path / STORE, "b", kind="half")
 
 
 @on_devices
@@ -290,11 +290,11 @@ def test_a_snapshot_of_rows_on_a_gpu(device: Device, tmp_path: Path, store: str)
         step_of([0, 1])
         step_of([2, 3])
         with pytest.raises(StoreError, match=r"table_ids of embedding 'rows'.*changed nothing"):
-            ask_save(tmp_path / STORE, "a")
+            request_save(tmp_path / STORE, "a")
         with pytest.raises(InputError, match="table_ids"):
             step_of([0, 1])
         step_of([1, 2])
-        assert ask_save(tmp_path / STORE, "a").description["step"] == 2
+        assert request_save(tmp_path / STORE, "a").description["step"] == 2
         assert rows_of(Snapshot.open(tmp_path / STORE / "snapshots" / "a")) == contents(embedding).tobytes()
 
 
@@ -333,7 +333,7 @@ def test_a_save_of_several_stores_is_a_request_that_older_versions_refuse(tmp_pa
     stores = [tmp_path / "a", tmp_path / "b"]
     folder = channel.open_folder(tmp_path)
     with channel.listen(folder) as listener:
-        answer = ask.submit(ask_save, tmp_path, "s", stores=stores)
+        answer = ask.submit(request_save, tmp_path, "s", stores=stores)
         with listener.accept()[0] as client:
             asked = channel.receive(client)
             channel.send(client, {"error": "knows no such request", "type": "StoreError"})

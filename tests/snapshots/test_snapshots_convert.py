@@ -21,7 +21,7 @@ from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.engine import _core
 from tierbed.engine.row_format import RowForm, narrowed, overflows, widened
 from tierbed.snapshots import Snapshot, write_snapshot
-from tierbed.snapshots.files.writer import check_over
+from tierbed.snapshots.files.writer import check_parent
 from tierbed.snapshots.inspection.comparison import compare
 from tierbed.snapshots.store.closed_store import load_live
 from tierbed.snapshots.store.folder import StoreFolder
@@ -163,11 +163,11 @@ def test_an_incremental_snapshot_goes_over_none_of_another_type(tmp_path: Path) 
         save(tmp_path / "-".join(types), types=types)
     for types in TYPES:
         parent = Snapshot.open(tmp_path / "-".join(types))
-        check_over(tmp_path / "new", parent, description(6, types))
+        check_parent(tmp_path / "new", parent, description(6, types))
         for other in TYPES:
             if other != types:
                 with pytest.raises(SnapshotError, match=r'numbers another dtype\. Save it with kind="full"'):
-                    check_over(tmp_path / "new", parent, description(6, other))
+                    check_parent(tmp_path / "new", parent, description(6, other))
 
 
 DTYPES = [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)]

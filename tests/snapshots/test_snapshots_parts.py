@@ -24,9 +24,9 @@ from tierbed.engine import _core
 from tierbed.engine.row_format import KEY, RowArray, keys_of, row_dtype
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
-from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, part_of
-from tierbed.snapshots.files.merging import merged
-from tierbed.snapshots.files.writer import going_over, new_snapshot, place_of, write_part
+from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, shard_number
+from tierbed.snapshots.files.merging import merge_sorted
+from tierbed.snapshots.files.writer import children_of, new_snapshot, place_of, write_shard
 from tierbed.snapshots.inspection.row import snapshot_row
 
 COUNTS = {0: 20, 5: 1, 17: 40, 63: 9}
@@ -113,7 +113,7 @@ def test_streams_are_merged_in_order(parts: list[list[list[int]]]) -> None:
             chunks.append(rows)
         chunks.append(np.array([(0, key) for key in own], KEY))
         streams.append(chunks)
-    found = list(merged([iter(stream) for stream in streams]))
+    found = list(merge_sorted([iter(stream) for stream in streams]))
     assert all(len(rows) for rows in found)
     assert [int(row["key"]) for rows in found for row in rows] == sorted(seen)
 
@@ -173,7 +173,7 @@ def test_a_chain_over_any_numbers_of_parts_is_the_table(
     assert rows == last.manifest.rows
     for link in last.chain:
         assert sum(share.found[link.name] for share in shares) == link.manifest.rows
-    assert going_over(folder / "s1") == ["s2"]
+    assert children_of(folder / "s1") == ["s2"]
     for bucket, table in tables[2].items():
         for row in table[:: len(table)]:
             name = int(row["table"]), int(row["key"].astype(np.int64))
@@ -274,8 +274,10 @@ def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, cas
 
     def write() -> None:
         with new_snapshot(tmp_path / "s", description()):
-            write_part(place, description(), HashShard(0, 2), [(3, HashShard(0, 2).rows(ROWS[3]))])
-            write_part(tmp_path / "elsewhere" if case == "no folder" else place, description(), HashShard(1, 2), chunks)
+            write_shard(place, description(), HashShard(0, 2), [(3, HashShard(0, 2).rows(ROWS[3]))])
+            write_shard(
+                tmp_path / "elsewhere" if case == "no folder" else place, description(), HashShard(1, 2), chunks
+            )
 
     with pytest.raises(SnapshotError, match=problem):
         write()
@@ -288,4 +290,4 @@ def test_files_have_the_names_of_their_parts(tmp_path: Path) -> None:
     assert [*manifest.files] == [f"bucket-09-000{part}.npy" for part in range(3)]
     for name in manifest.files:
         rows = np.load(tmp_path / "s" / name)
-        assert set(_core.owners(rows["table"].copy(), rows["key"].copy(), 3).tolist()) == {part_of(name)}
+        assert set(_core.owners(rows["table"].copy(), rows["key"].copy(), 3).tolist()) == {shard_number(name)}

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from tierbed.snapshots.files.pipeline import WriterThread, ahead
+from tierbed.snapshots.files.pipeline import WriterThread, read_ahead
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,13 @@ def numbers(count: int, closed: list[int], fail: bool = False) -> Generator[int,
 @pytest.mark.parametrize("wanted", [0, 1, 100])
 def test_items_come_in_order_and_the_source_is_closed(count: int, wanted: int) -> None:
     closed: list[int] = []
-    with ahead(numbers(count, closed)) as items:
+    with read_ahead(numbers(count, closed)) as items:
         assert [item for item, _ in zip(items, range(wanted), strict=False)] == list(range(min(count, wanted)))
     assert closed == [1]
 
 
 def test_what_the_source_raises_comes_after_its_items() -> None:
-    with ahead(numbers(5, [], fail=True)) as items:
+    with read_ahead(numbers(5, [], fail=True)) as items:
         assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
         with pytest.raises(OSError, match="as planned"):
             next(items)
@@ -72,7 +72,7 @@ def test_tasks_are_done_in_order_and_none_after_one_that_failed() -> None:
 
 
 def take_one(closed: list[int]) -> None:
-    with ahead(numbers(50, closed)) as items:
+    with read_ahead(numbers(50, closed)) as items:
         next(items)
         raise KeyError
 

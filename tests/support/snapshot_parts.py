@@ -9,7 +9,7 @@ from typing import Any
 from tierbed.engine.row_format import Change
 from tierbed.snapshots import Manifest, Snapshot
 from tierbed.snapshots.files.format import HashShard
-from tierbed.snapshots.files.writer import check_over, commit, new_snapshot, place_of, write_changed_part, write_part
+from tierbed.snapshots.files.writer import check_parent, commit, new_snapshot, place_of, write_shard, write_shard_delta
 
 from .small_snapshots import Chunk
 
@@ -23,7 +23,7 @@ def save_in_parts(
         place = place_of(folder)
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
-            files.append(write_part(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in held]))
+            files.append(write_shard(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in held]))
         return commit(place, description, sum(len(rows) for _, rows in held), files)
 
 
@@ -31,14 +31,14 @@ def save_changes_in_parts(
     folder: Path, parent: Snapshot, description: dict[str, Any], rows: int, changes: Iterable[Change], parts: int
 ) -> Manifest:
     """Write an incremental snapshot, one part after the other."""
-    check_over(folder, parent, description)
+    check_parent(folder, parent, description)
     held = list(changes)
     with new_snapshot(folder, description):
         place = place_of(folder)
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
             own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in held]
-            files.append(write_changed_part(place, description, part, own))
+            files.append(write_shard_delta(place, description, part, own))
         return commit(place, description, rows, files, parent)
 
 
