@@ -49,8 +49,8 @@ class LocalTableHandle(TableSnapshots):
     """Opens a table and holds it. A process has one handle of a folder: a second, as in notebooks, closes the first.
 
     share: what this process has of the rows; None for all of them. decide: chooses the rows to open with, by default
-    as `plan_open_local`. group: the embeddings that it is trained together with. for_load: whether its rows are about to
-    be replaced. Raises StoreError, OptionError, OptimizerError, and what `decide` raises.
+    as `plan_open_local`. group: the embeddings that it is trained together with. for_load: whether its rows are about
+    to be replaced. Raises StoreError, OptionError, OptimizerError, and what `decide` raises.
     """
 
     def __init__(
