@@ -9,9 +9,9 @@
 namespace tierbed {
 namespace {
 
-Wanted wanted_of(Batch& batch, bool own_lines) {
+RequestedRows wanted_of(Batch& batch, bool own_lines) {
     const u64* own = own_lines && batch.own_lines.size() ? batch.own_lines.data() : nullptr;
-    Wanted wanted{batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, {}};
+    RequestedRows wanted{batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, {}};
     std::copy_n(batch.bucket_begin, BUCKETS + 1, wanted.begin.begin());
     return wanted;
 }
@@ -23,7 +23,7 @@ CachedTier::CachedTier(const Layout& layout, Tier& below, const CacheOptions& op
       below_(below),
       overflow_rows_(options.overflow_bytes / Overflow::row_bytes(layout.shape)),
       directory_(layout.shape, options.budget_bytes, options.replacement, overflow_rows_),
-      asked_(layout.tables),
+      hit_counts_(layout.tables),
       process_(getpid()),
       threads_(std::make_unique<Threads>()) {
     if (below.on_disk())
@@ -56,7 +56,7 @@ void CachedTier::update_done() {
 
 void CachedTier::announce(std::shared_ptr<Batch> batch) {
     const std::lock_guard directory(threads_->directory);
-    const Wanted wanted = wanted_of(*batch, false);
+    const RequestedRows wanted = wanted_of(*batch, false);
     u32 number;
     {
         const std::lock_guard queue(threads_->queue);
@@ -100,7 +100,7 @@ bool CachedTier::prefetch(const Batch& batch) {
     try {
         const std::lock_guard admission(threads_->admission);
         if (is_cancelled()) return end(true);
-        return end(admit(wanted_of(*kept, false), number, For::ahead));
+        return end(admit(wanted_of(*kept, false), number, Purpose::ahead));
     } catch (...) {
         end(false);
         throw;
@@ -143,7 +143,7 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
             batch->use_own_lines();
         } else {
             const std::lock_guard admission(threads_->admission);
-            admit(wanted_of(*batch, true), number, For::step);
+            admit(wanted_of(*batch, true), number, Purpose::step);
         }
     } catch (...) {
         end(false);
@@ -177,7 +177,7 @@ void CachedTier::cancel() {
 }
 
 void CachedTier::peek(Batch& batch) {
-    const Wanted wanted = wanted_of(batch, false);
+    const RequestedRows wanted = wanted_of(batch, false);
     const std::vector<u64> lines = batch.allocate(batch.unique, layout_.shape);
     RowList missing;
     {
@@ -195,8 +195,8 @@ namespace {
 constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
 constexpr std::size_t GRAIN = 512, AHEAD = 4;
 
-Wanted wanted_of(const Rows& rows, u64* lines) {
-    Wanted wanted{rows.tables, rows.hashes, lines, nullptr, {}};
+RequestedRows wanted_of(const RowSpan& rows, u64* lines) {
+    RequestedRows wanted{rows.tables, rows.hashes, lines, nullptr, {}};
     std::size_t at = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
         wanted.begin[bucket] = at;
@@ -209,17 +209,17 @@ Wanted wanted_of(const Rows& rows, u64* lines) {
 
 }  // namespace
 
-bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
+bool CachedTier::admit(const RequestedRows& wanted, u32 number, Purpose purpose) {
     std::unique_lock lock(threads_->directory);
     auto& writer = threads_->writer;
     Overflow& overflow = directory_.overflow;
     if (writer) writer->raise();
     overflow.trim();
     directory_.take_back(done());
-    directory_.probe(wanted, number, purpose != For::ahead);
+    directory_.probe(wanted, number, purpose != Purpose::ahead);
     const std::size_t coming = directory_.coming();
     const auto fits = [&] { return overflow.rows() + coming <= overflow_rows_; };
-    if (purpose == For::ahead) {
+    if (purpose == Purpose::ahead) {
         if (!fits()) {
             ++prefetch_waits_;
             writer ? writer->wake(room_beside(coming)) : sweep();
@@ -236,23 +236,23 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
     try {
         overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, coming + 1));
         if (!writer) write_victims();
-        if (purpose != For::write) directory_.count_asked(wanted, asked_);
+        if (purpose != Purpose::write) directory_.count_hits(wanted, hit_counts_);
     } catch (...) {
         directory_.restore();
         throw;
     }
     directory_.settle(wanted, writer.has_value());
     if (writer) writer->wake(room_beside());
-    if (purpose == For::write) counts.hits = counts.misses = 0;  // those of reads
+    if (purpose == Purpose::write) counts.hits = counts.misses = 0;  // those of reads
     counts_ += counts;
     lock.unlock();
-    if (purpose != For::write) fetch(wanted);
+    if (purpose != Purpose::write) fetch(wanted);
     return true;
 }
 
-void CachedTier::fetch(const Wanted& wanted) {
+void CachedTier::fetch(const RequestedRows& wanted) {
     RowList missing;
-    directory_.for_each_absent([&](const Absent& absent) {
+    directory_.for_each_absent([&](const Miss& absent) {
         if (absent.from == NONE)
             missing.add(wanted.tables[absent.row], wanted.hashes[absent.row], wanted.lines[absent.row]);
     });
@@ -268,7 +268,7 @@ void CachedTier::fetch(const Wanted& wanted) {
     }
 }
 
-std::vector<u32> CachedTier::read_below(const Rows& rows, bool touch) {
+std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
     std::vector<u32> updates(rows.n);
     if (rows.n == 0) return updates;
     const auto found = std::make_unique<bool[]>(rows.n);
@@ -294,7 +294,7 @@ std::vector<u32> CachedTier::read_below(const Rows& rows, bool touch) {
     return updates;
 }
 
-void CachedTier::write_down(const Rows& rows) {
+void CachedTier::write_down(const RowSpan& rows) {
     if (rows.n == 0) return;
     const Timer timer(write_latency_);
     below_.write(rows);
@@ -303,7 +303,7 @@ void CachedTier::write_down(const Rows& rows) {
 
 void CachedTier::write_victims() {
     RowList victims;
-    directory_.for_each_absent([&](const Absent& absent) {
+    directory_.for_each_absent([&](const Miss& absent) {
         if (absent.dirty) victims.add(absent.way.table, absent.way.hash, directory_.sets.line(absent.slot));
     });
     write_down(victims.rows());
@@ -328,13 +328,13 @@ void CachedTier::sweep() {
     overflow.wrote(places, &updates, done());
 }
 
-std::vector<std::size_t> CachedTier::copy_present(const Wanted& wanted, const u64* to, bool touch) {
+std::vector<std::size_t> CachedTier::copy_present(const RequestedRows& wanted, const u64* to, bool touch) {
     const u32 number = touch ? begin_alone() : 0;
     const std::lock_guard directory(threads_->directory);
     std::vector<std::size_t> others;
     directory_.probe(wanted, number, false);
     if (touch) directory_.mark(wanted, number);
-    directory_.for_each_absent([&](const Absent& absent) {
+    directory_.for_each_absent([&](const Miss& absent) {
         if (absent.from == NONE)
             others.push_back(absent.row);
         else
@@ -348,7 +348,7 @@ std::vector<std::size_t> CachedTier::copy_present(const Wanted& wanted, const u6
     });
     counts_.hits += directory_.counted().hits;
     counts_.misses += directory_.counted().misses;
-    directory_.count_asked(wanted, asked_);
+    directory_.count_hits(wanted, hit_counts_);
     return others;
 }
 
@@ -363,9 +363,9 @@ void CachedTier::end_alone() {
     update_done();
 }
 
-void CachedTier::read(const Rows& rows, bool* found, bool touch) {
+void CachedTier::read(const RowSpan& rows, bool* found, bool touch) {
     Buffer<u64> lines(rows.n);
-    const Wanted wanted = wanted_of(rows, lines.data());
+    const RequestedRows wanted = wanted_of(rows, lines.data());
     RowList missing;
     std::vector<std::size_t> others;
     {
@@ -384,13 +384,13 @@ void CachedTier::read(const Rows& rows, bool* found, bool touch) {
     for (std::size_t i = 0; i < others.size(); ++i) found[others[i]] = found_below[i];
 }
 
-void CachedTier::write(const Rows& rows) {
+void CachedTier::write(const RowSpan& rows) {
     Buffer<u64> lines(rows.n);
-    const Wanted wanted = wanted_of(rows, lines.data());
+    const RequestedRows wanted = wanted_of(rows, lines.data());
     const std::lock_guard admission(threads_->admission);
     const u32 number = begin_alone();
     try {
-        admit(wanted, number, For::write);
+        admit(wanted, number, Purpose::write);
     } catch (...) {
         end_alone();
         throw;
@@ -401,7 +401,7 @@ void CachedTier::write(const Rows& rows) {
     end_alone();
 }
 
-void CachedTier::erase(const Rows& rows) {
+void CachedTier::erase(const RowSpan& rows) {
     const std::lock_guard admission(threads_->admission);
     {
         std::unique_lock directory(threads_->directory);
@@ -483,7 +483,7 @@ CachedTier::Metrics CachedTier::metrics() const {
 
 std::vector<u64> CachedTier::asked() const {
     const std::lock_guard directory(threads_->directory);
-    return asked_.sums();
+    return hit_counts_.sums();
 }
 
 CachedTier::Resident CachedTier::resident(const Way& way, u64 line, i64 slot) const {

@@ -50,9 +50,9 @@ public:
     void peek(Batch& batch);
 
     // Rows that are not up stay down; those that are written come up. Not beside batches.
-    void read(const Rows& rows, bool* found, bool touch) override;
-    void write(const Rows& rows) override;
-    void erase(const Rows& rows) override;
+    void read(const RowSpan& rows, bool* found, bool touch) override;
+    void write(const RowSpan& rows) override;
+    void erase(const RowSpan& rows) override;
     void forget_errors() override;
     bool on_disk() const override { return false; }
     // Brings every dirty row down.
@@ -96,7 +96,7 @@ private:
         std::condition_variable admitted;
         std::optional<WriteBehind> writer;
     };
-    enum class For { ahead, step, write };
+    enum class Purpose { ahead, step, write };
 
     // The methods below are called with the locks that their group names. With `queue`:
     Announced* announced(u32 number);  // null where that batch was cancelled
@@ -105,19 +105,19 @@ private:
     u32 begin_alone();
     void end_alone();
     // False where the overflow might get too large for a batch that is not needed yet.
-    bool admit(const Wanted& wanted, u32 number, For purpose);
-    void fetch(const Wanted& wanted);
+    bool admit(const RequestedRows& wanted, u32 number, Purpose purpose);
+    void fetch(const RequestedRows& wanted);
     // Copies rows that are up to the lines `to` and lists the others. `touch`: the former count as used.
-    std::vector<std::size_t> copy_present(const Wanted& wanted, const u64* to, bool touch);
+    std::vector<std::size_t> copy_present(const RequestedRows& wanted, const u64* to, bool touch);
     // With `admission` and `directory`. Bring down the rows of the overflow, rows that give way, given rows.
     void sweep();
     void write_victims();
-    void write_down(const Rows& rows);
+    void write_down(const RowSpan& rows);
     Resident resident(const Way& way, u64 line, i64 slot) const;
     // With none. Fills lines of rows from the tier below, or with initial values. Returns the `updates` of each row.
-    std::vector<u32> read_below(const Rows& rows, bool touch);
+    std::vector<u32> read_below(const RowSpan& rows, bool touch);
     // What may stay in the overflow where so many more rows come. Half of it is room for what a batch needs.
-    Overflow::Room room_beside(std::size_t coming = 0) const {
+    Overflow::Limits room_beside(std::size_t coming = 0) const {
         const std::size_t half = overflow_rows_ / 2;
         const std::size_t others = overflow_rows_ - std::min(overflow_rows_, coming);
         return {std::min(half, others), coming ? std::min(half, others) : half + half / 2};
@@ -129,7 +129,7 @@ private:
     std::size_t overflow_rows_;
     Directory directory_;
     CacheCounts counts_;
-    TableCounts asked_;
+    TableCounts hit_counts_;
     std::atomic<u64> bytes_in_{0};
     u64 bytes_out_ = 0, prefetch_waits_ = 0;
     Histogram fetch_latency_, write_latency_;

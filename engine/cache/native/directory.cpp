@@ -38,7 +38,7 @@ CacheCounts& CacheCounts::operator+=(const CacheCounts& more) {
     return *this;
 }
 
-void Directory::announce(const Wanted& batch, u32 number) {
+void Directory::announce(const RequestedRows& batch, u32 number) {
     window.add(number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
@@ -69,13 +69,13 @@ void Directory::count(const std::array<CacheCounts, BUCKETS>& parts) {
     for (const CacheCounts& part : parts) counts_ += part;
 }
 
-void Directory::probe(const Wanted& batch, u32 number, bool marking) {
+void Directory::probe(const RequestedRows& batch, u32 number, bool marking) {
     if (marking) begin(number);
     counts_ = {};
     std::array<CacheCounts, BUCKETS> parts;
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
-        std::vector<Absent>& absent = absent_[b];
+        std::vector<Miss>& absent = misses_[b];
         absent.clear();
         const std::size_t end = batch.begin[b + 1];
         for (std::size_t i = batch.begin[b]; i < end; ++i) {
@@ -106,30 +106,30 @@ void Directory::probe(const Wanted& batch, u32 number, bool marking) {
     count(parts);
 }
 
-void Directory::count_asked(const Wanted& batch, TableCounts& counts) const {
+void Directory::count_hits(const RequestedRows& batch, TableCounts& counts) const {
     parallel_for(BUCKETS, batch.size(), [&](std::size_t b) {
         TableCounts::Share asked(counts, batch.begin[b] < batch.begin[b + 1]);
         for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
             if (!batch.own_lines || !batch.own_lines[i]) asked.add(batch.tables[i], true);
-        for (const Absent& absent : absent_[b])
+        for (const Miss& absent : misses_[b])
             if (absent.from == NONE) asked.missed(batch.tables[absent.row]);
     });
 }
 
-void Directory::mark(const Wanted& batch, u32 number) {
+void Directory::mark(const RequestedRows& batch, u32 number) {
     begin(number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
             if (batch.lines[i])
                 touch(sets.way(sets.slot(batch.lines[i])), number, next_of(batch, static_cast<u32>(b), i, number));
-        for (const Absent& absent : absent_[b])
+        for (const Miss& absent : misses_[b])
             if (absent.from != NONE) overflow.at(absent.from).way.last = number;
     });
 }
 
 std::size_t Directory::coming() const {
     std::size_t rows = 0;
-    for_each_absent([&](const Absent& absent) { rows += absent.from == NONE || overflow.at(absent.from).leaving; });
+    for_each_absent([&](const Miss& absent) { rows += absent.from == NONE || overflow.at(absent.from).leaving; });
     return rows;
 }
 
@@ -153,18 +153,18 @@ void Directory::take_back(u32 done) {
     });
 }
 
-void Directory::choose(const Wanted& batch, u32 number, u32 done) {
+void Directory::choose(const RequestedRows& batch, u32 number, u32 done) {
     std::array<CacheCounts, BUCKETS> parts;
     const auto choose_in = [&](std::size_t b) {
-        std::vector<Absent>& all = absent_[b];
-        for (Absent& absent : all) absent.next = next_of(batch, static_cast<u32>(b), absent.row, number);
+        std::vector<Miss>& all = misses_[b];
+        for (Miss& absent : all) absent.next = next_of(batch, static_cast<u32>(b), absent.row, number);
         if (looking_)
-            std::stable_sort(all.begin(), all.end(), [&](const Absent& one, const Absent& other) {
+            std::stable_sort(all.begin(), all.end(), [&](const Miss& one, const Miss& other) {
                 return batches_until(one.next, number) < batches_until(other.next, number);
             });
         for (std::size_t k = 0; k < all.size(); ++k) {
             if (k + AHEAD < all.size()) sets.fetch_ways(batch.hashes[all[k + AHEAD].row]);
-            Absent& absent = all[k];
+            Miss& absent = all[k];
             const u64 hash = batch.hashes[absent.row];
             const u32 table = batch.tables[absent.row], next = absent.next;
             Way way{hash, table, number, next, 1, 0, 0};
@@ -187,7 +187,7 @@ void Directory::choose(const Wanted& batch, u32 number, u32 done) {
             sets.fetch_record(absent.slot);
             sets.take(absent.slot, way);
         }
-        for (Absent& absent : all) {
+        for (Miss& absent : all) {
             if (absent.slot == NONE || absent.free) continue;
             absent.dirty = is_dirty(sets.updates(absent.slot), absent.way.stored);
             ++(absent.dirty ? parts[b].evictions_dirty : parts[b].evictions_clean);
@@ -201,7 +201,7 @@ void Directory::choose(const Wanted& batch, u32 number, u32 done) {
 }
 
 void Directory::restore() {
-    for_each_absent([&](const Absent& absent) {
+    for_each_absent([&](const Miss& absent) {
         if (absent.slot == NONE) return;
         if (absent.free)
             sets.free(absent.slot);
@@ -210,9 +210,9 @@ void Directory::restore() {
     });
 }
 
-void Directory::settle(const Wanted& batch, bool stay) {
-    for (std::vector<Absent>& of_bucket : absent_) {
-        for (Absent& absent : of_bucket) {
+void Directory::settle(const RequestedRows& batch, bool stay) {
+    for (std::vector<Miss>& of_bucket : misses_) {
+        for (Miss& absent : of_bucket) {
             u64& line = batch.lines[absent.row];
             if (absent.slot != NONE) {
                 line = sets.line(absent.slot);
@@ -236,14 +236,14 @@ void Directory::settle(const Wanted& batch, bool stay) {
 }
 
 void Directory::fetched(const u32* updates) {
-    for_each_absent([&](const Absent& absent) {
+    for_each_absent([&](const Miss& absent) {
         if (absent.from != NONE) return;
         (absent.slot == NONE ? overflow.at(absent.place).way : sets.way(absent.slot)).stored = *updates++;
     });
 }
 
 void Directory::drop() {
-    for_each_absent([&](const Absent& absent) {
+    for_each_absent([&](const Miss& absent) {
         if (absent.from != NONE) return;
         if (absent.slot == NONE)
             overflow.remove(absent.place);

@@ -147,7 +147,7 @@ private:
 };
 
 // The distinct rows of a batch by bucket, and where the addresses of their lines are written.
-struct Wanted {
+struct RequestedRows {
     const u32* tables;
     const u64* hashes;
     u64* lines;            // [n], out
@@ -158,7 +158,7 @@ struct Wanted {
 };
 
 // A row that a batch needs and no set holds.
-struct Absent {
+struct Miss {
     u32 row;             // of the batch
     u32 from;            // where the overflow has it, NONE where it must be fetched
     u32 before;          // the batch that had touched it there: one that is not over has its address
@@ -183,11 +183,11 @@ public:
         : sets(shape, budget_bytes, replacement), overflow(shape, overflow_rows), shape_(shape) {}
 
     // Notes an announced batch, the last until now.
-    void announce(const Wanted& batch, u32 number);
+    void announce(const RequestedRows& batch, u32 number);
 
     // Writes where the rows of the batch are, and lists those that no set holds. With `marking`, pins rows that are up.
-    void probe(const Wanted& batch, u32 number, bool marking);
-    void mark(const Wanted& batch, u32 number);
+    void probe(const RequestedRows& batch, u32 number, bool marking);
+    void mark(const RequestedRows& batch, u32 number);
     // How many rows of the batch may yet need a place in the overflow.
     std::size_t coming() const;
 
@@ -195,24 +195,24 @@ public:
     // at all. done: the last batch that is over.
     void take_back(u32 done);
     // Takes slots for absent rows; rows that are needed soonest come first. Batches up to `done` are over.
-    void choose(const Wanted& batch, u32 number, u32 done);
+    void choose(const RequestedRows& batch, u32 number, u32 done);
     void restore();
     // Gives every absent row its line, with the row's values where the overflow has them. stay: whether dirty rows that
     // lost their slot move to the overflow.
-    void settle(const Wanted& batch, bool stay);
+    void settle(const RequestedRows& batch, bool stay);
     // Notes the `updates` that the tier below has of each row that was fetched.
     void fetched(const u32* updates);
     void drop();
     // The counts since `probe`.
     const CacheCounts& counted() const { return counts_; }
     // Adds the hits and misses of the batch, by table.
-    void count_asked(const Wanted& batch, TableCounts& counts) const;
+    void count_hits(const RequestedRows& batch, TableCounts& counts) const;
 
     // Calls body(absent) for each absent row, buckets ascending.
     template <class Body>
     void for_each_absent(const Body& body) const {
-        for (const std::vector<Absent>& of_bucket : absent_)
-            for (const Absent& absent : of_bucket) body(absent);
+        for (const std::vector<Miss>& of_bucket : misses_)
+            for (const Miss& absent : of_bucket) body(absent);
     }
     // Calls body(way, line, slot) for each row of the sets, then with slot -1 for each row of the overflow.
     template <class Body>
@@ -236,7 +236,7 @@ public:
     Window window;
 
 private:
-    u32 next_of(const Wanted& batch, u32 bucket, std::size_t row, u32 number) {
+    u32 next_of(const RequestedRows& batch, u32 bucket, std::size_t row, u32 number) {
         return looking_ ? window.take_row(bucket, batch.hashes[row], batch.tables[row], number) : 0;
     }
     static void touch(Way& way, u32 number, u32 next) {
@@ -249,7 +249,7 @@ private:
 
     LineShape shape_;
     bool looking_ = false;  // further batches are known
-    std::array<std::vector<Absent>, BUCKETS> absent_;
+    std::array<std::vector<Miss>, BUCKETS> misses_;
     CacheCounts counts_;
 };
 

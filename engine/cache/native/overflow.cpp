@@ -9,7 +9,7 @@ void Overflow::reserve(std::size_t rows) {
         const bool beyond = places_ >= within;
         const u32 size = beyond ? CHUNK : static_cast<u32>(std::min<std::size_t>(CHUNK, within - places_));
         const u32 first = static_cast<u32>(chunks_.size()) * CHUNK;
-        Chunk chunk{Pages(std::size_t{size} * shape_.line_bytes), std::vector<Place>(size)};
+        Chunk chunk{Pages(std::size_t{size} * shape_.line_bytes), std::vector<Entry>(size)};
         for (u32 i = 0; i < size; ++i) chunk.places[i].after = i + 1 < size ? first + i + 1 : free_[beyond];
         chunks_.push_back(std::move(chunk));
         free_[beyond] = first;
@@ -87,7 +87,7 @@ void Overflow::forget(u32 place) {
     --rows_;
 }
 
-std::vector<u32> Overflow::take(u32 done, std::size_t most, const Room& room) {
+std::vector<u32> Overflow::take(u32 done, std::size_t most, const Limits& room) {
     std::vector<u32> taken;
     const auto wants_more = [&] { return taken.size() < most && rows_ > room.keep + taken.size(); };
     const auto stays = [&](u32 place) {
@@ -121,7 +121,7 @@ std::vector<u32> Overflow::take(u32 done, std::size_t most, const Room& room) {
 
 void Overflow::wrote(const std::vector<u32>& places, const std::vector<u32>* updates, u32 done) {
     for (std::size_t i = 0; i < places.size(); ++i) {
-        Place& row = at(places[i]);
+        Entry& row = at(places[i]);
         row.leaving = false;
         if (row.gone) {
             forget(places[i]);
@@ -134,7 +134,7 @@ void Overflow::wrote(const std::vector<u32>& places, const std::vector<u32>* upd
 
 std::size_t Overflow::bytes() const {
     std::size_t total = index_.bytes();
-    for (const Chunk& chunk : chunks_) total += chunk.lines.size() + chunk.places.size() * sizeof(Place);
+    for (const Chunk& chunk : chunks_) total += chunk.lines.size() + chunk.places.size() * sizeof(Entry);
     return total;
 }
 

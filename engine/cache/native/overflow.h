@@ -13,7 +13,7 @@ namespace tierbed {
 // A place is a line for one row. Only `find` may run in several threads at once.
 class Overflow {
 public:
-    struct Place {
+    struct Entry {
         Way way;
         bool leaving;       // whether another thread is writing the line to the tier below
         bool gone;          // whether the row left during that write: the place is free when the write is over
@@ -39,12 +39,12 @@ public:
     // Notes that no batch needs the row.
     void wait(u32 place) { move(place, true); }
     // How many rows may stay: of any kind, and where announced batches need the others.
-    struct Room {
+    struct Limits {
         std::size_t keep, keep_needed;
     };
     // Takes at most `most` dirty rows whose batches are over, by hash: their places are leaving until `wrote`. Clean
     // ones go at once. Waiting rows go first, in the order in which they came.
-    std::vector<u32> take(u32 done, std::size_t most, const Room& room);
+    std::vector<u32> take(u32 done, std::size_t most, const Limits& room);
     // Ends the leaving of places. updates: of each row as it was written, or null where the write failed.
     void wrote(const std::vector<u32>& places, const std::vector<u32>* updates, u32 done);
 
@@ -64,8 +64,8 @@ public:
     bool is_idle(u32 place, u32 done) const { return !at(place).leaving && !is_after(at(place).way.last, done); }
     u32 updates(u32 place) const { return record(line(place), shape_)->updates; }
     bool is_dirty(u32 place) const { return tierbed::is_dirty(updates(place), at(place).way.stored); }
-    Place& at(u32 place) { return chunks_[place / CHUNK].places[place % CHUNK]; }
-    const Place& at(u32 place) const { return chunks_[place / CHUNK].places[place % CHUNK]; }
+    Entry& at(u32 place) { return chunks_[place / CHUNK].places[place % CHUNK]; }
+    const Entry& at(u32 place) const { return chunks_[place / CHUNK].places[place % CHUNK]; }
     u64 line(u32 place) const {
         return chunks_[place / CHUNK].lines.start() + static_cast<u64>(place % CHUNK) * shape_.line_bytes;
     }
@@ -78,7 +78,7 @@ public:
     std::size_t bytes() const;
     // The most bytes that a row takes, up to the capacity.
     static std::size_t row_bytes(const LineShape& shape) {
-        return shape.line_bytes + sizeof(Place) + RowMap::MOST_BYTES;
+        return shape.line_bytes + sizeof(Entry) + RowMap::MOST_BYTES;
     }
 
 private:
@@ -86,7 +86,7 @@ private:
 
     struct Chunk {
         Pages lines;
-        std::vector<Place> places;
+        std::vector<Entry> places;
     };
     struct Chain {
         u32 first = NONE, last = NONE;

@@ -82,13 +82,13 @@ void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
     end(true);
 }
 
-void WriteBehind::wake(const Overflow::Room& room) {
+void WriteBehind::wake(const Overflow::Limits& room) {
     room_ = room;
     awake_ = true;
     work_.notify_one();
 }
 
-void WriteBehind::wait(std::unique_lock<std::mutex>& directory, const Overflow::Room& room,
+void WriteBehind::wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& room,
                        const std::function<bool()>& enough) {
     wake(room);
     changed_.wait(directory, [&] { return enough() || error_ || !awake_ || stopping_; });

@@ -21,9 +21,10 @@ public:
                 Histogram& latency, std::size_t threads);
 
     // Lets the thread bring rows down until what has room is left. Rows that stay come back without a read.
-    void wake(const Overflow::Room& room);
+    void wake(const Overflow::Limits& room);
     // The same, and waits until `enough`, or until nothing is left that could go down now.
-    void wait(std::unique_lock<std::mutex>& directory, const Overflow::Room& room, const std::function<bool()>& enough);
+    void wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& room,
+              const std::function<bool()>& enough);
     // Waits for the write that is under way; no other begins until `wake`.
     void wait_for_write(std::unique_lock<std::mutex>& directory);
     // Throws the error since the last call, if there is one, and lets the thread try again.
@@ -46,7 +47,7 @@ private:
     const std::atomic<u32>& done_;
     Histogram& latency_;
     std::condition_variable work_, changed_;
-    Overflow::Room room_{0, 0};
+    Overflow::Limits room_{0, 0};
     bool awake_ = false, writing_ = false, stopping_ = false;
     std::exception_ptr error_;
     std::thread thread_;

@@ -12,7 +12,7 @@ Eviction eviction_named(const std::string& name) {
     throw std::invalid_argument("no eviction is called " + name);
 }
 
-nb::tuple arrays_of(RowNames&& names) {
+nb::tuple arrays_of(RowKeys&& names) {
     return nb::make_tuple(own(std::move(names.tables)), own(std::move(names.keys)));
 }
 
@@ -38,7 +38,7 @@ void bind_ledger(nb::module_& m) {
         .def("commit", &Ledger::commit, nb::call_guard<nb::gil_scoped_release>())
         .def("expired",
              [](const Ledger& ledger, u32 now) {
-                 RowNames names;
+                 RowKeys names;
                  {
                      nb::gil_scoped_release unlocked;
                      names = ledger.expired(now);

@@ -62,11 +62,11 @@ void Ledger::Bucket::grow() {
 
 Ledger::Ledger(const Policy& policy) : policy_(policy) {
     for (Bucket& bucket : buckets_) bucket.entries.resize(SMALLEST);
-    if (policy.sights > 1) sights_.begin();
+    if (policy.sights > 1) sketch_.begin();
 }
 
 bool Ledger::is_kept(u64 hash, u32 table, u32 now) const {
-    if (policy_.sights > 1) return sights_.count(hash, table) + 1 >= policy_.sights;
+    if (policy_.sights > 1) return sketch_.count(hash, table) + 1 >= policy_.sights;
     const u64 draw = hash_row(table, hash ^ hash_row(now, policy_.seed));
     return static_cast<double>(draw >> 11) * 0x1p-53 < policy_.chance;
 }
@@ -127,7 +127,7 @@ void Ledger::commit(const Batch& batch, u32 now) {
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
             if (i + AHEAD < end) bucket.fetch(batch.hashes[i + AHEAD]);
             if (batch.own_lines.size() && batch.own_lines[i]) {
-                if (policy_.sights > 1) sights_.add(batch.hashes[i], batch.tables[i]);
+                if (policy_.sights > 1) sketch_.add(batch.hashes[i], batch.tables[i]);
                 continue;
             }
             Entry& entry = bucket.find_or_insert(batch.hashes[i], batch.tables[i]);
@@ -162,7 +162,7 @@ std::vector<Ledger::Candidate> Ledger::candidates(u32 bucket, u32 now, const Can
     return found;
 }
 
-RowNames Ledger::choose_victims(std::size_t needed, u32 now) const {
+RowKeys Ledger::choose_victims(std::size_t needed, u32 now) const {
     if (policy_.eviction == Eviction::none) return {};
     const std::size_t wanted = std::max(needed, policy_.capacity / SHARE);
     // Hashes spread rows evenly, so one bucket tells where the lowest of all end, a little more than the wanted ones.
@@ -189,7 +189,7 @@ RowNames Ledger::choose_victims(std::size_t needed, u32 now) const {
         victims.resize(wanted);
     }
     std::sort(victims.begin(), victims.end(), [](const Candidate& a, const Candidate& b) { return a.hash < b.hash; });
-    RowNames names;
+    RowKeys names;
     for (const Candidate& victim : victims) {
         names.tables.push_back(victim.table);
         names.keys.push_back(key_of(victim.table, victim.hash));
@@ -197,8 +197,8 @@ RowNames Ledger::choose_victims(std::size_t needed, u32 now) const {
     return names;
 }
 
-RowNames Ledger::expired(u32 now) const {
-    std::array<RowNames, BUCKETS> parts;
+RowKeys Ledger::expired(u32 now) const {
+    std::array<RowKeys, BUCKETS> parts;
     parallel_for(BUCKETS, [&](std::size_t b) {
         for (const Entry& entry : buckets_[b].entries) {
             if (entry.updates == 0 || !is_expired(entry, now)) continue;
@@ -206,8 +206,8 @@ RowNames Ledger::expired(u32 now) const {
             parts[b].keys.push_back(key_of(entry.table, entry.hash));
         }
     });
-    RowNames names;
-    for (const RowNames& part : parts) {
+    RowKeys names;
+    for (const RowKeys& part : parts) {
         names.tables.insert(names.tables.end(), part.tables.begin(), part.tables.end());
         names.keys.insert(names.keys.end(), part.keys.begin(), part.keys.end());
     }
@@ -253,7 +253,7 @@ std::size_t Ledger::rows() const {
 
 std::size_t Ledger::bytes() const {
     return std::accumulate(
-        buckets_.begin(), buckets_.end(), sights_.bytes(),
+        buckets_.begin(), buckets_.end(), sketch_.bytes(),
         [](std::size_t total, const Bucket& bucket) { return total + bucket.entries.capacity() * sizeof(Entry); });
 }
 

@@ -15,7 +15,7 @@ namespace tierbed {
 
 // About how many training steps looked up each row that is not kept: a count-min sketch (Cormode and Muthukrishnan,
 // 2005) of bytes for each bucket, counting conservatively, halved when it has taken half as many sights as it is wide.
-class Sights {
+class FrequencySketch {
 public:
     void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
     bool empty() const { return counts_.empty(); }
@@ -70,7 +70,7 @@ struct Admitted {
     std::size_t fresh = 0;    // new rows that are kept, where they had to be counted
     std::size_t refused = 0;  // new rows that are not kept
     std::size_t lacking = 0;  // rows too many: nothing was decided and no row may be written
-    RowNames victims;         // that must go before the batch is written
+    RowKeys victims;         // that must go before the batch is written
 };
 
 class Ledger {
@@ -84,7 +84,7 @@ public:
     // The rows of the batch were written, but for the refused ones, which were seen.
     void commit(const Batch& batch, u32 now);
     // Rows that were not written for more than ttl_steps.
-    RowNames expired(u32 now) const;
+    RowKeys expired(u32 now) const;
 
     // Rows as they were stored, distinct.
     void load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n);
@@ -134,11 +134,11 @@ private:
     // Rows of a bucket that may go, up to the highest.
     std::vector<Candidate> candidates(u32 bucket, u32 now, const Candidate& highest) const;
     // The lowest of the rows that may go, `needed` of them or more where there are so many.
-    RowNames choose_victims(std::size_t needed, u32 now) const;
+    RowKeys choose_victims(std::size_t needed, u32 now) const;
 
     Policy policy_;
     std::array<Bucket, BUCKETS> buckets_;
-    Sights sights_;
+    FrequencySketch sketch_;
     u32 batch_ = 0;
 };
 

@@ -126,8 +126,8 @@ Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std:
 }
 
 // float32, or 16 bits as unsigned integers: [outputs of the lookup, dim]
-template <class Rows>
-void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const Rows& rows,
+template <class RowSpan>
+void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const RowSpan& rows,
                      const Pooling& pooling) {
     require(rows.dtype() == (pooling.type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
             "rows must be float32, or uint16 where dtype has 16 bits");

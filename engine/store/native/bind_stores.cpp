@@ -30,7 +30,7 @@ public:
             if (lines) lines_[i] = lines[entry.position];
         }
     }
-    Rows rows() const { return {tables_.data(), hashes_.data(), lines_.data(), tables_.size()}; }
+    RowSpan rows() const { return {tables_.data(), hashes_.data(), lines_.data(), tables_.size()}; }
     // Where row i was given.
     std::size_t position(std::size_t i) const { return grouped_.entries[i].position; }
 
@@ -134,7 +134,7 @@ void bind_changed_rows(nb::module_& m) {
         .def("rows",
              [](const ChangedRows& changed, u32 bucket) {
                  require(bucket < BUCKETS, "no such bucket");
-                 RowNames names;
+                 RowKeys names;
                  {
                      nb::gil_scoped_release unlocked;
                      names = changed.rows(bucket);

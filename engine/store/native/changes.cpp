@@ -83,7 +83,7 @@ void ChangedRows::merge(const ChangedRows& other) {
     add(hashes.data(), tables.data(), nullptr, begin);
 }
 
-RowNames ChangedRows::rows(u32 bucket) const {
+RowKeys ChangedRows::rows(u32 bucket) const {
     struct Name {
         u32 table;
         u64 key;
@@ -93,7 +93,7 @@ RowNames ChangedRows::rows(u32 bucket) const {
     buckets_[bucket].for_each([&](const Slot& slot) { names.push_back({slot.table, key_of(slot.table, slot.hash)}); });
     std::sort(names.begin(), names.end(),
               [](const Name& a, const Name& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
-    RowNames sorted;
+    RowKeys sorted;
     for (const Name& name : names) {
         sorted.tables.push_back(name.table);
         sorted.keys.push_back(name.key);

@@ -22,7 +22,7 @@ public:
     void merge(const ChangedRows& other);
 
     // Those of a bucket in the order of (table, key).
-    RowNames rows(u32 bucket) const;
+    RowKeys rows(u32 bucket) const;
     std::size_t size() const;
     std::size_t bytes() const { return arena_.bytes(); }
 

@@ -60,7 +60,7 @@ constexpr u32 MOVES = 256;         // slots, at least, that a batch moves in eac
 
 // Calls body(bucket, begin, end) for the rows of each bucket.
 template <class Body>
-void for_each_bucket(const Rows& rows, const Body& body) {
+void for_each_bucket(const RowSpan& rows, const Body& body) {
     parallel_for(BUCKETS, rows.n, [&](std::size_t bucket) {
         const auto before = [](u64 hash, std::size_t of) { return bucket_of(hash) < of; };
         const u64* const begin = std::lower_bound(rows.hashes, rows.hashes + rows.n, bucket, before);
@@ -97,7 +97,7 @@ void Lines::give(u32 row, const LineShape& shape) {
     ++free_;
 }
 
-FullTable::FullTable(const Layout& layout) : shape_(layout.shape), asked_(layout.tables) {}
+FullTable::FullTable(const Layout& layout) : shape_(layout.shape), hit_counts_(layout.tables) {}
 
 std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
@@ -108,7 +108,7 @@ std::size_t FullTable::find(Batch& batch) {
         const Index::Reader index = index_.reader(bucket);
         const Lines& lines = lines_[bucket];
         const std::size_t end = batch.bucket_begin[b + 1];
-        TableCounts::Share asked(asked_, batch.bucket_begin[b] < end);
+        TableCounts::Share asked(hit_counts_, batch.bucket_begin[b] < end);
         std::size_t absent = 0, present = 0;
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
             if (i + AHEAD < end) index.fetch(batch.hashes[i + AHEAD]);
@@ -170,12 +170,12 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
     for (const std::size_t m : missing) counts_.insertions += m;
 }
 
-void FullTable::read(const Rows& rows, bool* found, bool) {
+void FullTable::read(const RowSpan& rows, bool* found, bool) {
     const Timer timer(counts_.fetch);
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
-        TableCounts::Share asked(asked_, begin < end);
+        TableCounts::Share asked(hit_counts_, begin < end);
         for (std::size_t i = begin; i < end; ++i) {
             if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
@@ -190,7 +190,7 @@ void FullTable::read(const Rows& rows, bool* found, bool) {
     counts_.bytes_out += hits * stored_bytes_of(shape_.width);
 }
 
-void FullTable::write(const Rows& rows) {
+void FullTable::write(const RowSpan& rows) {
     const Timer timer(counts_.write);
     const std::lock_guard lock(mutex_);
     const std::size_t before = used();
@@ -219,7 +219,7 @@ void FullTable::write(const Rows& rows) {
     counts_.bytes_in += rows.n * stored_bytes_of(shape_.width);
 }
 
-void FullTable::erase(const Rows& rows) {
+void FullTable::erase(const RowSpan& rows) {
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
@@ -235,12 +235,12 @@ void FullTable::erase(const Rows& rows) {
     });
 }
 
-std::optional<FullTable::Place> FullTable::where(u32 table, u64 key) const {
+std::optional<FullTable::Location> FullTable::where(u32 table, u64 key) const {
     const std::lock_guard lock(mutex_);
     const u64 hash = hash_row(table, key);
     const u32 row = index_.reader(bucket_of(hash)).find(hash, table);
     if (!row) return std::nullopt;
-    return Place{row - 1, *record(line_of(bucket_of(hash), row), shape_)};
+    return Location{row - 1, *record(line_of(bucket_of(hash), row), shape_)};
 }
 
 std::vector<HeldRow> FullTable::list(u32 bucket) const {
@@ -274,7 +274,7 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
 
 std::vector<u64> FullTable::asked() const {
     const std::lock_guard lock(mutex_);
-    return asked_.sums();
+    return hit_counts_.sums();
 }
 
 std::size_t FullTable::rows() const {

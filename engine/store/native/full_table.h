@@ -128,17 +128,17 @@ public:
     // Lines that the batch has of its own stand for their rows, which are not looked for.
     std::size_t find(Batch& batch);
     void insert_missing(Batch& batch, const Layout& layout);
-    void read(const Rows& rows, bool* found, bool touch) override;
-    void write(const Rows& rows) override;
-    void erase(const Rows& rows) override;
+    void read(const RowSpan& rows, bool* found, bool touch) override;
+    void write(const RowSpan& rows) override;
+    void erase(const RowSpan& rows) override;
     bool on_disk() const override { return false; }
 
     // Whether the row is here: the number of its line in its bucket, and its record. Changes nothing.
-    struct Place {
+    struct Location {
         u32 line;
         Record record;
     };
-    std::optional<Place> where(u32 table, u64 key) const;
+    std::optional<Location> where(u32 table, u64 key) const;
 
     // The rows of a bucket, those with updates = 0 included, in no order.
     std::vector<HeldRow> held(u32 bucket) const;
@@ -166,7 +166,7 @@ private:
     Index index_;
     std::array<Lines, BUCKETS> lines_;
     FullTableCounts counts_;
-    TableCounts asked_;
+    TableCounts hit_counts_;
     mutable std::mutex mutex_;  // below a cache it is read and written by several threads
 };
 

@@ -194,7 +194,7 @@ struct Place {
 };
 
 // Appends rows of one bucket, sorted.
-void append_sorted(std::vector<Place>& places, const Rows& rows, std::size_t begin, std::size_t end) {
+void append_sorted(std::vector<Place>& places, const RowSpan& rows, std::size_t begin, std::size_t end) {
     const auto first = static_cast<std::ptrdiff_t>(places.size());
     for (std::size_t row = begin; row < end; ++row) {
         const u64 hash = rows.hashes[row];
@@ -206,7 +206,7 @@ void append_sorted(std::vector<Place>& places, const Rows& rows, std::size_t beg
 
 using Begins = std::array<std::size_t, BUCKETS + 1>;
 
-Begins begins_of(const Rows& rows) {
+Begins begins_of(const RowSpan& rows) {
     Begins begin;
     begin[0] = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
@@ -219,7 +219,7 @@ Begins begins_of(const Rows& rows) {
 
 }  // namespace
 
-void RocksTier::read(const Rows& rows, bool* found, bool) {
+void RocksTier::read(const RowSpan& rows, bool* found, bool) {
     require_open();
     const std::shared_lock opened(opening_);
     const Timer timer(counts_.fetch);
@@ -231,7 +231,7 @@ void RocksTier::read(const Rows& rows, bool* found, bool) {
 }
 
 // The more threads read, the smaller the ranges are, so that all end at about the same time.
-std::vector<RocksTier::Range> RocksTier::ranges_of(const Rows& rows) const {
+std::vector<RocksTier::Range> RocksTier::ranges_of(const RowSpan& rows) const {
     const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), LEAST_READS, MOST_READS);
     const Begins begin = begins_of(rows);
     std::vector<Range> ranges;
@@ -253,7 +253,7 @@ std::vector<RocksTier::Range> RocksTier::ranges_of(const Rows& rows) const {
     return ranges;
 }
 
-std::size_t RocksTier::read_range(const Rows& rows, const Range& range, bool* found) const {
+std::size_t RocksTier::read_range(const RowSpan& rows, const Range& range, bool* found) const {
     rocksdb::DB& db = *shards_[range.shard]->db;
     rocksdb::ReadOptions options;
     options.async_io = info_.async_io;
@@ -305,20 +305,20 @@ std::optional<Record> RocksTier::where(u32 table, u64 key) const {
     return record;
 }
 
-void RocksTier::write(const Rows& rows) {
+void RocksTier::write(const RowSpan& rows) {
     require_open();
     const Timer timer(counts_.write);
     change(rows, false);
     counts_.rows_written += rows.n;
 }
 
-void RocksTier::erase(const Rows& rows) {
+void RocksTier::erase(const RowSpan& rows) {
     require_open();
     change(rows, true);
     counts_.rows_erased += rows.n;
 }
 
-void RocksTier::change(const Rows& rows, bool erase) {
+void RocksTier::change(const RowSpan& rows, bool erase) {
     const Begins begin = begins_of(rows);
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
     const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and a batch's own

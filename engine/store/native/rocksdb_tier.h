@@ -47,9 +47,9 @@ public:
     ~RocksTier() override;
     RocksTier(const RocksTier&) = delete;
 
-    void read(const Rows& rows, bool* found, bool touch) override;
-    void write(const Rows& rows) override;
-    void erase(const Rows& rows) override;
+    void read(const RowSpan& rows, bool* found, bool touch) override;
+    void write(const RowSpan& rows) override;
+    void erase(const RowSpan& rows) override;
     bool on_disk() const override { return true; }
     // The record of a row that is here. Changes nothing, counters included.
     std::optional<Record> where(u32 table, u64 key) const;
@@ -108,11 +108,11 @@ private:
         std::mutex flushing;              // of who asks for a flush or for a failed one again
     };
 
-    std::vector<Range> ranges_of(const Rows& rows) const;
+    std::vector<Range> ranges_of(const RowSpan& rows) const;
     // Returns how many were found.
-    std::size_t read_range(const Rows& rows, const Range& range, bool* found) const;
+    std::size_t read_range(const RowSpan& rows, const Range& range, bool* found) const;
     // Writes the rows, or erases them.
-    void change(const Rows& rows, bool erase);
+    void change(const RowSpan& rows, bool erase);
     void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
     rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;

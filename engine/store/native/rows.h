@@ -28,7 +28,7 @@ inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineS
 
 // Rows by their names alone.
 // Distinct rows, buckets ascending.
-struct RowNames {
+struct RowKeys {
     std::vector<u32> tables;
     std::vector<u64> keys;
 };
@@ -41,7 +41,7 @@ public:
     std::size_t size() const { return all_.size(); }
 
     // Buckets ascending, as they are listed otherwise; until the list changes.
-    Rows rows() {
+    RowSpan rows() {
         const auto earlier = [](const Row& a, const Row& b) { return bucket_of(a.hash) < bucket_of(b.hash); };
         if (!std::is_sorted(all_.begin(), all_.end(), earlier)) std::stable_sort(all_.begin(), all_.end(), earlier);
         tables_.clear(), hashes_.clear(), lines_.clear();

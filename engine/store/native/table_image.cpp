@@ -60,7 +60,7 @@ void TableImage::keep(const u32* tables, const u64* keys, std::size_t n) {
             wanted.add(entry.table, entry.hash, line);
             line += shape_.line_bytes;
         }
-    const Rows rows = wanted.rows();
+    const RowSpan rows = wanted.rows();
     const auto found = std::make_unique<bool[]>(rows.n);
     top_.read(rows, found.get(), false);
     for (std::size_t i = 0; i < rows.n; ++i)
