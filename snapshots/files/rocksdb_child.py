@@ -1,4 +1,4 @@
-"""The script of the process that `reader_process.py` starts. It loads the native core alone, to start soon."""
+"""The script of the process that `rocksdb_files.py` starts. It loads the native core alone, to start soon."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def scan_in_subprocess(folder: Path, form: RowForm, shards: int, max_rows: int) 
 def _child(
     folder: Path, width: int, shards: int, most: int
 ) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
-    script = str(Path(__file__).with_name("reader_child.py"))
+    script = str(Path(__file__).with_name("rocksdb_child.py"))
     assert _core.__file__ is not None
     arguments = [_core.__file__, str(Path(folder).absolute()), str(width), str(shards), str(most)]
     said_to = os.memfd_create("tierbed")

@@ -24,7 +24,7 @@ from tierbed.embedding.group_snapshots import save_together
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots
-from tierbed.snapshots.control import server as serving
+from tierbed.snapshots.control import server
 from tierbed.snapshots.control.client import ask_status, request_save
 from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
@@ -311,7 +311,7 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_progress_of_a_save_of_all_counts_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "_EVERY", 0)
+    monkeypatch.setattr(server, "_EVERY", 0)
     model = Model(tmp_path, ("host", "host"))
     model.steps(2)
     stores, seen = [tmp_path / name for name in "ab"], list[tuple[int, int | None]]()
