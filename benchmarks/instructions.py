@@ -30,7 +30,7 @@ MOST_RISE = 0.03
 FLAGS = "-std=c++17 -O3 -DNDEBUG -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno"
 CORE = "-march=x86-64-v2 -mtune=generic"
 LOOPS = "-march=x86-64-v3 -mprfchw -mtune=generic --param=max-completely-peel-times=4"
-FOLDERS = ("workers", "lines", "ops", "store", "cache")
+FOLDERS = ("ops", "store", "cache")
 WITH_PYTHON_OR_ROCKSDB = re.compile(r"(bind|rocksdb)_")
 
 
