@@ -27,7 +27,7 @@ from tier_stores import Mismatch
 from workloads import BATCHES, EPS, LR, Workload, make_batches
 
 from tierbed import make_cached_ssd_store_options
-from tierbed.embedding.plan import BESIDE_BYTES
+from tierbed.engine.cache.memory_split import LINE_OVERHEAD_BYTES
 from tierbed.engine.optim import RowWiseAdagrad
 from tierbed.engine.row_format import line_bytes_of
 
@@ -97,7 +97,7 @@ def ssd(repeats: int, quick: bool) -> list[Figure]:
     rows, batch = (20_000, 512) if quick else (1_000_000, 16_384)
     work = Workload("narrow_ssd", 1, rows, 128, batch, 1, 1.05, "rowwise_adagrad", "", 0)
     batches, make = make_batches(work), OPTIMIZERS["rowwise_adagrad"]
-    budget = rows // 10 * (line_bytes_of(129) + BESIDE_BYTES) / (1 << 20)
+    budget = rows // 10 * (line_bytes_of(129) + LINE_OVERHEAD_BYTES) / (1 << 20)
     contenders = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, types in {"float32": FLOAT32, "bfloat16": TYPES["bfloat16"], "float16": TYPES["float16"]}.items():

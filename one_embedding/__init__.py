@@ -59,9 +59,9 @@ _MODULES = {
     "Ftrl": "..engine.optim",
     "Optimizer": ".optimizers",
     "SmartDecayAdam": ".optimizers",
-    "make_cached_host_mem_store_options": "..engine.options.option_makers",
-    "make_cached_ssd_store_options": "..engine.options.option_makers",
-    "make_device_mem_store_options": "..engine.options.option_makers",
+    "make_cached_host_mem_store_options": "..engine.options.store_options",
+    "make_cached_ssd_store_options": "..engine.options.store_options",
+    "make_device_mem_store_options": "..engine.options.store_options",
     "make_persistent_table_reader": ".persistent_table",
     "make_persistent_table_writer": ".persistent_table",
 }

@@ -172,7 +172,7 @@ def test_a_picture_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
     check_places(svg)
     stores = [box.text[1].partition("], ")[2] for box in boxes(svg) if box.text[0] == "gather"]
     assert sorted(stores) == ["items in device_mem", "users in host_mem", "users in host_mem"]
-    (end,) = [box for box in boxes(svg) if box.nodes == ["end_step"]]
+    (end,) = [box for box in boxes(svg) if box.nodes == ["apply_gradients"]]
     assert set(end.text[1].split(", ")) == {"items in device_mem", "users in host_mem"}
 
 

@@ -302,7 +302,7 @@ def test_the_printed_step_shows_its_end() -> None:
     assert "schedule(steplr)" in str(graph)
     graph.clip_grad_norm(1.0)
     graph(IDS[0], ONE)
-    assert "end_step(step_end, [RowGrads(" in str(graph)
+    assert "apply_gradients(step_end, [RowGrads(" in str(graph)
 
 
 @settings(max_examples=25)

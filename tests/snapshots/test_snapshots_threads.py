@@ -109,11 +109,11 @@ def test_a_block_that_failed_is_held_by_nobody() -> None:
 def test_at_the_end_of_the_interpreter_the_caller_does_it() -> None:
     script = """
 import atexit
-from tierbed.snapshots.files.pipeline import Behind, ahead
+from tierbed.snapshots.files.pipeline import WriterThread, read_ahead
 
 def last():
     done = []
-    with ahead(number for number in range(4)) as items, Behind() as behind:
+    with read_ahead(number for number in range(4)) as items, WriterThread() as behind:
         for item in items:
             behind.do(lambda item=item: done.append(item))
     print(done)
