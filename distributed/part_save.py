@@ -168,7 +168,7 @@ def commit_together(
 
 
 class BackgroundShardedSave:
-    """Snapshots that a thread of each rank for each of them writes while steps go on: a `Saving` of all ranks.
+    """Snapshots that a thread of each rank for each of them writes while steps go on: a `SaveHandle` of all ranks.
 
     They are there, all or none, when all ranks have come to `at_step` or `wait` after the last of them had written.
     `wait` is called by all ranks.

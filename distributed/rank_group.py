@@ -136,7 +136,7 @@ class RankGroup:
         self.calls = self._common = 0  # exchanges that this rank began, and those that all are known to have begun
         self._under_way: list[PendingAllToAll] = []  # a failed step leaves some that nobody waits for
         self._group: dist.ProcessGroup | None = None
-        self._roll_call: PeerMonitor | None = None
+        self._peers: PeerMonitor | None = None
         self._op = "start of the world"  # the last call that began
         self._report = LossReport(self.rank)
         if self.size > 1:
@@ -149,9 +149,9 @@ class RankGroup:
             if self.failure is None:
                 self._finish()
             self.failure = self.failure or GroupError("this world is closed")
-            if self._roll_call is not None:  # first, so that no rank meets a closed group unsaid
-                self._roll_call.close("it closed its world")
-                self._roll_call = None
+            if self._peers is not None:  # first, so that no rank meets a closed group unsaid
+                self._peers.close("it closed its world")
+                self._peers = None
             self._leave_group()
 
     def check_thread(self) -> None:
@@ -190,8 +190,8 @@ class RankGroup:
         work = self._group.alltoall_base(out, given, [*out_sizes], [*given_sizes], dist.AllToAllOptions())
         self.calls += 1
         self._op = op
-        if self._roll_call is not None:
-            self._roll_call.at = self.calls
+        if self._peers is not None:
+            self._peers.at = self.calls
         begun = PendingAllToAll(self, op, self.calls, work, out)
         self._under_way = [*(one for one in self._under_way if one.lasts()), begun]
         return begun
@@ -221,33 +221,33 @@ class RankGroup:
 
         This one is told of that whatever it does.
         """
-        if self._roll_call is None:
+        if self._peers is None:
             return
-        if self._roll_call.left is not None:
-            raise self._ended_by(op, self._roll_call.left)
-        if self._roll_call.closed_before(call):
+        if self._peers.left is not None:
+            raise self._ended_by(op, self._peers.left)
+        if self._peers.closed_before(call):
             raise self.lost(op, call, "a rank closed its world")
 
     def lost(self, op: str, call: int, how: str) -> GroupError:
         """The group is at its end: what the ranks say that `op`, of this number, failed by. how: as it showed here."""
         missing: Mapping[int, str] = {}
-        if self._roll_call is not None:
+        if self._peers is not None:
             try:
-                missing = self._roll_call.missing(call)
+                missing = self._peers.missing(call)
             except GroupAborted as left:
                 return self._ended_by(op, left)
-            self._roll_call.leave(self.rank, missing)
+            self._peers.leave(self.rank, missing)
         return self._end(f"{op}: {_said(missing) or how}", missing)
 
     def broken_off(self, op: str, why: str) -> GroupError:
         """The group is at its end, by what happened to this rank in the middle of `op`."""
-        if self._roll_call is not None:
-            self._roll_call.leave(self.rank, {self.rank: why})
+        if self._peers is not None:
+            self._peers.leave(self.rank, {self.rank: why})
         return self._end(f"{op}: {why}", {})
 
     def _ended_by(self, op: str, left: GroupAborted) -> GroupError:
-        if self._roll_call is not None:
-            self._roll_call.leave(left.rank, left.why)
+        if self._peers is not None:
+            self._peers.leave(left.rank, left.why)
         return self._end(f"{op}: rank {left.rank} ended the group: {_said(left.why)}", left.why)
 
     def _end(self, message: str, missing: Mapping[int, str]) -> GroupError:
@@ -258,7 +258,7 @@ class RankGroup:
         return self.failure
 
     def _note_loss(self, rank: int, why: str) -> None:
-        """Report a rank whose process was killed as soon as the thread of the roll call hears of it."""
+        """Report a rank whose process was killed as soon as the thread that watches the others hears of it."""
         said = f"rank {rank} was lost ({why}); the last call here: {self._op}"
         self._report.write(GroupError(said, [rank]), noticed=True)
 
@@ -295,7 +295,7 @@ class RankGroup:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
         try:
             sockets, self.on_host = connect(self.rank, self.size, self._addresses, MEETING)
-            self._roll_call = PeerMonitor(sockets, self._note_loss)
+            self._peers = PeerMonitor(sockets, self._note_loss)
         except BaseException:
             self.close()
             raise

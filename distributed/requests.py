@@ -81,7 +81,7 @@ class SaveRequests:
         overwrite: bool = False,
         stores: Sequence[str] = (),
     ) -> Manifest | None:
-        """Let the ranks save at their next step, as `Served.save_between_steps` says."""
+        """Let the ranks save at their next step, as `SaveTarget.save_between_steps` says."""
         several = list(stores) if len(stores) > 1 else []
         tables = [self._find(store) for store in several] or [self._held]
         for one in tables:
@@ -91,7 +91,7 @@ class SaveRequests:
         return Snapshot.open(self._held.folder / name).manifest
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune on rank 0, which has the folder of the snapshots, as `Served.prune_between_steps` says."""
+        """Prune on rank 0, which has the folder of the snapshots, as `SaveTarget.prune_between_steps` says."""
         home = self._held.home
         assert home is not None
         with self._held.own.table.lock:
@@ -99,7 +99,7 @@ class SaveRequests:
         return removed, [one.name for one in list_snapshots(home.snapshots).snapshots]
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Let the rank that has a row tell it at the next step, as `Served.row_between_steps` says."""
+        """Let the rank that has a row tell it at the next step, as `SaveTarget.row_between_steps` says."""
         request = self._asked(_SaveRequest(["get", table, key], [self._held], give_up))
         return None if request is None else request.row
 

@@ -26,8 +26,6 @@ from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traf
 
 if TYPE_CHECKING:
     from ..embedding.table_handle import LocalTableHandle
-    from ..engine.options.lookup import Lookup
-    from ..engine.table.table import PinnedBatch
     from .rank_group import PendingAllToAll, RankGroup
     from .requests import SaveRequests
 

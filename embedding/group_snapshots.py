@@ -81,7 +81,7 @@ def save_together_in_background(tables: Tables, name: str, kind: str = "full", o
 
 
 class SavingAll:
-    """Snapshots of several stores that are being saved in the background: a `Saving` of all of them."""
+    """Snapshots of several stores that are being saved in the background: a `SaveHandle` of all of them."""
 
     def __init__(self, what: str, first: Path) -> None:
         self.what, self.first, self.id = what, first, secrets.token_hex(16)

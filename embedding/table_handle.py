@@ -300,7 +300,7 @@ class LocalTableHandle(TableSnapshots):
         overwrite: bool = False,
         stores: Sequence[str] = (),
     ) -> Manifest | None:
-        """Save a snapshot for another process, as `Served.save_between_steps` says."""
+        """Save a snapshot for another process, as `SaveTarget.save_between_steps` says."""
         others = [self._other(store) for store in stores]
 
         def save() -> Manifest:
@@ -315,12 +315,12 @@ class LocalTableHandle(TableSnapshots):
         return self._visit(save, give_up, others)
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune for another process, as `Served.prune_between_steps` says."""
+        """Prune for another process, as `SaveTarget.prune_between_steps` says."""
         removed = self.prune_snapshots(keep_last, keep_every)
         return removed, [one.name for one in list_snapshots(self.folder().snapshots).snapshots]
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """A row for another process, as `Served.row_between_steps` says."""
+        """A row for another process, as `SaveTarget.row_between_steps` says."""
         return self._visit(lambda: self.row(table, key), give_up)
 
     def row(self, label: int | str, key: int) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class LocalTableHandle(TableSnapshots):
         return list({id(table): table for table in tables}.values())
 
     def status(self) -> dict[str, Any]:
-        """The name, step and rows for another process, as `Served.status` says."""
+        """The name, step and rows for another process, as `SaveTarget.status` says."""
         table = self.table
         return {"name": self.name, "step": table.step, "rows": table.counts.rows}
 

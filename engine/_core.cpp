@@ -1,4 +1,4 @@
-// The Python module: every room binds what is its own. engine/_core.pyi is the contract of all of them.
+// The Python module: every folder binds what is its own. engine/_core.pyi is the contract of all of them.
 #include <nanobind/nanobind.h>
 
 namespace nb = nanobind;

@@ -114,7 +114,7 @@ def poisoned_memory() -> Iterator[None]:
     import torch  # not where the workers of a run are started
 
     from tierbed.engine import _core
-    from tierbed.engine.ops import batch as segments
+    from tierbed.engine.ops import batch
 
     def scratch(size: int) -> np.ndarray:
         memory = allocate_scratch(size)
@@ -124,7 +124,7 @@ def poisoned_memory() -> Iterator[None]:
     allocate_scratch = _core.scratch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "scratch", scratch)
-        patch.setattr(segments, "LARGE", 256)
+        patch.setattr(batch, "LARGE", 256)
         patch.setattr(np, "empty", _poisoned(np.empty))
         patch.setattr(np, "empty_like", _poisoned(np.empty_like))
         # torch fills its own where algorithms are deterministic; without the variable cuBLAS warns of that

@@ -1,1 +1,1 @@
-"""What a table asks of a processor, the processors, and the choice of one by device."""
+"""What a table asks of a processor, and the processors."""

@@ -33,7 +33,7 @@ def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
 
 
 def where(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
-    """The places of the row of one id, as `Level.where`, and why it is not stored, or None. Changes nothing."""
+    """The places of the row of one id, as `TierBase.where`, and why it is not stored, or None. Changes nothing."""
     with table.lock:
         store = table.use()
         table.check()

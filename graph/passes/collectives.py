@@ -1,6 +1,6 @@
 """The pass for a step whose rows ranks share: rows and gradients set out as early as they can, and one vote.
 
-The order of a step's exchanges is its script, which is the same on every rank.
+The collectives of a step are in one order, which is the same on every rank.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ from .swap import changed_setting, swapped, unused_grads
 
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
-    for folder in (Path(torch.__file__).parent, Path(__file__).parents[2] / "engine", Path(__file__).parents[1])
+    for folder in (
+        Path(torch.__file__).parent,
+        *(Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")),
+    )
 )
 _INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in a guard of torch
 _OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # where a view begins is nothing that a step uses

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from support.embeddings import make
 from support.graphs import embedding, graph_of
 from support.stores import options
-from tierbed import Graph
+from tierbed import Graph, MultiTableEmbedding, make_device_mem_store_options
 from tierbed.engine.errors import GraphError, OptimizerError
 
 outside = nn.Linear(3, 1)
@@ -53,6 +53,21 @@ def test_values_and_shapes_that_depend_on_data_are_refused(use: object) -> None:
 
     with pytest.raises(GraphError, match=r"test_graph_errors\.py.*<lambda>.*needs the value of a tensor"):
         Value()(torch.ones(3))
+
+
+def test_a_method_of_an_embedding_that_needs_values_names_the_users_line() -> None:
+    rows = MultiTableEmbedding("rows", 4, torch.float32, torch.int64, None, make_device_mem_store_options())
+
+    class Put(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = rows
+
+        def build(self, ids: Tensor) -> None:
+            self.rows.put(ids, torch.zeros(len(ids), 4))
+
+    with pytest.raises(GraphError, match=r"test_graph_errors\.py.*in build: `self\.rows\.put\("):
+        Put()(torch.arange(3))
 
 
 def test_an_exception_of_build_keeps_its_type_and_the_graph_stays_usable() -> None:

@@ -38,14 +38,14 @@ def heard(world: World, call: Callable[[], object], close: Callable[[], object] 
 
 def calls(world: World) -> int:
     """How many exchanges this rank has begun."""
-    assert world._roll_call is not None
-    return world._roll_call.at
+    assert world._peers is not None
+    return world._peers.at
 
 
 def until_told(world: World) -> None:
     """Compute until another rank has ended the group."""
-    assert world._roll_call is not None
-    while world._roll_call.left is None:
+    assert world._peers is not None
+    while world._peers.left is None:
         sleep(0.001)
 
 

@@ -276,7 +276,7 @@ class Cache:
         return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
 
     def where(self, table: int, key: int, staging: Staging, faults: Tensor, over: int) -> list[dict[str, Any]]:
-        """`Level.where` of this tier alone. Batches up to number `over` are over."""
+        """`TierBase.where` of this tier alone. Batches up to number `over` are over."""
         batch = one_row(self._layout.device, table, key, faults)
         self.find(batch)
         if not (line := int(batch.lines)):
@@ -361,7 +361,7 @@ class CacheTop:
         return batch, kept
 
     def where(self, table: int, key: int, staging: Staging) -> list[dict[str, Any]]:
-        """`Level.where` of the cache alone. staging: memory that the row's record passes."""
+        """`TierBase.where` of the cache alone. staging: memory that the row's record passes."""
         return self.cache.where(table, key, staging, self._faults.word, self.window.over)
 
     def metrics(self, asked: HitCounts) -> dict[str, float]:

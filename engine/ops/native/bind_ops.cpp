@@ -4,7 +4,7 @@
 #include "batch.h"
 #include "bind.h"
 #include "layout.h"
-#include "loops.h"
+#include "instruction_sets.h"
 #include "step.h"
 #include "thread_pool.h"
 

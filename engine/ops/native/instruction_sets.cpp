@@ -1,4 +1,4 @@
-#include "loops.h"
+#include "instruction_sets.h"
 
 #include <atomic>
 #include <stdexcept>

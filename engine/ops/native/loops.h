@@ -2,8 +2,6 @@
 // same IEEE operations in the same order, so their bits agree.
 #pragma once
 #include <cstddef>
-#include <string>
-#include <vector>
 
 #include "ops/kernels/gradients.h"
 #include "ops/kernels/line.h"
@@ -89,13 +87,5 @@ struct Loops {
     const RuleLoops* rules;
     u32 rule_count;
 };
-
-// Which build of the loops runs.
-// Those of the best instruction set that this processor has, unless another was chosen.
-const Loops& loops();
-// The names of the instruction sets that this processor has, the best first.
-std::vector<std::string> instruction_sets();
-// For tests. Throws std::invalid_argument for a name that is not among them.
-void use_instruction_set(const std::string& name);
 
 }  // namespace tierbed

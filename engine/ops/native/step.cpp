@@ -4,7 +4,7 @@
 #include <atomic>
 #include <stdexcept>
 
-#include "loops.h"
+#include "instruction_sets.h"
 #include "ops/kernels/pool.h"
 #include "ops/kernels/update.h"
 #include "thread_pool.h"

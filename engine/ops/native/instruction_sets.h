@@ -1,0 +1,17 @@
+// Which build of the loops runs.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "loops.h"
+
+namespace tierbed {
+
+// Those of the best instruction set that this processor has, unless another was chosen.
+const Loops& loops();
+// The names of the instruction sets that this processor has, the best first.
+std::vector<std::string> instruction_sets();
+// For tests. Throws std::invalid_argument for a name that is not among them.
+void use_instruction_set(const std::string& name);
+
+}  // namespace tierbed
