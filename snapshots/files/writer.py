@@ -47,10 +47,10 @@ from .format import (
     snapshot_id,
 )
 from .pipeline import WriterThread
+from .reader import Progress as Progress
 from .reader import Snapshot, list_snapshots
 from .versions import Saved
 
-Progress = Callable[[int], None]
 Files = dict[str, RowFile]
 
 
