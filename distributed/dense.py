@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.errors import GraphError
-from .agreement import catch, handshake
-from .rank_group import PendingAllToAll, RankGroup
+from .rank_group import PendingAllToAll
 from .sendable import bytes_of, check_sendable
-from .world import World
+from .world import World, catch
 
 _PRESENT, _FINITE = 1, 2  # bits of the number that each rank tells
 _PIECE = 16 << 20  # bytes that rank 0 sends to each other rank at once
@@ -36,7 +35,7 @@ class Vote(NamedTuple):
 
 
 def all_reduce_in_order(
-    world: RankGroup,
+    world: World,
     op: str,
     tensors: Sequence[Tensor],
     error: BaseException | None = None,
@@ -51,12 +50,12 @@ def all_reduce_in_order(
     the ranks must say so. same: what must be equal on all ranks, by name. Raises on all ranks what `handshake`
     raises for `error` of any rank; then nothing has been sent.
     """
-    with world.whole(op):
+    with world.collective_block(op):
         try:
-            alike = {"graph": world.script, **(same or {})}
-            told = handshake(world, op, error, alike, note=present * _PRESENT + finite * _FINITE).notes
+            alike = {"graph": world.collectives, **(same or {})}
+            told = world.handshake(op, error, alike, note=present * _PRESENT + finite * _FINITE).notes
         finally:
-            world.passed += 1
+            world.step_collectives += 1
         givers = [rank for rank, number in enumerate(told) if number & _PRESENT]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
@@ -74,7 +73,7 @@ def all_reduce_in_order(
 class _OrderedAllReduce:
     """The sum of tensors of one dtype, on its way: each rank adds up a slice, and gives it to all."""
 
-    def __init__(self, world: RankGroup, op: str, tensors: list[Tensor], givers: list[int]) -> None:
+    def __init__(self, world: World, op: str, tensors: list[Tensor], givers: list[int]) -> None:
         self._world, self._op, self._tensors, self._givers = world, op, tensors, givers
         gives = world.rank in givers
         self._dtype = tensors[0].dtype
@@ -127,7 +126,7 @@ def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Ten
     tensors: names and tensors, in an order of their own. GraphError on all ranks, before anything is written, where
     ranks have others or in another order. InputError for one whose bytes are not its values, as of a quantized buffer.
     """
-    begun = world.begun
+    begun = world.synced_tensors
     tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in begun]
     names = "\n".join(described(tensors)).encode()
     every = [data.decode().split("\n") for data in world.all_bytes(f"names of {op}", names)]
@@ -135,14 +134,14 @@ def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Ten
         if other != every[0]:
             pairs = zip_longest(every[0], other, fillvalue="nothing more")
             first, differs = next((one, two) for one, two in pairs if one != two)
-            world.told = GraphError(
+            world.shared_error = GraphError(
                 f"{op}: ranks differ, rank 0: {len(every[0])} tensors, {first}; rank {rank}: {len(other)} tensors, "
                 f"{differs}; make the graph on every rank by the same code"
             )
-            raise world.told
+            raise world.shared_error
     _, error = catch(lambda: [check_sendable(f"{op}: {name}", tensor) for name, tensor in tensors])
-    with world.whole(op):
-        handshake(world, op, error)
+    with world.collective_block(op):
+        world.handshake(op, error)
         for _, tensor in tensors:
             _copy_of_first(world, op, tensor)
             begun[tensor] = True

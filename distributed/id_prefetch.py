@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from ..engine.options.lookup import Lookup
 from ..engine.table.prefetch import QUEUE, copied, same_lookups
-from .agreement import Handshake
 from .row_exchange import IdExchange, LocalBatch, Traffic
+from .world import Handshake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
     from ..engine.processors.processor import Processor
-    from .rank_group import RankGroup
+    from .world import World
 
 
 class AnnouncedStep:
@@ -28,7 +28,7 @@ class AnnouncedStep:
 
     def __init__(
         self,
-        group: RankGroup,
+        group: World,
         op: str,
         number: int,
         lookups: Sequence[Lookup] | None,
@@ -74,7 +74,7 @@ class AnnouncedStep:
         if self._ids is not None:
             self.asked = self._ids.wait()
             return
-        answer = self._headers.settle()
+        answer = self._headers.wait()
         self.dropped = any(answer.notes)
         if not self.dropped:
             assert self.local is not None
@@ -84,7 +84,7 @@ class AnnouncedStep:
 class IdPrefetcher:
     """The announced steps of one embedding, in their order. `tell` gets what the ranks will ask of this one."""
 
-    def __init__(self, group: RankGroup, name: str, traffic: Traffic, tell: Callable[[list[Lookup]], None]) -> None:
+    def __init__(self, group: World, name: str, traffic: Traffic, tell: Callable[[list[Lookup]], None]) -> None:
         self._group, self._name, self._traffic, self._tell = group, name, traffic, tell
         self._coming: deque[AnnouncedStep] = deque()
         self._count = 0

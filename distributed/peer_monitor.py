@@ -238,7 +238,7 @@ class PeerMonitor:
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], on_loss: Callable[[int, str], None]) -> None:
-        self.left: GroupAborted | None = None  # how another rank ended the group
+        self.aborted: GroupAborted | None = None  # how another rank ended the group
         self.at = 0  # the number of the last call that this rank began
         self._connections = dict(connections)
         self._changed = Condition()
@@ -255,18 +255,18 @@ class PeerMonitor:
         # not by atexit, which children that multiprocessing forks do not run
         self._at_end = Finalize(None, self._end_of_process, exitpriority=0)
 
-    def missing(self, call: int) -> dict[int, str]:
-        """The ranks that keep this one from ending its call, and what is known of each. Raises `left`.
+    def unresponsive(self, call: int) -> dict[int, str]:
+        """The ranks that keep this one from ending its call, and what is known of each. Raises `aborted`.
 
         Where ranks are gone or silent, it is these; else those that have not come to the call. A rank that closed its
         world after the call is none of them, unless nobody else is.
         """
-        self._tell({"call": call})
+        self._send({"call": call})
         others = self._connections.keys()
         with self._changed:
-            self._changed.wait_for(lambda: self.left or others <= self._here.keys() | self._ended.keys(), BOUND)
-            if self.left is not None:
-                raise self.left
+            self._changed.wait_for(lambda: self.aborted or others <= self._here.keys() | self._ended.keys(), BOUND)
+            if self.aborted is not None:
+                raise self.aborted
             silent = dict.fromkeys(others - self._here.keys() - self._ended.keys(), "no sign of it")
             gone = silent | {rank: why for rank, why in self._ended.items() if self._closed.get(rank, 0) < call}
             return gone or {rank: LIVES for rank, at in self._here.items() if at < call} or dict(self._ended)
@@ -275,18 +275,18 @@ class PeerMonitor:
         """Whether a rank closed its world and will never come to this call."""
         return any(at < call for at in [*self._closed.values()])
 
-    def leave(self, rank: int, why: Mapping[int, str]) -> None:
+    def broadcast_abort(self, rank: int, why: Mapping[int, str]) -> None:
         """Tell all ranks that one of them, this or what this one was told of, has ended the group because of these.
 
         Who is told tells it on before it closes, since what a third rank hears first is by chance.
         """
-        self._tell({"left": rank, "why": [*why.items()]})
+        self._send({"left": rank, "why": [*why.items()]})
 
     def close(self, why: str) -> None:
         """End the connections, and tell the others why."""
         self._at_end.cancel()
         self._is_closed = True
-        self._tell({"closed": why, "at": self.at})
+        self._send({"closed": why, "at": self.at})
         with self._changed:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -296,7 +296,7 @@ class PeerMonitor:
         if os.getpid() == self._pid:  # a forked child has the connections of its parent
             self.close(ENDED)
 
-    def _tell(self, message: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
+    def _send(self, message: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
         line = json.dumps(message).encode() + b"\n"
         with self._changed:
             for rank in self._connections if ranks is None else ranks:
@@ -331,10 +331,10 @@ class PeerMonitor:
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         match message:
             case {"call": _}:
-                self._tell({"here": self.at}, [rank])
+                self._send({"here": self.at}, [rank])
             case {"here": at}:
                 self._here[rank] = at
             case {"left": by, "why": why}:
-                self.left = self.left or GroupAborted(by, dict(why))
+                self.aborted = self.aborted or GroupAborted(by, dict(why))
             case {"closed": why, "at": at}:
                 self._ended[rank], self._closed[rank] = why, at

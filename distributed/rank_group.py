@@ -13,7 +13,7 @@ from functools import cached_property
 from logging import getLogger
 from threading import Lock
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from zlib import crc32
 
 import torch
@@ -21,36 +21,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..engine.checks import as_number
 from ..engine.errors import GroupError, OptionError
 from ..engine.signals import deferred_signals, uninterrupted
 from .peer_monitor import ADDRESS, GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
-LOOK = timedelta(seconds=0.1)  # a wait looks for signals, and for ranks that ended the group, so often
-PATIENCE = 1.0  # seconds that a wait goes on after a signal, so that a step whose ranks all answer is made whole
+POLL = timedelta(seconds=0.1)  # how often a wait checks for signals, and for ranks that aborted the group
+PATIENCE = 1.0  # seconds that a wait continues after a signal, so that a step whose ranks all answer completes
 ENDING = (signal.SIGINT, signal.SIGTERM)
-MEETING = 60.0  # seconds for all ranks to connect to each other
-LONGEST = 10**7  # seconds of a timeout
-WIRE = (torch.float32, torch.bfloat16, torch.float16)
-_left: set[tuple[int, ...]] = set()  # the ranks of groups that this process has left
+CONNECT_SECONDS = 60.0  # for all ranks to connect to each other
+_closed_groups: set[tuple[int, ...]] = set()  # the ranks of groups that this process has left
 
 
 class CollectiveSequence:
-    """The exchanges of a step in their order, and the dense parameters whose gradients it sums, in words."""
+    """The collectives of a step in their order, and the dense parameters whose gradients it sums, as texts."""
 
     def __init__(self, exchanges: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
         self._exchanges, self._parameters = exchanges, parameters
 
     @property
     def parts(self) -> dict[str, str]:
-        """Every part of it by kind and place."""
-        exchanges = {f"exchange {place}": said for place, said in enumerate(self._exchanges)}
-        return exchanges | {f"parameter {place}": said for place, said in enumerate(self._parameters)}
+        """Every part of it by its kind and number."""
+        exchanges = {f"exchange {number}": text for number, text in enumerate(self._exchanges)}
+        return exchanges | {f"parameter {number}": text for number, text in enumerate(self._parameters)}
 
     @cached_property
     def checksum(self) -> int:
-        """A number that is equal on ranks whose scripts are."""
+        """A number that is equal on ranks whose sequences are equal."""
         return crc32(repr((*self._exchanges, "", *self._parameters)).encode())
 
 
@@ -94,68 +91,64 @@ def _record(error: GroupError) -> None:
         error.__traceback__ = None
 
 
-class Settles(Protocol):
-    """Headers on their way."""
+class PendingHeaders(Protocol):
+    """Headers in flight."""
 
-    def settle(self) -> object: ...
+    def wait(self) -> object: ...
 
 
 class RankGroup:
-    """A process group of its own for the ranks of `group`, and the collectives that it makes, in one thread.
+    """A separate process group for the ranks of `group`, and the collectives that it makes, in one thread.
 
-    Where a rank does not answer, or this one is interrupted while it waits, the group is at its end: `failure` says
-    why, and every later call raises it. The end of the process waits for no other rank.
+    If a rank does not answer, or this one is interrupted while it waits, the group is aborted: `failure` says why, and
+    every later call raises it. The end of the process waits for no other rank.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
-        *,
+        ranks: list[int],
+        rank: int,
         timeout: float = 600,
         rows: torch.dtype = torch.float32,
         grads: torch.dtype = torch.float32,
     ) -> None:
-        seconds = as_number(timeout)
-        if seconds is None or not 0 < seconds <= LONGEST:
-            raise OptionError(f"timeout={timeout!r}: give seconds, above 0 and at most {LONGEST}")
-        for name, dtype in (("rows", rows), ("grads", grads)):
-            if dtype not in WIRE:
-                raise OptionError(f"{name}={dtype}: give one of {', '.join(map(str, WIRE))}")
-        self.rank, self.size = _place(group)
+        """ranks: those of torch's processes, in order; none for this process alone. rank: the place of this one."""
+        self.rank, self.size = rank, max(len(ranks), 1)
         self.timeout, self.rows, self.grads = timeout, rows, grads
         self.on_host = 1  # how many of the ranks are on this host
-        self.passed = 0  # exchanges of steps that began
-        self.script = NO_COLLECTIVES  # of the step under way, which all ranks must be in
-        self.pending: Settles | None = None  # headers on their way
-        self.begun = WeakTensorKeyDictionary()  # the tensors that began as those of rank 0
-        self.batches: list[Any] | None = None  # that a graph's step has pinned so far, in the order of its pins
-        self.told: BaseException | None = None  # what was raised on all ranks last
-        self.differed = 0  # how often all ranks were told that they differ
+        self.step_collectives = 0  # collectives of steps that began
+        self.collectives = NO_COLLECTIVES  # of the running step, which all ranks must be in
+        self.pending: PendingHeaders | None = None
+        self.synced_tensors = WeakTensorKeyDictionary()  # those that began with the values of rank 0
+        self.pinned_batches: list[Any] | None = None  # of a graph's step so far, in the order of its pins
+        self.shared_error: BaseException | None = None  # what was raised on all ranks last
+        self.mismatches = 0  # how often all ranks raised that they differ
         self.failure: GroupError | None = None
         self._user: tuple[int, int] | None = None  # the process and the thread that make the calls
-        self.calls = self._common = 0  # exchanges that this rank began, and those that all are known to have begun
-        self._under_way: list[PendingAllToAll] = []  # a failed step leaves some that nobody waits for
+        self.calls = self._common = 0  # collectives that this rank began, and those that all are known to have begun
+        self._in_flight: list[PendingAllToAll] = []  # a failed step leaves some that no thread waits for
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
         self._op = "start of the world"  # the last call that began
         self._report = LossReport(self.rank)
-        if self.size > 1:
-            _check_backend(group)
-            self._meet(dist.get_process_group_ranks(group or dist.group.WORLD))
+        if ranks:
+            self._connect(ranks)
 
     def close(self) -> None:
-        """Leave the group. This waits for no other rank, but a moment for what all ranks have begun."""
+        """Leave the group. This waits for no other rank, and at most PATIENCE for what all ranks have begun."""
         with uninterrupted():
             if self.failure is None:
-                self._finish()
+                self._finish_common()
             self.failure = self.failure or GroupError("this world is closed")
-            if self._peers is not None:  # first, so that no rank meets a closed group unsaid
+            if self._peers is not None:  # first, so that no rank waits for a closed group
                 self._peers.close("it closed its world")
                 self._peers = None
             self._leave_group()
 
     def check_thread(self) -> None:
-        """The calling thread is the one that issues every collective, which the first call decides."""
+        """GroupError unless the calling thread is that of the first call, which issues every collective."""
+        if self.size == 1:
+            return
         here = os.getpid(), threading.get_ident()
         self._user = self._user or here
         if here != self._user:
@@ -165,22 +158,27 @@ class RankGroup:
                 "makes all of them"
             )
 
-    def untold(self, error: BaseException) -> bool:
-        """Whether other ranks are to hear of an error: it was not raised on all, and the group is not at its end."""
-        return self.failure is None and error is not self.told
+    def must_report(self, error: BaseException) -> bool:
+        """Whether other ranks still need an error: it was not raised on all, and the group is not aborted."""
+        return self.size > 1 and self.failure is None and error is not self.shared_error
+
+    def raise_shared(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
+        """Raise an error that every rank raises in this call."""
+        self.shared_error = error
+        raise error from cause
 
     def check_alive(self) -> None:
-        """Raises GroupError where the group is at its end."""
+        """Raises GroupError if the group is aborted or closed."""
         if self.failure is not None:
             raise GroupError(f"the group of ranks is at its end: {self.failure}", self.failure.ranks)
 
     def start(
         self, op: str, out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int]
     ) -> PendingAllToAll:
-        """Begin to send parts of `given` to the ranks, and to receive parts of `out` from them.
+        """Start to send blocks of `given` to the ranks, and to receive blocks of `out` from them.
 
         Both are contiguous CPU tensors of one dimension, and the sizes, in elements, are in the order of ranks. Each
-        size is what the other rank knows as well: a wrong one ends the process. `op` tells the user what is exchanged.
+        size is what the other rank knows as well: a wrong one ends the process. `op` names the call in errors.
         """
         self.check_thread()
         self.check_alive()
@@ -192,65 +190,71 @@ class RankGroup:
         self._op = op
         if self._peers is not None:
             self._peers.at = self.calls
-        begun = PendingAllToAll(self, op, self.calls, work, out)
-        self._under_way = [*(one for one in self._under_way if one.lasts()), begun]
-        return begun
+        pending = PendingAllToAll(self, op, self.calls, work, out)
+        self._in_flight = [*(one for one in self._in_flight if one.is_pending()), pending]
+        return pending
 
     @contextmanager
-    def whole(self, op: str) -> Iterator[None]:
-        """A block of exchanges, which other ranks make as well. Handlers of signals wait until it ends.
+    def collective_block(self, op: str) -> Iterator[None]:
+        """A block of collectives, which other ranks make as well. Handlers of signals wait until it ends.
 
-        Where it raises in the middle what the other ranks do not know of, the group is at its end.
+        If it raises in the middle an error that the other ranks do not know of, the group is aborted.
         """
+        if self.size == 1:
+            yield
+            return
         self.check_thread()
         before = self.calls
         with uninterrupted():
             try:
                 yield
             except BaseException as error:
-                if self.untold(error) and self.calls > before:
-                    self.broken_off(op, f"failed by {type(error).__name__}: {error}")
+                if self.must_report(error) and self.calls > before:
+                    self.abort(op, f"failed with {type(error).__name__}: {error}")
                 raise
 
-    def met(self, call: int) -> None:
-        """All ranks have begun the exchange of this number, and so those before it."""
+    def note_started_by_all(self, call: int) -> None:
+        """All ranks have begun the collective of this number, and so those before it."""
         self._common = max(self._common, call)
 
     def check_others(self, op: str, call: int) -> None:
-        """Raises GroupError where another rank has ended the group, or closed its world before this call.
+        """Raises GroupError if another rank has aborted the group, or closed its world before this call.
 
-        This one is told of that whatever it does.
+        That rank has sent why, whatever this one does.
         """
         if self._peers is None:
             return
-        if self._peers.left is not None:
-            raise self._ended_by(op, self._peers.left)
+        if self._peers.aborted is not None:
+            raise self._abort_by_peer(op, self._peers.aborted)
         if self._peers.closed_before(call):
-            raise self.lost(op, call, "a rank closed its world")
+            raise self.abort_unresponsive(op, call, "a rank closed its world")
 
-    def lost(self, op: str, call: int, how: str) -> GroupError:
-        """The group is at its end: what the ranks say that `op`, of this number, failed by. how: as it showed here."""
+    def abort_unresponsive(self, op: str, call: int, how: str) -> GroupError:
+        """Abort the group since `op`, the collective of this number, failed. Returns the error with what ranks report.
+
+        how: as the failure showed here.
+        """
         missing: Mapping[int, str] = {}
         if self._peers is not None:
             try:
-                missing = self._peers.missing(call)
-            except GroupAborted as left:
-                return self._ended_by(op, left)
-            self._peers.leave(self.rank, missing)
-        return self._end(f"{op}: {_said(missing) or how}", missing)
+                missing = self._peers.unresponsive(call)
+            except GroupAborted as aborted:
+                return self._abort_by_peer(op, aborted)
+            self._peers.broadcast_abort(self.rank, missing)
+        return self._abort(f"{op}: {_described(missing) or how}", missing)
 
-    def broken_off(self, op: str, why: str) -> GroupError:
-        """The group is at its end, by what happened to this rank in the middle of `op`."""
+    def abort(self, op: str, why: str) -> GroupError:
+        """Abort the group since this rank failed in the middle of `op`. Returns the error."""
         if self._peers is not None:
-            self._peers.leave(self.rank, {self.rank: why})
-        return self._end(f"{op}: {why}", {})
+            self._peers.broadcast_abort(self.rank, {self.rank: why})
+        return self._abort(f"{op}: {why}", {})
 
-    def _ended_by(self, op: str, left: GroupAborted) -> GroupError:
+    def _abort_by_peer(self, op: str, aborted: GroupAborted) -> GroupError:
         if self._peers is not None:
-            self._peers.leave(left.rank, left.why)
-        return self._end(f"{op}: rank {left.rank} ended the group: {_said(left.why)}", left.why)
+            self._peers.broadcast_abort(aborted.rank, aborted.why)
+        return self._abort(f"{op}: rank {aborted.rank} ended the group: {_described(aborted.why)}", aborted.why)
 
-    def _end(self, message: str, missing: Mapping[int, str]) -> GroupError:
+    def _abort(self, message: str, missing: Mapping[int, str]) -> GroupError:
         self.failure = GroupError(message, sorted(missing))
         if missing:
             self._report.write(self.failure)
@@ -258,35 +262,35 @@ class RankGroup:
         return self.failure
 
     def _note_loss(self, rank: int, why: str) -> None:
-        """Report a rank whose process was killed as soon as the thread that watches the others hears of it."""
-        said = f"rank {rank} was lost ({why}); the last call here: {self._op}"
-        self._report.write(GroupError(said, [rank]), noticed=True)
+        """Report a rank whose process was killed as soon as the thread that watches the others notices it."""
+        message = f"rank {rank} was lost ({why}); the last call here: {self._op}"
+        self._report.write(GroupError(message, [rank]), noticed=True)
 
     def _leave_group(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
-            _left.add(tuple(dist.get_process_group_ranks(group)))
-            left, self._under_way = self._under_way, []
-            over = [one.let_go() for one in left]
-            if not all(over):  # the end of the object would wait for that
+            _closed_groups.add(tuple(dist.get_process_group_ranks(group)))
+            left, self._in_flight = self._in_flight, []
+            completed = [one.release() for one in left]
+            if not all(completed):  # the end of the object would wait for that
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             dist.destroy_process_group(group)
 
-    def _finish(self) -> None:
-        """Let exchanges arrive that failed steps left, of those that all ranks have begun."""
+    def _finish_common(self) -> None:
+        """Wait for the collectives that failed steps left, of those that all ranks have begun."""
         end = monotonic() + PATIENCE
-        for exchange in self._under_way:
-            while exchange.call <= self._common and exchange.lasts() and monotonic() < end:
-                exchange.look()
+        for pending in self._in_flight:
+            while pending.call <= self._common and pending.is_pending() and monotonic() < end:
+                pending.poll()
 
-    def _meet(self, ranks: list[int]) -> None:
+    def _connect(self, ranks: list[int]) -> None:
         """Make a process group with the other ranks, and connect to each of them."""
-        if tuple(ranks) in _left:
+        if tuple(ranks) in _closed_groups:
             raise OptionError(
                 "a world of these ranks was closed in this process, and torch would meet at its old addresses; make "
                 "one World, and close it at the end"
             )
-        timeout, self.timeout = self.timeout, max(self.timeout, MEETING)  # processes may be starting yet
+        timeout, self.timeout = self.timeout, max(self.timeout, CONNECT_SECONDS)  # some may still be starting
         try:
             self._group = dist.new_group(
                 ranks, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True, sort_ranks=False
@@ -294,7 +298,7 @@ class RankGroup:
         except RuntimeError as error:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
         try:
-            sockets, self.on_host = connect(self.rank, self.size, self._addresses, MEETING)
+            sockets, self.on_host = connect(self.rank, self.size, self._addresses, CONNECT_SECONDS)
             self._peers = PeerMonitor(sockets, self._note_loss)
         except BaseException:
             self.close()
@@ -309,7 +313,7 @@ class RankGroup:
 
 
 class PendingAllToAll:
-    """Tensors on their way between the ranks."""
+    """An all-to-all in flight."""
 
     def __init__(self, group: RankGroup, op: str, call: int, work: dist.Work, out: Tensor) -> None:
         self._group, self._op, self.call, self._out = group, op, call, out
@@ -318,33 +322,33 @@ class PendingAllToAll:
         self._arrived = False
 
     def wait(self) -> Tensor:
-        """Wait until all that was sent has gone and all that comes is there. Returns `out`.
+        """Wait until all is sent and received. Returns `out`.
 
-        Handlers of signals wait as well, until a surrounding `uninterrupted` block ends. Ctrl-C and SIGTERM end the
-        group where they have waited for a second.
+        Handlers of signals wait as well, until a surrounding `uninterrupted` block ends. Ctrl-C and SIGTERM abort the
+        group if they have waited for a second.
 
         Raises:
-            GroupError: a rank did not answer, or a signal came. The group is at its end.
+            GroupError: a rank did not answer, or a signal came. The group is aborted.
         """
         if self._arrived:
             return self._out
         with uninterrupted():
             self._group.check_alive()
-            came = None
-            while not self._over():
+            interrupted_at = None
+            while not self._is_completed():
                 self._group.check_others(self._op, self.call)
                 now = monotonic()
                 if now > self._end:
-                    raise self._group.lost(self._op, self.call, f"no answer in {self._group.timeout:g} s")
+                    raise self._group.abort_unresponsive(self._op, self.call, f"no answer in {self._group.timeout:g} s")
                 if signals := [number for number in deferred_signals() if number in ENDING]:
-                    came = came or now
-                    if now > came + PATIENCE:
+                    interrupted_at = interrupted_at or now
+                    if now > interrupted_at + PATIENCE:
                         name = signal.Signals(signals[0]).name
-                        raise self._group.broken_off(self._op, f"interrupted by {name} in a wait for others")
+                        raise self._group.abort(self._op, f"interrupted by {name} in a wait for others")
             return self._out
 
-    def lasts(self) -> bool:
-        """Whether it is under way. What has arrived lets go of the process group, whoever waits for it."""
+    def is_pending(self) -> bool:
+        """Whether it is in flight. Once completed it releases the process group."""
         if self._work is not None and self._work.is_completed():
             with suppress(RuntimeError):  # `wait` says why it failed
                 self._work.wait()
@@ -352,31 +356,31 @@ class PendingAllToAll:
             return False
         return self._work is not None
 
-    def look(self) -> None:
-        """Wait for it, LOOK at most."""
+    def poll(self) -> None:
+        """Wait for it, POLL at most."""
         if self._work is not None:
             with suppress(RuntimeError):
-                self._work.wait(LOOK)
+                self._work.wait(POLL)
 
-    def let_go(self) -> bool:
-        """End its hold on the process group. Returns whether it was over."""
+    def release(self) -> bool:
+        """Release the process group. Returns whether it was completed."""
         work, self._work = self._work, None
         return work is None or work.is_completed()
 
-    def _over(self) -> bool:
-        """Whether it is over, after a wait of LOOK at most. Raises GroupError where it failed."""
-        self.look()
-        if self.lasts():
+    def _is_completed(self) -> bool:
+        """Whether it is completed, after a wait of POLL at most. Raises GroupError if it failed."""
+        self.poll()
+        if self.is_pending():
             return False
         if self._work is not None:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise self._group.lost(self._op, self.call, str(error)) from None  # its text is in ours
+                raise self._group.abort_unresponsive(self._op, self.call, str(error)) from None  # its text is in ours
         return True
 
 
-def _said(missing: Mapping[int, str]) -> str:
+def _described(missing: Mapping[int, str]) -> str:
     """What is known of the ranks that did not answer."""
     reasons = dict.fromkeys(missing.values())
     return "; ".join(
@@ -387,25 +391,3 @@ def _said(missing: Mapping[int, str]) -> str:
 def named(ranks: Sequence[int]) -> str:
     """The ranks as a message names them."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise OptionError("there is no process group: World.from_env() makes it, as dist.init_process_group does")
-        return 0, 1
-    if (rank := dist.get_rank(group)) < 0:
-        raise OptionError("group: this process is none of its ranks")
-    return rank, dist.get_world_size(group)
-
-
-def _check_backend(group: dist.ProcessGroup | None) -> None:
-    """OptionError for a group that was made without Gloo."""
-    backends = dist.get_backend_config(group)
-    if "gloo" not in backends:
-        raise OptionError(
-            f"group: its backends are {backends}; rows travel between ranks through host memory, those of a GPU as "
-            "well, over Gloo, and NCCL sends none of that: call init_process_group('cpu:gloo,cuda:nccl'), or give "
-            "new_group(backend='gloo')"
-        )

@@ -15,11 +15,12 @@ from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
 from ..engine.processors.processor import Processor
-from .agreement import Handshake, HandshakeResult
+from .world import Handshake, HandshakeResult
 
 if TYPE_CHECKING:
     from ..engine.processors.processor import ByOwner
-    from .rank_group import PendingAllToAll, RankGroup
+    from .rank_group import PendingAllToAll
+from .world import World
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Traffic:
 class RankBuffers:
     """A block of rows [count, dim] for each rank. `rows` is all memory, [sum of counts, dim]."""
 
-    def __init__(self, group: RankGroup, counts: list[int], dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, group: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
         """counts: by rank."""
         self.counts, self.me, self._row_bytes = counts, group.rank, dim * dtype.itemsize
         self.rows = empty((sum(counts), dim), dtype)
@@ -65,7 +66,7 @@ class RowExchange:
 
     def __init__(
         self,
-        group: RankGroup,
+        group: World,
         op: str,
         given: RankBuffers,
         taken: RankBuffers,
@@ -81,10 +82,10 @@ class RowExchange:
     def wait(self) -> HandshakeResult:
         """Wait for the blocks of all ranks. Raises on every rank where one could not give its own."""
         self._rows.wait()
-        return self._headers.settle()
+        return self._headers.wait()
 
 
-def start(group: RankGroup, op: str, given: RankBuffers, taken: RankBuffers, traffic: Traffic) -> PendingAllToAll:
+def start(group: World, op: str, given: RankBuffers, taken: RankBuffers, traffic: Traffic) -> PendingAllToAll:
     """Begin to send the blocks of `given` to the other ranks, and to receive those of `taken`."""
     sent, received = given.sizes, taken.sizes
     traffic.bytes_sent += sum(sent)
@@ -100,7 +101,7 @@ class LocalBatch:
         processor: Processor[Any],
         spec: TableSpec,
         lookups: list[Lookup],
-        group: RankGroup,
+        group: World,
         like: LocalBatch | None = None,
     ) -> None:
         """like: of an embedding with the same lookups, whose unique rows are taken. Raises InputError."""
@@ -121,7 +122,7 @@ class LocalBatch:
 class IdExchange:
     """The exchange of ids that follows the headers: `wait` gives the rows that each rank asks of this one."""
 
-    def __init__(self, world: RankGroup, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
+    def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this one included."""
         columns = [local.by_owner.keys]
         if local.spec.num_tables > 1:

@@ -20,15 +20,13 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Gradients, Lookup, checked_gradients
 from ..engine.table.table import OpenTable, PinnedBatch
 from ..engine.table.table_report import new_rows
-from .agreement import Handshake, catch, handshake, raise_on_all_ranks
 from .id_prefetch import IdPrefetcher
 from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traffic, concat_lookups, start, zeroed
+from .world import Handshake, catch
 
 if TYPE_CHECKING:
-    from ..embedding.table_handle import LocalTableHandle
-    from .rank_group import PendingAllToAll, RankGroup
-    from .requests import SaveRequests
-
+    from .rank_group import PendingAllToAll
+from .world import World
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -37,7 +35,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class RankedStep(Protocol):
     """What a step needs of the table that pinned its rows."""
 
-    world: RankGroup
+    world: World
     traffic: Traffic
     capacity: int | None
     pinned: ShardedBatch | None
@@ -128,8 +126,8 @@ class ShardedBatch:
         capacity = self._table.capacity
         if capacity is not None and any(answer.counts) and sum(answer.notes) + sum(answer.counts) > capacity:
             self.release()
-            self._world.told = no_room(self.local.spec.name, capacity, sum(answer.notes), sum(answer.counts))
-            raise self._world.told
+            self._world.shared_error = no_room(self.local.spec.name, capacity, sum(answer.notes), sum(answer.counts))
+            raise self._world.shared_error
         self._rows = self._taken.rows.to(self.local.processor.device, torch.float32)
         assert self.own is not None
         stay = (self.own.core, sum(self._asked_counts[: self._world.rank])) if self._stay else None
@@ -167,9 +165,9 @@ class ShardedBatch:
         try:
             self._start(RankBuffers(world, self.local.counts, self._dim, world.grads))
         except BaseException as error:
-            if not world.untold(error):
+            if not world.must_report(error):
                 raise
-            raise world.broken_off(f"gradients of {self._op}", f"failed by {error!r}") from error
+            raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error
 
     def _summed(self, gradients: Gradients) -> RankBuffers:
         """The gradients of this rank's unique rows."""
@@ -190,7 +188,7 @@ class ShardedBatch:
             given.of(world.rank),
         )
         self._sent = start(world, f"gradients of {self._op}", given, self._sums, self._table.traffic)
-        world.passed += 1
+        world.step_collectives += 1
 
     def receive(self) -> None:
         """Wait for the gradients that were sent."""
@@ -209,13 +207,13 @@ class ShardedBatch:
         """The sum of the squares of the gradients of all rows, summed over ranks, the same on every rank."""
         own, sums, world, op = self._ready(grads, weights), self._receive(), self._world, f"norm of {self._op}"
         squares, error = catch(lambda: own.partial_squares(sums))
-        with world.whole(op):
+        with world.collective_block(op):
             headers = Handshake(world, op, error)
             given = torch.from_numpy(partial(np.empty(0, np.float32)) if squares is None else squares)
             sizes = [len(given)] * world.size
             given = given.repeat(world.size)
             parts = world.start(op, torch.empty_like(given), given, sizes, sizes).wait()
-            headers.settle()
+            headers.wait()
         return total([part.numpy() for part in parts.split(sizes)])
 
     def update(
@@ -256,7 +254,7 @@ class ShardedBatch:
             self.arrive()
             _, error = catch(lambda: self.send(grads, weights))
             self.send_nothing()
-            self._ending(lambda: handshake(self._world, f"gradients of {self._op}", error))
+            self._ending(lambda: self._world.handshake(f"gradients of {self._op}", error))
         assert self.own is not None
         return self.own
 
@@ -294,7 +292,7 @@ def no_room(name: str, capacity: int, rows: int, new: int) -> CapacityError:
 
 
 def _whole(what: str) -> Callable[[Method], Method]:
-    """For a method of several exchanges, which all ranks make: `RankGroup.whole`. what: it does, for errors.
+    """For a method of several exchanges, which all ranks make: `World.whole`. what: it does, for errors.
 
     What it raises before the first exchange is raised on all ranks.
     """
@@ -303,7 +301,7 @@ def _whole(what: str) -> Callable[[Method], Method]:
         @wraps(method)
         def whole(self: ShardedTable, *arguments: Any, **named: Any) -> Any:
             op = f"{what} of embedding {self.name!r}"
-            with self.world.whole(op), raise_on_all_ranks(self.world, op):
+            with self.world.collective_block(op), self.world.raise_on_all_ranks(op):
                 return method(self, *arguments, **named)
 
         return cast(Method, whole)
@@ -314,49 +312,68 @@ def _whole(what: str) -> Callable[[Method], Method]:
 class ShardedTable:
     """All rows of an embedding. Each rank has those whose `owner` it is, in a table of its own."""
 
-    def __init__(self, world: RankGroup, held: LocalTableHandle, capacity: int | None) -> None:
-        """held: of this rank's rows. capacity: the most rows of all ranks; None where each sees to its own."""
-        self.world, self._held, self.capacity = world, held, capacity
-        self.name = held.table.spec.name
+    def __init__(
+        self,
+        world: World,
+        local_table: Callable[[], OpenTable],
+        open_table: Callable[[], OpenTable | None],
+        count_write: Callable[[], None],
+        capacity: int | None,
+    ) -> None:
+        """local_table: returns the table with the rows of this rank, or raises ClosedError.
+
+        open_table: returns it, or None if it is closed. count_write: called when every rank is about to write.
+        capacity: the most rows of all ranks; None if each rank limits its own.
+        """
+        self.world, self.capacity = world, capacity
+        self._local_table, self._open_table, self.count_write = local_table, open_table, count_write
+        self.name = local_table().spec.name
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
         self._behind = ""  # the update that this rank's rows lack, and why
-        self.between_steps: Callable[[], None] = lambda: None  # what all ranks do before a step
-        self.requests: SaveRequests | None = None  # of other processes
+        self.before_step: Callable[[], None] = lambda: None  # what all ranks do before a step
+        self.is_save_requested: Callable[[], bool] = lambda: False  # by another process
+        self.serve_requests: Callable[[], None] = lambda: None
         self.ahead = IdPrefetcher(world, self.name, self.traffic, lambda asked: self.own.announce(asked))
 
     @property
     def own(self) -> OpenTable:
         """The rows that this rank has."""
-        return self._held.table
+        return self._local_table()
 
     @property
     def optimizer(self) -> RowOptimizer | None:
-        return self.own.optimizer if self._held.is_open else None
+        table = self._open_table()
+        return None if table is None else table.optimizer
 
     @_whole("step")
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, like: Any = None) -> ShardedBatch:
         """Begin a training step, as `OpenTable.pin`, of all ranks. What keeps a rank from it is raised on every rank.
 
-        Rows are on their way when this returns. Raises the errors of `Handshake.settle`.
+        Rows are on their way when this returns. Raises the errors of `Handshake.wait`.
         """
         op = f"embedding {self.name!r}, step {self.own.step + 1}"
         self.release()
-        self.between_steps()
+        self.before_step()
         local, asked, pools = self._ask(op, lookups, like, dtype)
         like_own = None if like is None else like.own
         own, error = catch(lambda: self._pin_own(asked, like_own))
         self.pinned = ShardedBatch(self, op, local, asked, pools, own, error, dtype)
-        if self.world.batches is not None:
-            self.world.batches.append(self.pinned)
+        if self.world.pinned_batches is not None:
+            self.world.pinned_batches.append(self.pinned)
         return self.pinned
 
     def _begin_write(self) -> None:
         self._check_behind()
-        self._held.begin_write()
+        self._clear_clean_marker()
+
+    def _clear_clean_marker(self) -> None:
+        """Clear the clean marker of this rank's rows for a write of all ranks, before it is certain. StoreError."""
+        with self.own.lock:
+            self.own.before_write(self.own.step)
 
     def _pin_own(self, asked: list[Lookup], like: PinnedBatch | None) -> PinnedBatch:
-        self._held.begin_write()
+        self._clear_clean_marker()
         pinned = self.own.pin(asked, torch.float32, like)
         self.own.check()  # what a device finds late, so that all ranks hear of it in this step
         return pinned
@@ -372,7 +389,7 @@ class ShardedTable:
         number = self.ahead.number_of(lookups, own.processor) if is_step else 0
         pools = any(lookup.pooling is not None for lookup in lookups)
 
-        same: dict[str, Any] = {"graph": world.script, "shared lookups": like is not None}
+        same: dict[str, Any] = {"graph": world.collectives, "shared lookups": like is not None}
 
         def prepare() -> LocalBatch:
             self._check_behind()
@@ -387,15 +404,15 @@ class ShardedTable:
         local, error = catch(prepare)
         counts = [0] * world.size if local is None else local.counts
         try:
-            wanted = self.requests is not None and self.requests.wanted
-            answer = handshake(world, op, error, same, counts, note=2 * number + pools, asks=wanted)
+            wants_more = self.is_save_requested()
+            answer = world.handshake(op, error, same, counts, note=2 * number + pools, wants_more=wants_more)
         finally:
-            world.passed += 1
+            world.step_collectives += 1
         assert local is not None
         if is_step:
             self.ahead.advance()  # only here: a rank that failed answers the headers of a step alone
-        if answer.asked and self.requests is not None:
-            self.requests.serve()
+        if answer.wants_more:
+            self.serve_requests()
         pools = any(note & 1 for note in answer.notes)
         if like is not None:
             self.ahead.skip(number)
@@ -447,17 +464,17 @@ class ShardedTable:
             self._check_room(op, asked, self.capacity)
         self.count_write()
         _, error = catch(lambda: self.own.put(asked, rows))
-        handshake(self.world, f"{op}: done", error)
+        self.world.handshake(f"{op}: done", error)
 
     def _check_room(self, op: str, asked: Lookup, capacity: int) -> None:
         """Raise CapacityError on every rank where new rows of all ranks exceed `capacity`."""
         new, error = catch(lambda: new_rows(self.own, asked))
-        answer = handshake(
-            self.world, f"{op}: room", error, counts=[new or 0] * self.world.size, note=self.own.counts.rows
+        answer = self.world.handshake(
+            f"{op}: room", error, counts=[new or 0] * self.world.size, note=self.own.counts.rows
         )
         if any(answer.counts) and sum(answer.notes) + sum(answer.counts) > capacity:
-            self.world.told = no_room(self.name, capacity, sum(answer.notes), sum(answer.counts))
-            raise self.world.told
+            self.world.shared_error = no_room(self.name, capacity, sum(answer.notes), sum(answer.counts))
+            raise self.world.shared_error
 
     @_whole("delete")
     def delete(self, lookup: Lookup) -> int:
@@ -466,7 +483,7 @@ class ShardedTable:
         asked, _ = self._scatter(op, lookup, None)
         self.count_write()
         gone, error = catch(lambda: self.own.delete(asked))
-        return sum(handshake(self.world, f"{op}: done", error, note=gone or 0).notes)
+        return sum(self.world.handshake(f"{op}: done", error, note=gone or 0).notes)
 
     def _scatter(
         self, op: str, lookup: Lookup, values: NDArray[np.float32] | None
@@ -478,11 +495,11 @@ class ShardedTable:
         if error is None:
             _, error = catch(self._begin_write)
         if batch is None or error is not None:
-            handshake(world, op, error)
+            world.handshake(op, error)
         owners = _core.owners(batch.tables, batch.keys, world.size)
         order = np.argsort(owners, kind="stable")
         sends = np.bincount(owners, minlength=world.size).tolist()
-        takes = handshake(world, op, None, counts=sends).counts
+        takes = world.handshake(op, None, counts=sends).counts
         ids = np.stack((batch.keys[order].view(np.int64), batch.tables[order].astype(np.int64)), 1)
         here = empty((sum(takes) * 2,), torch.int64)
         sizes = [2 * count for count in takes], [2 * count for count in sends]
@@ -502,8 +519,13 @@ class ShardedTable:
     @_whole("size")
     def size(self) -> int:
         """How many rows all ranks have."""
-        rows, error = catch(self._held.size)
-        return sum(handshake(self.world, f"size of embedding {self.name!r}", error, note=rows or 0).notes)
+        rows, error = catch(self._size)
+        return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=rows or 0).notes)
+
+    def _size(self) -> int:
+        with self.own.lock:
+            self.own.check()
+            return self.own.counts.rows
 
     @_whole("announcement")
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
@@ -513,7 +535,7 @@ class ShardedTable:
         """
         if not together:
             _, error = catch(self._check_behind)
-            handshake(self.world, f"announcement of embedding {self.name!r} at step {self.own.step}", error)
+            self.world.handshake(f"announcement of embedding {self.name!r} at step {self.own.step}", error)
         self.ahead.announce(lookups, lambda: LocalBatch(self.own.processor, self.own.spec, lookups or [], self.world))
 
     def rows_and_new(self, own: PinnedBatch) -> tuple[int, int]:
@@ -523,16 +545,13 @@ class ShardedTable:
         written = int(own.table.processor.count_written(own.core).sum())
         return self.own.counts.rows, own.core.unique - written
 
-    def count_write(self) -> None:
-        """Every rank is about to write its rows."""
-        self._held.count_write()
-
     def fall_behind(self, op: str, error: BaseException) -> None:
         """This rank failed in an update that other ranks make: no rank uses the rows until a snapshot is loaded."""
         catch(self.release)  # the pin cannot end after a failure
         self._behind = f"{op} raised {error!r} on this rank amid its updates, which other ranks made"
-        if self._held.is_open:
-            self.own.failure = self.own.failure or error  # so that these rows are never marked as whole
+        table = self._open_table()
+        if table is not None:
+            table.failure = table.failure or error  # so that these rows are never marked as whole
 
     def _check_behind(self) -> None:
         if self._behind and self.own.failure is not None:  # a load has put another table in its place else
@@ -541,4 +560,6 @@ class ShardedTable:
     def release(self) -> None:
         """Drop the pin that a failed step left."""
         self.pinned = None
-        self._held.release()
+        table = self._open_table()
+        if table is not None:
+            table.release()

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..distributed.world import World
 from ..engine.errors import GraphError, OptimizerError, OptionError, TierbedError
 from ..engine.ops.rows_contract import EmbeddingBase
-from .handle_contract import Ranks
 
 log = logging.getLogger("tierbed")
 
@@ -23,7 +23,7 @@ _WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.d
 _TENSORS = "torch.distributed.tensor"
 
 
-def check_world(world: Ranks | None, name: str) -> Ranks | None:
+def check_world(world: World | None, name: str) -> World | None:
     """The world of embedding `name`; None for one of this process alone. OptionError for what is no World."""
     if world is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -34,7 +34,7 @@ def check_world(world: Ranks | None, name: str) -> Ranks | None:
                 dist.get_world_size(),
             )
         return None
-    if not hasattr(world, "hold"):
+    if not isinstance(world, World):
         raise OptionError(f"world={type(world).__name__}: give a World of tierbed.distributed, or None")
     return world if world.size > 1 else None
 
@@ -46,7 +46,7 @@ def refuse_ranks(root: nn.Module) -> None:
         raise _refused(shared)
 
 
-def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> Ranks | None:
+def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
     """The world of the trained embeddings of an EagerOptimizer, or None. OptimizerError where rows would drift apart.
 
     They would in a module or parameter that is split or kept equal over ranks, unless that is beside embeddings which
@@ -56,7 +56,7 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
     if len(worlds) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
         raise OptimizerError(f"embeddings {names} have different worlds; give all of them one, or none")
-    world: Ranks | None = next(iter(worlds.values()), None)
+    world: World | None = next(iter(worlds.values()), None)
     if world is None and embeddings:
         shared = _shared(root, "the module")
         if shared is not None:

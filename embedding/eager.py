@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
+from ..distributed.world import World
 from ..engine.checks import as_number
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.ops.exact_sum import sum_of_squares
@@ -23,7 +24,6 @@ from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
 from ..engine.signals import uninterrupted
 from .ddp_guard import refuse_eager_ranks
 from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders
-from .handle_contract import Ranks
 from .model_snapshots import ModelSnapshots
 from .saved_rows import SavedRows
 from .training_group import check_failed_step, train_together
@@ -211,8 +211,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         try:
             return closure()
         except BaseException as error:
-            if self._world is not None and self._world.untold(error):
-                self._world.meet(STEP, error)
+            if self._world is not None and self._world.must_report(error):
+                self._world.handshake(STEP, error)
             raise
 
     @torch.no_grad()
@@ -259,7 +259,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             raise
 
     def _reached_anywhere(
-        self, world: Ranks, reached: list[Reached]
+        self, world: World, reached: list[Reached]
     ) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
         error: BaseException | None = None
@@ -276,7 +276,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         except Exception as wrong:
             error = wrong
         note = sum(1 << number for number, (*_, gradients) in enumerate(reached) if gradients is not None)
-        notes = world.meet(STEP, error, note)
+        notes = world.handshake(STEP, error, note=note).notes
         return [
             (embedding, rows, gradients or RowGradients(embedding))
             for number, (embedding, rows, gradients) in enumerate(reached)
@@ -284,20 +284,20 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         ]
 
 
-def exchange(world: Ranks, pinned: list[tuple[RowGradients, Any]]) -> None:
+def exchange(world: World, pinned: list[tuple[RowGradients, Any]]) -> None:
     """Let all gradients be at the ranks that have the rows. What fails on one rank is raised on all."""
     error: BaseException | None = None
     for gradients, batch in pinned:
         try:
             batch.send(*gradients.grads())
         except BaseException as wrong:
-            if not world.untold(wrong):
+            if not world.must_report(wrong):
                 raise
             batch.send_nothing()
             error = error or wrong
     for _, batch in pinned:
         batch.receive()
-    world.meet("gradients of an EagerOptimizer", error)
+    world.handshake("gradients of an EagerOptimizer", error)
 
 
 def update(gradients: RowGradients, batch: Any) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from ..distributed.sharded_table import ShardedTable
+from ..distributed.world import World
 from ..engine.checks import as_int
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..engine.ops.batch import check_legal, segment
@@ -42,9 +44,9 @@ from . import lookup_op as ops
 from .conversion import converter
 from .ddp_guard import check_world, refuse_lookup
 from .gradients import ShadowGrad, accumulate, holders, is_reached
-from .handle_contract import Ranks, TableHandle, TableOfAll
 from .rows_reference import UNKNOWN, RowsReference
 from .saved_rows import SavedRows
+from .sharded_handle import ShardedTableHandle, TableHandle
 from .table_handle import LocalTableHandle
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
@@ -54,7 +56,7 @@ log = logging.getLogger("tierbed")
 class KeyedRows(SavedRows):
     """The part of the embedding modules that reads and writes rows by their keys."""
 
-    def _table(self) -> TableOfAll:
+    def _table(self) -> OpenTable | ShardedTable:
         """The open table with all rows, those of other ranks too; opened where it is not yet."""
         raise NotImplementedError
 
@@ -196,7 +198,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         padding_idx: int | None = None,
         seed: int | None = None,
         output_dtype: torch.dtype = torch.float32,
-        world: Ranks | None = None,
+        world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -406,7 +408,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self._accumulating:
             accumulate(self, lookup, grad, weights, order)
 
-    def pin(self, lookups: list[Lookup], like: Pinned | None = None, dtype: torch.dtype | None = None) -> Pinned:
+    def pin(self, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None) -> Pinned:
         """Pin the rows of all lookups of a training step, as `Rows.pin`."""
         return self._trained().pin(lookups, dtype or self.output_dtype, like)
 
@@ -454,13 +456,13 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 "of an EagerOptimizer, or to one that add_optimizer of a Graph takes"
             )
 
-    def _trained(self) -> TableOfAll:
+    def _trained(self) -> OpenTable | ShardedTable:
         table = self._table()
         if table.optimizer is None and self._refused is not None:
             raise self._refused
         return table
 
-    def _table(self) -> TableOfAll:
+    def _table(self) -> OpenTable | ShardedTable:
         return self.opened().table
 
     def _own_table(self) -> OpenTable:
@@ -500,7 +502,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             return LocalTableHandle(
                 self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load
             )
-        return self.world.hold(self.spec, self.store_options, optimizer, device, self.group, for_load)
+        return ShardedTableHandle(self.world, self.spec, self.store_options, optimizer, device, self.group, for_load)
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
@@ -518,7 +520,7 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         padding_idx: int | None = None,
         seed: int | None = None,
         output_dtype: torch.dtype = torch.float32,
-        world: Ranks | None = None,
+        world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if as_int(embedding_dim) is None:

@@ -4,50 +4,60 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event
 from time import monotonic
 from typing import Any
 
+from ..distributed.world import World, catch
 from ..engine.errors import OptionError, SnapshotError, StoreError
-from ..engine.table.background_save import BackgroundSave
+from ..engine.table.background_save import BackgroundSave, SaveHandle
 from ..engine.threads import LOOK
 from ..snapshots.files.format import snapshot_id
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import Instant
+from ..snapshots.files.writer import Progress
 from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import check_one_instant, rows_of
 from ..snapshots.store.linked import linked
 from ..snapshots.store.retention import drop_replaced
 from ..snapshots.store.selection import LoadReport, Selection
+from .sharded_save import BackgroundShardedSave, ShardedSave, commit_together
 from .training_group import Membership, between_steps
 
 log = logging.getLogger("tierbed")
 
-Tables = Sequence[Any]  # of LocalTableHandle, whose file imports this one
+Tables = Sequence[Any]  # of LocalTableHandle or ShardedTableHandle, whose files import this one
 
 
 def save_together(
+    world: World,
     tables: Tables,
     name: str,
     kind: str = "full",
     overwrite: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> None:
-    """Save the rows of all as snapshot `name`, in each store folder, between two steps.
+    background: bool = False,
+    progress: Progress | None = None,
+) -> SaveHandle | None:
+    """Save the rows of all as snapshot `name`, in each store folder, between two steps: all or none.
 
-    An incremental one is full in a store that has no snapshot to go over. progress: called with the rows of each chunk.
-    Raises SnapshotError, StoreError, OptionError, and then there is none of them.
+    An incremental one is full in a store that has no snapshot to be based on. background: return at once, while threads
+    save the rows as they are now. progress: called with the rows of each chunk that this process writes.
+    Raises SnapshotError, StoreError, OptionError, and then none of the snapshots exists. All ranks call it.
     """
+    if world.size > 1:
+        return _save_on_ranks(world, tables, name, kind, overwrite, background, progress)
+    if background:
+        return _save_in_background(tables, name, kind, overwrite)
     members = _members(tables)
     if len(tables) == 1 or any(member.record is None for member in members):  # they are not trained together
         for table in tables:
             table.save_snapshot(name, _kind(table, kind), overwrite, progress)
-        return
+        return None
     with between_steps(members):
         _check(tables, name, kind, overwrite)
 
@@ -58,10 +68,10 @@ def save_together(
         all_or_none(members[0].folder.snapshots / name, [partial(saved, table) for table in tables])
         for member in members:
             drop_replaced(member.folder)
+    return None
 
 
-def save_together_in_background(tables: Tables, name: str, kind: str = "full", overwrite: bool = False) -> SavingAll:
-    """As `save_together`, of full snapshots of the rows as they are now, by a thread for each store."""
+def _save_in_background(tables: Tables, name: str, kind: str, overwrite: bool) -> SavingAll:
     members = _members(tables)
     apart = any(member.record is None for member in members)
     with between_steps(members):
@@ -133,12 +143,14 @@ class SavingAll:
         Event().wait(LOOK)
 
 
-def load_together(tables: Tables, name: str) -> list[LoadReport]:
+def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
     """Replace all rows of each by those of its snapshot `name`. All are verified before a row is replaced.
 
-    Raises SnapshotError, also where they were saved at different instants, StoreError, OptimizerError. Where it raises
-    amid the loads, the stores can neither be written nor saved until each is loaded.
+    Raises SnapshotError, also if they were saved at different steps, StoreError, OptimizerError. If it raises during
+    the loads, the stores can neither be written nor saved until each is loaded. All ranks call it.
     """
+    if world.size > 1:
+        return _load_on_ranks(world, tables, name)
     with between_steps(_members(tables)):
         snapshots = [table.snapshot(name) for table in tables]
         check_one_instant([table.name for table in tables], snapshots)
@@ -148,8 +160,11 @@ def load_together(tables: Tables, name: str) -> list[LoadReport]:
         return _load(tables, snapshots)
 
 
-def load_rows_together(tables: Tables, places: Sequence[Path]) -> None:
+def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> None:
     """Load the snapshots `places`, which `check_rows` has checked, and which the store folders get too."""
+    if world.size > 1:
+        _load_rows_on_ranks(world, tables, places)
+        return
     with between_steps(_members(tables)), ExitStack() as linking:
         both = zip(tables, places, strict=True)
         _load(tables, [linking.enter_context(_linked(table.folder(), place)) for table, place in both])
@@ -210,3 +225,81 @@ def _check(tables: Tables, name: str, kind: str, overwrite: bool) -> None:
             table.check_save(name, kind, overwrite)
         except (OptionError, SnapshotError) as error:
             raise type(error)(f"embedding {table.name!r}: {error}") from error
+
+
+def _save_on_ranks(
+    world: World,
+    tables: Tables,
+    name: str,
+    kind: str,
+    overwrite: bool,
+    background: bool,
+    progress: Progress | None,
+) -> BackgroundShardedSave | None:
+    kinds = [_kind(table, kind) for table in tables]
+    for table, its_kind in zip(tables, kinds, strict=True):
+        table.check_save(name, its_kind, overwrite, background)
+        table.at_step()
+    op = f"saving snapshot {name!r} of {len(tables)} embeddings"
+    home, of_all = tables[0].home, None
+    if home is not None:
+        of_all = OfAll(name, home.path, Decided(home.snapshots / name, secrets.token_hex(16), lambda: None))
+    saves: list[tuple[ShardedSave, Snapshot | None]] = []
+    with _locked(tables):
+        noted = [table.when_saved() for table in tables]
+        try:
+            for table, its_kind in zip(tables, kinds, strict=True):
+                table.check_not_saving(op)
+                saves.append(table.begin_save(op, name, its_kind, overwrite, of_all))
+        except BaseException:
+            for save, _ in saves:
+                save.drop()
+            raise
+        if background:
+            parts = [(table.own_table.watch, save) for table, (save, _) in zip(tables, saves, strict=True)]
+            saving = BackgroundShardedSave(world, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
+            for table in tables:
+                table.goes_on(saving)
+            return saving
+        errors = [
+            catch(partial(table.write_save, save, parent, progress))[1]
+            for table, (save, parent) in zip(tables, saves, strict=True)
+        ]
+        made = commit_together(world, op, [save for save, _ in saves], errors, noted)
+        for table, id in zip(tables, made, strict=True):
+            table.end_save(kind, id)
+    return None
+
+
+def _load_on_ranks(world: World, tables: Tables, name: str) -> list[LoadReport]:
+    op = f"loading snapshot {name!r} of {len(tables)} embeddings"
+    places = [table.folder / name for table in tables]
+    snapshots: list[Snapshot] = world.call_on_all_ranks(op, lambda: [Snapshot.open(place) for place in places])
+    world.call_on_all_ranks(op, lambda: check_one_instant([table.name for table in tables], snapshots))
+    with _locked(tables):
+        for table, place in zip(tables, places, strict=True):
+            table.check_rows(place)
+        return _load_shards(world, tables, places)
+
+
+def _load_rows_on_ranks(world: World, tables: Tables, places: Sequence[Path]) -> None:
+    with _locked(tables), ExitStack() as linking:
+        both = zip(tables, places, strict=True)
+        _load_shards(world, tables, [table.link_in(place, linking) for table, place in both])
+
+
+@contextmanager
+def _locked(tables: Tables) -> Iterator[None]:
+    """A block in which this rank serves no other process: rank 0 prunes nothing that is being read."""
+    with ExitStack() as locks:
+        for table in tables:
+            locks.enter_context(table.own.table.lock)
+        yield
+
+
+def _load_shards(world: World, tables: Tables, places: Sequence[Path]) -> list[LoadReport]:
+    members = [table.membership for table in tables if table.membership is not None]
+    op = f"loading {len(tables)} embeddings"
+    together = world.call_on_all_ranks(op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
+    both = zip(tables, places, strict=True)
+    return load_all(members, [partial(table.load_from, place, together=together) for table, place in both])

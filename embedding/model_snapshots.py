@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from ..distributed.world import World
 from ..engine.errors import OptionError, SnapshotError
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .conversion import converter
-from .group_snapshots import load_rows_together, load_together, save_together, save_together_in_background
+from .group_snapshots import load_rows_together, load_together, save_together
 from .saved_rows import SavedRows, rows_stay
-
-if TYPE_CHECKING:
-    from .handle_contract import Ranks
 
 
 class ModelSnapshots:
@@ -40,7 +38,8 @@ class ModelSnapshots:
         for argument, value in (("background", background), ("overwrite", overwrite)):
             if not isinstance(value, bool):
                 raise OptionError(f"{argument}={value!r}: give True or False")
-        return _save(self._held(), _world_of(self._stored()), snapshot_name, kind, overwrite, background)
+        tables, world = self._held(), _world_of(self._stored())
+        return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
         """Replace the rows of all embeddings by those of their snapshots of that name, which were saved together.
@@ -49,7 +48,7 @@ class ModelSnapshots:
         OptimizerError.
         """
         tables, world = self._held(for_load=True), _world_of(self._stored())
-        reports = load_together(tables, snapshot_name) if world is None else world.load_together(tables, snapshot_name)
+        reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
 
@@ -89,25 +88,9 @@ def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
     tables: list[Any] = [embedding.opened() for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(stored):
-        _save([*compress(tables, stored)], world, places[0].name)
+        save_together(world, [*compress(tables, stored)], places[0].name)
     for table, is_stored, place in zip(tables, stored, places, strict=True):
         (table.link_rows if is_stored else table.save_rows)(place)
-
-
-def _save(
-    tables: Sequence[Any],
-    world: Ranks | None,
-    name: str,
-    kind: str = "full",
-    overwrite: bool = False,
-    background: bool = False,
-) -> SaveHandle | None:
-    if world is not None:
-        return world.save_together(tables, name, kind, overwrite, background)
-    if background:
-        return save_together_in_background(tables, name, kind, overwrite)
-    save_together(tables, name, kind, overwrite)
-    return None
 
 
 def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection: Selection = ALL) -> None:
@@ -119,17 +102,16 @@ def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection
         if not is_stored:
             table.load_rows(place, selection)
     if any(stored):
-        load = load_rows_together if world is None else world.load_rows
-        load([*compress(tables, stored)], [*compress(places, stored)])
+        load_rows_together(world, [*compress(tables, stored)], [*compress(places, stored)])
     for embedding in embeddings:
         embedding.keep_rows()
 
 
-def _world_of(embeddings: Sequence[SavedRows]) -> Ranks | None:
+def _world_of(embeddings: Sequence[SavedRows]) -> World:
     """The ranks that share the rows of all of them. OptionError where some are shared otherwise than others."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
         raise OptionError(
             "some of these embeddings have another world than the others; save and load those of one world together"
         )
-    return next(iter(worlds.values()), None)
+    return next(iter(worlds.values()), None) or World.of_one()

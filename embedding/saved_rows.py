@@ -32,7 +32,7 @@ from .rows_in_tensors import FIELDS, RowTensors
 from .rows_reference import UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
 
 if TYPE_CHECKING:
-    from .handle_contract import TableHandle
+    from .sharded_handle import TableHandle
     from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
@@ -75,8 +75,8 @@ class SavedRows(EmbeddingBase):
         try:
             yield
         except Exception as error:
-            if self.world is not None and self.world.untold(error) and detect_fake_mode() is None:
-                self.world.meet(f"a call of embedding {self.name!r}", error)
+            if self.world is not None and self.world.must_report(error) and detect_fake_mode() is None:
+                self.world.handshake(f"a call of embedding {self.name!r}", error)
             raise
 
     def save_snapshot(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..distributed.world import World
 from ..engine.durable import remedy_for
 from ..engine.errors import ClosedError, OptimizerError, StoreError
 from ..engine.optim.row_optimizer import RowOptimizer
@@ -309,7 +310,7 @@ class LocalTableHandle(TableSnapshots):
             progress(0)
             if len(others) < 2:
                 return self.save_snapshot(name, kind, overwrite, progress)
-            save_together(others, name, kind, overwrite, progress)
+            save_together(World.of_one(), others, name, kind, overwrite, progress=progress)
             return self.snapshot(name).manifest
 
         return self._visit(save, give_up, others)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...distributed.agreement import Handshake, handshake
+from ...distributed.world import Handshake
 from ...engine.checks import as_int
 from ...engine.errors import InputError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
@@ -272,7 +272,7 @@ class _PlannedStep:
     def told(self) -> list[int]:
         """What each rank told. Waits for it."""
         if self._told is None:
-            self._told = self._telling.settle().notes
+            self._told = self._telling.wait().notes
         return self._told
 
 
@@ -290,17 +290,17 @@ class RankRun(Run):
         self._slots: deque[_PlannedStep] = deque()
         self._coming: KnownLookups | None = None  # of the batch that was drawn last
         self._begun = self._ended = False
-        self._differed = world.differed
+        self._differed = world.mismatches
         self._steps = 0
 
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
         if not self._begun:
-            handshake(self._world, self._op, same={"ahead": self._ahead, "uneven": self._uneven})
+            self._world.handshake(self._op, same={"ahead": self._ahead, "uneven": self._uneven})
             self._begun = True
         if self._differs:  # some of what ranks told was heard by none
-            self._differed = self._world.differed
+            self._differed = self._world.mismatches
             self._forget_slots()
         try:
             while True:
@@ -324,7 +324,7 @@ class RankRun(Run):
     @property
     def _differs(self) -> bool:
         """Whether ranks were in different calls since this run looked."""
-        return self._differed != self._world.differed
+        return self._differed != self._world.mismatches
 
     def _fill(self) -> None:
         """Draw batches, and tell of each. What goes wrong in the loader waits for its turn."""
@@ -366,7 +366,7 @@ class RankRun(Run):
 
     def _step(self) -> Any:
         if not self._window:  # the loader wrote over batches that waited
-            handshake(self._world, self._op, self._end)
+            self._world.handshake(self._op, self._end)
         return super()._step()
 
     def _fail(self) -> None:
@@ -375,7 +375,7 @@ class RankRun(Run):
         if error is not None:
             self._end = None
         self._forget_slots()
-        handshake(self._world, self._op, error)
+        self._world.handshake(self._op, error)
 
     def _stop(self, missing: list[int]) -> None:
         self._forget_slots()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...distributed.agreement import catch, handshake
 from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters
 from ...distributed.rank_group import NO_COLLECTIVES
+from ...distributed.world import catch
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
@@ -184,10 +184,10 @@ class Exchanges:
         """
         world = self._world
         world.check_thread()
-        world.script, self._passed, world.told = self._in_words, world.passed, None
+        world.collectives, self._passed, world.shared_error = self._in_words, world.step_collectives, None
         if not nested:
-            world.batches = []
-        self._pinned = len(world.batches or ())
+            world.pinned_batches = []
+        self._pinned = len(world.pinned_batches or ())
         self._number = ""
         try:
             self._number = self._number_of(self._embeddings)
@@ -201,18 +201,18 @@ class Exchanges:
                 self._together.began.add(self.trains)
             yield
         except BaseException as error:
-            if world.untold(error):
+            if world.must_report(error):
                 self._tell(error)
                 if self.trains and not isinstance(error, DynamicStepFailed):
                     self._together.torn = self._together.torn or repr(error)
-                    for batch in (world.batches or [])[self._pinned :]:
+                    for batch in (world.pinned_batches or [])[self._pinned :]:
                         batch.fall_behind(error)
             raise
         finally:
-            world.script = NO_COLLECTIVES
+            world.collectives = NO_COLLECTIVES
             if not nested:
-                world.told = None  # its frames hold what the step computed
-                world.batches = None
+                world.shared_error = None  # its frames hold what the step computed
+                world.pinned_batches = None
 
     def _tell(self, error: BaseException) -> None:
         """Go through the rest of the script. Raises on all ranks, but where no exchange is left."""
@@ -222,7 +222,7 @@ class Exchanges:
         try:
             assert error.__cause__ is not None
             self._go_through(error.__cause__)
-            if self._world.passed > self._passed:  # other ranks are done, and make no exchange again
+            if self._world.step_collectives > self._passed:  # other ranks are done, and make no exchange again
                 error.told = error.__cause__
         except BaseException as told:
             error.told = told
@@ -232,13 +232,13 @@ class Exchanges:
         try:
             self._make_rest(error)
         except BaseException as wrong:
-            if not self._world.untold(wrong):
+            if not self._world.must_report(wrong):
                 raise
-            raise self._world.broken_off(self._named("rest"), f"failed by {wrong!r} after {error!r}") from wrong
+            raise self._world.abort(self._named("rest"), f"failed with {wrong!r} after {error!r}") from wrong
 
     def _make_rest(self, error: BaseException) -> None:
-        passed = self._world.passed - self._passed
-        pinned = iter((self._world.batches or [])[self._pinned :])
+        passed = self._world.step_collectives - self._passed
+        pinned = iter((self._world.pinned_batches or [])[self._pinned :])
         batches: dict[EmbeddingBase | None, Any] = {}
         for kind, embedding, _ in self._script:
             if kind == "pin" and passed:
@@ -253,7 +253,7 @@ class Exchanges:
                 assert batch is not None  # pinned before, in the same step
                 batch.send_nothing()
             else:
-                handshake(self._world, self._named(kind), error)
+                self._world.handshake(self._named(kind), error)
 
     def _named(self, kind: str) -> str:
         """What errors call an exchange that is of no embedding."""
@@ -271,7 +271,7 @@ def tell_ranks(root: nn.Module, error: BaseException) -> None:
     """Raise on all ranks what keeps this one from a step: they wait in the first exchange of theirs."""
     world = world_of(root)
     if world is not None and world.failure is None and detect_fake_mode() is None:  # a graph around this one tells
-        handshake(world, f"a step of {type(root).__name__}", error)
+        world.handshake(f"a step of {type(root).__name__}", error)
 
 
 def world_of(root: nn.Module) -> World | None:

@@ -63,7 +63,7 @@ from .kept import CALLS, FORMATS, ROWS, STATE, TENSORS, checksum, read_format
 from .optimizer_set import embeddings_of
 
 if TYPE_CHECKING:
-    from ...distributed.rank_group import RankGroup
+    from ...distributed.world import World
 
 
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
@@ -162,7 +162,7 @@ def _is_held_dtype(dtype: torch.dtype) -> bool:
 class CheckpointRanks:
     """One save or load of a graph. `world` is None for one process; then every method does its call and no more."""
 
-    def __init__(self, world: RankGroup | None, what: str) -> None:
+    def __init__(self, world: World | None, what: str) -> None:
         """what: names the save or load in messages."""
         self._world, self._what = world, what
 
@@ -170,20 +170,17 @@ class CheckpointRanks:
         """The result of a call of this rank. What one rank raises is raised on all. same: equal on all ranks."""
         if self._world is None:
             return call()
-        from ...distributed.agreement import catch, handshake
+        from ...distributed.world import catch
 
         result, error = catch(call)
-        handshake(self._world, f"{self._what}: {step}", error, same)
+        self._world.handshake(f"{self._what}: {step}", error, same)
         return result
 
     def first(self, step: str, call: Callable[[], Any]) -> Any:
         """The result of a call of rank 0, plain values, on all ranks."""
         if self._world is None:
             return call()
-        from ...distributed.agreement import all_gather_object
-
-        rank = self._world.rank
-        return all_gather_object(self._world, f"{self._what}: {step}", lambda: call() if rank == 0 else None)[0]
+        return self._world.call_on_rank_0(f"{self._what}: {step}", call)
 
     @contextmanager
     def atomic_folder(self, folder: Path, overwrite: bool, errors: Callable[[], Any]) -> Iterator[Path]:
@@ -210,11 +207,10 @@ class CheckpointRanks:
         """Raises GraphError on all ranks where a value that training keeps equal differs between them."""
         if self._world is None:
             return
-        from ...distributed.agreement import all_gather_object
 
         names = [*tensors]
-        sums = all_gather_object(
-            self._world, f"{self._what}: state", lambda: [_checksum(plain), *map(_bytes, tensors.values())]
+        sums = self._world.all_gather_object(
+            f"{self._what}: state", lambda: [_checksum(plain), *map(_bytes, tensors.values())]
         )
         if any(len(one) != len(sums[0]) for one in sums):
             differ = ["the number of tensors"]
@@ -230,10 +226,9 @@ class CheckpointRanks:
         """The random state of every rank but the first."""
         if self._world is None:
             return []
-        from ...distributed.agreement import all_gather_object
 
         sent = [state.cpu().numpy().tobytes() for state in own]
-        ranks: list[list[bytes]] = all_gather_object(self._world, f"{self._what}: random numbers", lambda: sent)
+        ranks: list[list[bytes]] = self._world.all_gather_object(f"{self._what}: random numbers", lambda: sent)
         return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
 
     def own_random(self, first: Random, others: list[Random]) -> Random:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...distributed.world import World
 from ...embedding.embedding import MultiTableEmbedding
-from ...embedding.handle_contract import Ranks
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
@@ -66,7 +66,7 @@ class EmbeddingBagCollection(TableCollection):
         output_dtype: torch.dtype = torch.float32,
         share: TableCollection | None = None,
         device: None = None,
-        world: Ranks | None = None,
+        world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         refuse_device(device)
@@ -257,7 +257,7 @@ class EmbeddingCollection(TableCollection):
         share: TableCollection | None = None,
         padded: Mapping[str, int] | None = None,
         device: None = None,
-        world: Ranks | None = None,
+        world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         refuse_device(device)

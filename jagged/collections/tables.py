@@ -12,8 +12,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from ...distributed.world import World
 from ...embedding.embedding import MultiTableEmbedding
-from ...embedding.handle_contract import Ranks
 from ...embedding.model_snapshots import ModelSnapshots
 from ...embedding.saved_rows import SavedRows
 from ...embedding.training_group import train_together
@@ -42,7 +42,7 @@ class TableCollection(ModelSnapshots, nn.Module):
         output_dtype: torch.dtype,
         share: TableCollection | None,
         padding_idx: int | None = None,
-        world: Ranks | None = None,
+        world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()

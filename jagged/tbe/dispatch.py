@@ -161,9 +161,9 @@ class Trainer:
         try:
             found: Tensor = pinned.weights_grad(0, grad)
         except Exception as error:
-            if world is not None and world.untold(error):
+            if world is not None and world.must_report(error):
                 pinned.send_nothing()
-                world.meet(f"a step of embedding {self.embedding.name!r}", error)
+                world.handshake(f"a step of embedding {self.embedding.name!r}", error)
             raise
         return found
 

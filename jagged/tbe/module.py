@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
+from ...distributed.world import World
 from ...embedding.embedding import MultiTableEmbedding
-from ...embedding.handle_contract import Ranks
 from ...embedding.model_snapshots import ModelSnapshots
 from ...embedding.training_group import train_together
 from ...engine.checks import as_number
@@ -193,7 +193,7 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
         weights_dtype: torch.dtype,
         state_dtype: torch.dtype,
         seed: int,
-        world: Ranks | None = None,
+        world: World | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -384,7 +384,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         store_options: Mapping[str, Any] | None = None,
         name: str = "tbe",
         seed: int = 0,
-        world: Ranks | None = None,
+        world: World | None = None,
         **unsupported: Any,
     ) -> None:
         refuse(unsupported, CONSTRUCTOR, type(self).__init__.__kwdefaults__ or ())

@@ -116,8 +116,8 @@ def closes(world: World, folder: Path) -> bool:
     embedding = make(options("host", folder), "sgd", tables=1, world=world)
     train(embedding, KEYS)
     (folder / f"ready-{world.rank}").touch()
-    requests = embedding.opened().table.requests  # type: ignore[attr-defined]
-    while world.rank == 0 and not requests.wanted:
+    requests = embedding.opened()._requests  # type: ignore[union-attr]
+    while world.rank == 0 and not requests.is_wanted():
         pass
     embedding.close()
     return True

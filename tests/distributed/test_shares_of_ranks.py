@@ -18,7 +18,7 @@ from support.ranks import answer, run_ranks, started
 from support.shell import Cli
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
-from tierbed.distributed.home import SharedFolder
+from tierbed.embedding.shared_folder import SharedFolder
 from tierbed.engine._core import owners
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState

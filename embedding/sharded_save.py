@@ -12,6 +12,7 @@ from threading import Event
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from ..distributed.world import catch
 from ..engine.durable import fsync_dir
 from ..engine.errors import StoreError
 from ..engine.row_format import Change, Chunks
@@ -28,14 +29,13 @@ from ..snapshots.files.writer import (
     write_shard,
     write_shard_delta,
 )
-from .agreement import all_gather_object, call_on_all_ranks, catch, handshake
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ..embedding.table_handle import LocalTableHandle
+    from ..distributed.world import World
     from ..engine.table.background_save import BackgroundSave
-    from .rank_group import RankGroup
+    from ..engine.table.change_observers import ChangeObservers
 
 log = logging.getLogger("tierbed")
 
@@ -49,7 +49,7 @@ class ShardedSave:
 
     def __init__(
         self,
-        world: RankGroup,
+        world: World,
         op: str,
         folder: Path,
         description: dict[str, Any],
@@ -66,7 +66,7 @@ class ShardedSave:
         self._parts: list[Any] = []  # of all ranks
         self._id = ""
         self._open = ExitStack()  # on rank 0, the folder that is made aside
-        call_on_all_ranks(world, f"{op}: begun", lambda: self._begin(overwrite))
+        world.call_on_all_ranks(f"{op}: begun", lambda: self._begin(overwrite))
 
     def _begin(self, overwrite: bool) -> None:
         if self._world.rank == 0:
@@ -92,7 +92,7 @@ class ShardedSave:
     def gather(self, error: BaseException | None = None) -> None:
         """Wait until every rank has written. Raises `error` on all ranks, and nothing is left."""
         try:
-            self._parts = all_gather_object(self._world, self._op, lambda: self._written(error))
+            self._parts = self._world.all_gather_object(self._op, lambda: self._written(error))
         except BaseException:
             self._open.__exit__(*sys.exc_info())
             raise
@@ -100,7 +100,7 @@ class ShardedSave:
     def put_in_place(self, then: Callable[[], None] | None = None) -> str:
         """Let a snapshot that all ranks have written be there. Returns its id. then: as of `commit`."""
         try:
-            made: str = all_gather_object(self._world, f"{self._op}: in place", lambda: self._finish(then))[0]
+            made: str = self._world.call_on_rank_0(f"{self._op}: in place", lambda: self._finish(then))
         except BaseException:
             self._open.__exit__(*sys.exc_info())
             raise
@@ -147,7 +147,7 @@ class ShardedSave:
 
 
 def commit_together(
-    world: RankGroup,
+    world: World,
     op: str,
     saves: Sequence[ShardedSave],
     errors: Sequence[BaseException | None],
@@ -159,7 +159,7 @@ def commit_together(
             save.gather(error)
         if len(saves) > 1:
             for save in saves:
-                call_on_all_ranks(world, f"{op}: manifest", save.write_manifest)
+                world.call_on_all_ranks(f"{op}: manifest", save.write_manifest)
         return [save.put_in_place(noted) for save, noted in zip(saves, then, strict=True)]
     except BaseException:
         for save in saves:
@@ -176,24 +176,27 @@ class BackgroundShardedSave:
 
     def __init__(
         self,
-        world: RankGroup,
+        world: World,
         op: str,
-        parts: Sequence[tuple[LocalTableHandle, ShardedSave]],
+        parts: Sequence[tuple[ChangeObservers, ShardedSave]],
         then: Sequence[Callable[[], None]],
         what: str,
     ) -> None:
-        """parts: this rank's rows, and their save. then: called on rank 0 when the snapshot of these is there."""
+        """parts: the observers of this rank's rows of each table, and its save.
+
+        then: for each, called on rank 0 when its snapshot is complete.
+        """
         self.what = what
         self._world, self._op, self._then = world, op, then
         self._saves = [save for _, save in parts]
-        self._watches = [own.table.watch for own, _ in parts]
+        self._watches = [watch for watch, _ in parts]
         self._dropped = Event()
         self._over = False
         self._error: BaseException | None = None
         self._threads: list[BackgroundSave] = []
         _, error = catch(self._begin)
         try:
-            handshake(world, f"{op}: threads", error)
+            world.handshake(f"{op}: threads", error)
         except BaseException:
             self.drop()
             raise
@@ -242,7 +245,7 @@ class BackgroundShardedSave:
         if self._over:
             return
         goes_on = not all(thread.done for thread in self._threads)
-        if any(handshake(self._world, f"{self._op}: written", note=goes_on).notes):
+        if any(self._world.handshake(f"{self._op}: written", note=goes_on).notes):
             return
         self._over = True
         made, self._error = catch(
@@ -251,7 +254,7 @@ class BackgroundShardedSave:
         if self._error is None:
             for watch, id in zip(self._watches, made, strict=True):
                 watch.changes_saved(id)
-        elif self._error is not self._world.told:
+        elif self._error is not self._world.shared_error:
             raise self._error
         else:
             log.error("saving %s failed: %s", self.what, self._error)

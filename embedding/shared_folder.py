@@ -6,12 +6,12 @@ import contextlib
 import secrets
 from pathlib import Path
 
-from ..embedding.recovery import RecoveryPoint
 from ..engine.errors import StoreError
 from ..engine.options.store_options import StoreOptions
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
 from ..snapshots.store.save import base_of
+from .recovery import RecoveryPoint
 
 _TOKEN = ".token-"
 

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..embedding.recovery import (
+from ..engine.errors import StoreError
+from ..snapshots.files.format import HashShard
+from ..snapshots.files.reader import Snapshot
+from ..snapshots.store.folder_state import RanksRecord, ShardVersion, clean_markers, common_version, live_in, live_of
+from .recovery import (
     FolderContents,
     OpenPlan,
     RecoveryPoint,
@@ -19,16 +23,10 @@ from ..embedding.recovery import (
     unclean_shutdown_text,
     unsaved_rows_text,
 )
-from ..engine.errors import StoreError
-from ..snapshots.files.format import HashShard
-from ..snapshots.files.reader import Snapshot
-from ..snapshots.store.folder_state import RanksRecord, ShardVersion, clean_markers, common_version, live_in, live_of
-from .agreement import all_gather_object, handshake
-from .all_rows import check_all_rows, reading
 
 if TYPE_CHECKING:
-    from .home import SharedFolder
-    from .rank_group import RankGroup
+    from ..distributed.world import World
+    from .shared_folder import SharedFolder
 
 
 class ShardReport(NamedTuple):
@@ -52,7 +50,7 @@ class RecoveryDecision:
     Every rank makes one, opens its share by `decide`, and calls `settle` then.
     """
 
-    def __init__(self, world: RankGroup, op: str, home: SharedFolder, mode: str) -> None:
+    def __init__(self, world: World, op: str, home: SharedFolder, mode: str) -> None:
         """home: of this rank. mode: the option `open`. Raises StoreError on all ranks."""
         self._world, self._home = world, home
         self._op = f"{op}: its rows"
@@ -63,7 +61,7 @@ class RecoveryDecision:
         self._counted = False  # whether the ranks read all of them
         self.is_live = False
         self.base: RecoveryPoint | None = None
-        first = all_gather_object(world, f"{op}: its store folder", self._introduced)[0]
+        first = world.call_on_rank_0(f"{op}: its store folder", self._introduced)
         self._token: str = first["token"]
         self.run = self._token  # the id of a run that begins here
         self._record = None if first["record"] is None else RanksRecord(*first["record"])
@@ -72,7 +70,7 @@ class RecoveryDecision:
     def decide(self, found: FolderContents) -> OpenPlan:
         """How this rank opens its share. Raises StoreError and SnapshotError on all ranks, if the ranks disagree."""
         self._asked = True
-        reports = [_read(one) for one in all_gather_object(self._world, self._op, lambda: self._report(found))]
+        reports = [_read(one) for one in self._world.all_gather_object(self._op, lambda: self._report(found))]
         live = self._live(reports)
         if live is not None:
             self.run, self.is_live, self._agreed = live.run, True, True
@@ -105,7 +103,7 @@ class RecoveryDecision:
             return
         if error is not None and came:
             raise error  # of the ranks' exchange, and so on all of them
-        handshake(self._world, op, error)
+        self._world.handshake(op, error)
 
     def _count(self, snapshot: Snapshot) -> None:
         """Raise SnapshotError on all ranks where they did not read all rows of the snapshot they go back to."""
@@ -115,8 +113,6 @@ class RecoveryDecision:
 
     def _introduced(self) -> dict[str, Any]:
         home = self._home
-        if home.folder is None:
-            return {}
         return {"token": home.leave_token(), "record": home.keeper.of_ranks, "path": str(home.path)}
 
     def _report(self, found: FolderContents) -> ShardReport:
@@ -161,9 +157,7 @@ class RecoveryDecision:
         return logging.WARNING, f"{why}; all ranks: {recovery_text(base)}; {lost_steps_text(base, reached)}"
 
     def _told_base(self, find: Callable[[], RecoveryPoint | None]) -> RecoveryPoint | None:
-        found = all_gather_object(
-            self._world, f"{self._op}: the snapshot", find if self._world.rank == 0 else lambda: None
-        )[0]
+        found = self._world.call_on_rank_0(f"{self._op}: the snapshot", find)
         return None if found is None else RecoveryPoint(*found)
 
     def _leave_one(self, first: ShardReport) -> tuple[int, str] | None:
@@ -192,3 +186,22 @@ def _read(report: list[Any]) -> ShardReport:
 
 def _live(found: list[Any] | None) -> ShardVersion | None:
     return None if found is None else ShardVersion(*found)
+
+
+def reading(op: str) -> str:
+    """What ranks are about that tell each other how many rows they have read."""
+    return f"{op}: its rows"
+
+
+def check_all_rows(world: World, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
+    """Raise SnapshotError on all ranks where their parts are not all rows of each snapshot in the chain. Collective.
+
+    read: gives how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.
+    """
+    found = world.all_gather_object(reading(op), read)
+
+    def check() -> None:
+        for link in snapshot.chain:
+            link.check_count(sum(counts.get(link.name, 0) for counts in found))
+
+    world.call_on_all_ranks(f"{op}: counts", check)

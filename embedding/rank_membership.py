@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..embedding.training_group import Membership, TrainingGroup, open_rows
 from ..snapshots.files.versions import AT, Instant, Rows, Versions
 from ..snapshots.store.folder_state import FolderState, ShardVersion, live_in, shard_folder
 from ..snapshots.store.instants import Group, settle
-from .agreement import all_gather_object
+from .training_group import Membership, TrainingGroup, open_rows
 
 if TYPE_CHECKING:
-    from ..embedding.table_handle import LocalTableHandle
-    from .home import SharedFolder
-    from .rank_group import RankGroup
+    from ..distributed.world import World
+    from .shared_folder import SharedFolder
+    from .table_handle import LocalTableHandle
 
 
 class SharedVersions(Versions):
@@ -75,15 +74,13 @@ class RankMembership(Membership):
 
 
 def settle_ranks(
-    world: RankGroup, op: str, home: SharedFolder, group: TrainingGroup | None, mode: str, for_load: bool
+    world: World, op: str, home: SharedFolder, group: TrainingGroup | None, mode: str, for_load: bool
 ) -> str:
     """Do `settle` on rank 0, with what the ranks on all hosts have. Raises on all ranks, or returns what it returns."""
     op = f"{op}: those that are trained together"
     stores = [] if group is None else [place for _, place in group.stores().values() if place != home.path]
 
     def shared() -> list[str]:
-        if home.folder is None:
-            return []
         known = Group(home.path, open_rows(), stores=stores)
         found = [member.path for member in known.members.values() if member.live is None]
         ours = [
@@ -91,17 +88,17 @@ def settle_ranks(
         ]
         return [str(path) for path in ours] if len(known.members) + len(known.missing) > 1 else []
 
-    paths: list[str] = all_gather_object(world, op, shared)[0]
+    paths: list[str] = world.call_on_rank_0(op, shared)
     shares: dict[str, list[ShardVersion | None]] = {}
     if paths:
-        every = all_gather_object(world, op, lambda: [_share(Path(path), world.rank, world.size) for path in paths])
+        every = world.all_gather_object(op, lambda: [_share(Path(path), world.rank, world.size) for path in paths])
         shares = {path: [one[at] and ShardVersion(*one[at]) for one in every] for at, path in enumerate(paths)}
 
     def settled() -> str:
-        return "" if home.folder is None else settle(home.folder, mode, open_rows(), for_load, shares, stores)
+        assert home.folder is not None
+        return settle(home.folder, mode, open_rows(), for_load, shares, stores)
 
-    said: list[str] = all_gather_object(world, op, settled)
-    return said[0]
+    return str(world.call_on_rank_0(op, settled))
 
 
 def _share(path: Path, rank: int, ranks: int) -> ShardVersion | None:

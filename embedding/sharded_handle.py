@@ -11,11 +11,8 @@ from zlib import crc32
 
 import numpy as np
 
-from ..embedding.recovery import RankShard
-from ..embedding.rows_in_tensors import NOT_WHOLE, RowTensors
-from ..embedding.rows_reference import is_at, saved_as
-from ..embedding.table_handle import LocalTableHandle
-from ..embedding.training_group import UNSETTLED
+from ..distributed.sharded_table import ShardedTable
+from ..distributed.world import catch
 from ..engine.errors import SnapshotError, StoreError
 from ..engine.row_format import RowForm
 from ..engine.version import __version__
@@ -25,27 +22,29 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, Rows
 from ..snapshots.store.folder_state import ShardVersion, remove_other_shares
 from ..snapshots.store.instants import rows_of, rows_of_ranks
-from .agreement import all_gather_bytes, all_gather_object, call_on_all_ranks, catch, handshake
-from .home import SharedFolder
-from .live_rows import RecoveryDecision
-from .membership import RankMembership, settle_ranks
-from .requests import SaveRequests
-from .saves import RankSnapshots
-from .sharded_table import ShardedTable
+from .rank_membership import RankMembership, settle_ranks
+from .rank_recovery import RecoveryDecision
+from .rank_snapshots import RankSnapshots
+from .recovery import RankShard
+from .rows_in_tensors import NOT_WHOLE, RowTensors
+from .rows_reference import is_at, saved_as
+from .save_requests import SaveRequests
+from .shared_folder import SharedFolder
+from .table_handle import LocalTableHandle
+from .training_group import UNSETTLED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-    from ..embedding.rows_reference import RowsReference
-    from ..embedding.training_group import TrainingGroup
+    from ..distributed.world import World
     from ..engine.optim.row_optimizer import RowOptimizer
     from ..engine.options.store_options import StoreOptions
     from ..engine.options.table_spec import TableSpec
     from ..engine.table.table import OpenTable
-    from .rank_group import RankGroup
-    from .together import SavesTogether
+    from .rows_reference import RowsReference
+    from .training_group import TrainingGroup
 
 _by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakValueDictionary()
 
@@ -59,7 +58,7 @@ class ShardedTableHandle(RankSnapshots):
 
     def __init__(
         self,
-        world: SavesTogether,
+        world: World,
         spec: TableSpec,
         options: StoreOptions,
         optimizer: RowOptimizer | None,
@@ -74,11 +73,11 @@ class ShardedTableHandle(RankSnapshots):
         self.membership = None  # on rank 0
         op = f"opening embedding {spec.name!r}"
         described, error = catch(lambda: _described(world, spec, options, optimizer))
-        handshake(world, op, error, described)
+        world.handshake(op, error, described)
         folder = None
         if options.persistent_path is not None:
             folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
-            self.home = call_on_all_ranks(world, f"{op}: folder", lambda: self._take(str(folder), options))
+            self.home = world.call_on_all_ranks(f"{op}: folder", lambda: self._take(str(folder), options))
         try:
             unsettled = ""
             if self.home is not None and options.open != "fresh":
@@ -94,9 +93,13 @@ class ShardedTableHandle(RankSnapshots):
             raise
         if folder is not None:
             _by_folder[folder] = self
-        self.table = ShardedTable(world, self.own, options.capacity if options.eviction == "none" else None)
-        self.table.between_steps = self.at_step
-        self.table.requests = SaveRequests(world, self, _held_at)
+        capacity = options.capacity if options.eviction == "none" else None
+        self.table = ShardedTable(
+            world, lambda: self.own.table, lambda: self.own.own_open, self.own.count_write, capacity
+        )
+        self._requests = SaveRequests(world, self, _held_at)
+        self.table.before_step = self.at_step
+        self.table.is_save_requested, self.table.serve_requests = self._requests.is_wanted, self._requests.serve
         self._service = Service()
         self._serve()
 
@@ -116,10 +119,10 @@ class ShardedTableHandle(RankSnapshots):
         if rows is not None:
             rows.settle(error)
         try:
-            handshake(world, f"{op}: done", error)
+            world.handshake(f"{op}: done", error)
             assert own is not None
             if rows is not None and self.home is not None and not rows.is_live:
-                call_on_all_ranks(world, f"{op}: begun", lambda: self._begin(rows))
+                world.call_on_all_ranks(f"{op}: begun", lambda: self._begin(rows))
                 remove_other_shares(self.home.path, world.size)  # not while a restart would look for them
         except BaseException:
             if own is not None:
@@ -149,7 +152,7 @@ class ShardedTableHandle(RankSnapshots):
 
         if rows is not None:
             try:
-                call_on_all_ranks(self._world, f"{op}: group", enlist)
+                self._world.call_on_all_ranks(f"{op}: group", enlist)
             except BaseException:
                 self.own.close()
                 raise
@@ -182,7 +185,7 @@ class ShardedTableHandle(RankSnapshots):
         """As `LocalTableHandle.keep_rows`. Every rank calls it."""
         if self.own.is_open:
             op = f"keep_rows() of embedding {self.name!r}"
-            call_on_all_ranks(self._world, op, (lambda: None) if self.membership is None else self.membership.keep)
+            self._world.call_on_all_ranks(op, (lambda: None) if self.membership is None else self.membership.keep)
 
     @property
     def own_open(self) -> OpenTable | None:
@@ -192,7 +195,7 @@ class ShardedTableHandle(RankSnapshots):
     def join(self, group: TrainingGroup) -> None:
         """As `LocalTableHandle.join`. Every rank calls it."""
         if self.own.is_open:
-            call_on_all_ranks(self._world, f"group of embedding {self.name!r}", lambda: self._join(group))
+            self._world.call_on_all_ranks(f"group of embedding {self.name!r}", lambda: self._join(group))
 
     def _join(self, group: TrainingGroup) -> None:
         if self.membership is not None:
@@ -206,14 +209,14 @@ class ShardedTableHandle(RankSnapshots):
     def go_to(self, awaited: RowsReference) -> bool:
         """As `LocalTableHandle.go_to`. Every rank calls it."""
         op = f"loading the state of embedding {self.name!r}"
-        handshake(self._world, op, same={"state_dict": awaited._asdict()})
+        self._world.handshake(op, same={"state_dict": awaited._asdict()})
         there = saved_as(self.place, awaited.snapshot)
 
         def is_found() -> bool | None:
             found = is_at(awaited, self.named(), there)
             return None if found and self.membership is not None and not self.membership.has_come() else found
 
-        found: bool | None = all_gather_object(self._world, op, is_found)[0]
+        found: bool | None = self._world.all_gather_object(op, is_found)[0]
         if found is None and awaited.snapshot is not None:
             self.load_for_state(awaited.snapshot, awaited.instant)
         return found is not False
@@ -221,10 +224,10 @@ class ShardedTableHandle(RankSnapshots):
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
         op = f"state_dict() of embedding {self.name!r}"
-        own: RowTensors = call_on_all_ranks(self._world, op, self.own.tensors)
+        own: RowTensors = self._world.call_on_all_ranks(op, self.own.tensors)
         mine = b"".join(rows.tobytes() for _, rows in own.chunks())
         dtype = RowForm.described(own.description).dtype
-        parts = [np.frombuffer(part, dtype) for part in all_gather_bytes(self._world, op, mine, readers=1)]
+        parts = [np.frombuffer(part, dtype) for part in self._world.exchange_bytes(op, mine, readers=1)]
         return RowTensors.filled({**own.description, NOT_WHOLE: self._world.rank > 0}, sum(map(len, parts)), parts)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
@@ -239,16 +242,16 @@ class ShardedTableHandle(RankSnapshots):
                 )
             return RowTensors.parse(tensors)
 
-        held: RowTensors = call_on_all_ranks(self._world, op, parsed)
+        held: RowTensors = self._world.call_on_all_ranks(op, parsed)
         checksum = 0
         for _, rows in held.chunks():
             checksum = crc32(rows.tobytes(), checksum)
-        handshake(self._world, op, same={"rows": len(held), "their checksum": checksum})
+        self._world.handshake(op, same={"rows": len(held), "their checksum": checksum})
         part = HashShard(self._world.rank, self._world.size)
         mine = [part.rows(rows) for _, rows in held.chunks()]
         own = RowTensors.filled(held.description, sum(map(len, mine)), mine)
         try:
-            call_on_all_ranks(self._world, f"{op}: done", lambda: self.own.load_rows_of(own))
+            self._world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_rows_of(own))
         except BaseException:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
@@ -264,12 +267,12 @@ class ShardedTableHandle(RankSnapshots):
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """As `LocalTableHandle.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
-        call_on_all_ranks(self._world, op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows takes any
-        with self._world.whole(op):
+        self._world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows takes any
+        with self._world.collective_block(op):
             _, error = catch(lambda: self.own.use_optimizer(optimizer))
-            if not all(handshake(self._world, f"{op}: open", note=self.own.is_open).notes):
+            if not all(self._world.handshake(f"{op}: open", note=self.own.is_open).notes):
                 self.close()
-            handshake(self._world, f"{op}: done", error)
+            self._world.handshake(f"{op}: done", error)
 
     def move(self, device: torch.device) -> None:
         """As `LocalTableHandle.move`, for the rows of this rank."""
@@ -309,14 +312,17 @@ class ShardedTableHandle(RankSnapshots):
 
     def _serve(self) -> None:
         """Answer other processes that ask for snapshots, on rank 0."""
-        if self.home is not None and self.home.folder is not None and self.table.requests is not None:
-            self._service.start(self.home.path, self.table.requests)
+        if self.home is not None and self.home.folder is not None:
+            self._service.start(self.home.path, self._requests)
 
     def _let_go(self) -> None:
         if self.membership is not None:
             self.membership.closed()
         if self.home is not None:
             self.home.release()
+
+
+TableHandle = LocalTableHandle | ShardedTableHandle
 
 
 def _held_at(store: str) -> ShardedTableHandle:
@@ -327,9 +333,7 @@ def _held_at(store: str) -> ShardedTableHandle:
     return held
 
 
-def _described(
-    world: RankGroup, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None
-) -> dict[str, Any]:
+def _described(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
     """What must be the same on all ranks, by the name that the user knows."""
     state = None if optimizer is None else spec.state_of(optimizer)
     rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
-from ..embedding.rows_reference import check_not_awaiting
 from ..engine.errors import GroupError, TierbedError
 from ..snapshots.files.reader import Snapshot, list_snapshots
-from .agreement import all_gather_object, call_on_all_ranks
+from .group_snapshots import save_together
+from .rows_reference import check_not_awaiting
 
 if TYPE_CHECKING:
+    from ..distributed.world import World
     from ..snapshots.files.format import Manifest
-    from .together import SavesTogether
 
 _LOOK_AGAIN = 0.05  # seconds between two looks whether the asker still waits
 
@@ -25,14 +25,13 @@ class SaveRequests:
     the headers of the next call of all ranks.
     """
 
-    def __init__(self, world: SavesTogether, held: Any, find: Callable[[str], Any]) -> None:
+    def __init__(self, world: World, held: Any, find: Callable[[str], Any]) -> None:
         """held: the `ShardedTableHandle`, whose file imports this one. find: gives that of a store by its real path."""
         self._world, self._held, self._find = world, held, find
         self._request: _SaveRequest | None = None
         self._taking, self._asking = Lock(), Lock()
 
-    @property
-    def wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         """Whether rank 0 was asked for something, and the rows are of a whole number of steps."""
         request = self._request
         if request is None or any(held.own.table.in_step for held in request.tables):
@@ -43,9 +42,7 @@ class SaveRequests:
         """Do what rank 0 was asked for. Called by all ranks, where `wanted` was true on one. GroupError."""
         op = f"a wish of another process to embedding {self._held.name!r}"
         request = self._take(begin=True)
-        wish: list[Any] | None = all_gather_object(self._world, op, lambda: None if request is None else request.wish)[
-            0
-        ]
+        wish: list[Any] | None = self._world.call_on_rank_0(op, lambda: None if request is None else request.wish)
         if wish is None:
             return
         error: BaseException | None = None
@@ -64,11 +61,11 @@ class SaveRequests:
             case ["save", name, kind, overwrite, []]:
                 self._held.save_snapshot(name, kind, overwrite, None if request is None else request.progress)
             case ["save", name, kind, overwrite, stores]:
-                tables = call_on_all_ranks(self._world, op, lambda: [self._find(store) for store in stores])
+                tables = self._world.call_on_all_ranks(op, lambda: [self._find(store) for store in stores])
                 progress = None if request is None else request.progress
-                self._world.save_together(tables, name, kind, overwrite, progress=progress)
+                save_together(self._world, tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
-                rows = all_gather_object(self._world, op, lambda: self._held.own.row(table, key))
+                rows = self._world.all_gather_object(op, lambda: self._held.own.row(table, key))
                 if request is not None:
                     request.row = next((row for row in rows if row), {})
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..embedding.rows_reference import RowsReference, reference_at, saved_as
+from ..distributed.world import catch
 from ..engine.errors import OptionError, SnapshotError, StoreError
 from ..engine.table.change_observers import still_saving
 from ..snapshots.files.format import HashShard, check_name
@@ -25,17 +25,17 @@ from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, link
 from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ..snapshots.store.save import SaveSource, begin_save, check_kind, check_save, clear_leftovers, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
-from .agreement import all_gather_object, call_on_all_ranks, catch, handshake
-from .all_rows import check_all_rows
-from .part_save import BackgroundShardedSave, ShardedSave
+from .rank_recovery import check_all_rows
+from .rows_reference import RowsReference, reference_at, saved_as
+from .sharded_save import BackgroundShardedSave, ShardedSave
 
 if TYPE_CHECKING:
-    from ..embedding.table_handle import LocalTableHandle
+    from ..distributed.world import World
     from ..snapshots.files.versions import Instant
     from ..snapshots.store.all_or_none import OfAll
-    from .home import SharedFolder
-    from .membership import RankMembership
-    from .together import SavesTogether
+    from .rank_membership import RankMembership
+    from .shared_folder import SharedFolder
+    from .table_handle import LocalTableHandle
 
 log = logging.getLogger("tierbed")
 
@@ -43,7 +43,7 @@ log = logging.getLogger("tierbed")
 class RankSnapshots:
     """The part of `ShardedTableHandle` that saves and loads snapshots, of which each rank writes and reads its part."""
 
-    _world: SavesTogether
+    _world: World
     name: str
     own: LocalTableHandle
     home: SharedFolder | None
@@ -76,7 +76,7 @@ class RankSnapshots:
         """Raise what `save_snapshot` would raise for these arguments."""
         op = self._op(f"checking snapshot {name!r}")
         self._agree(name, kind, overwrite, background)
-        call_on_all_ranks(self._world, op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
+        self._world.call_on_all_ranks(op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
 
     def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
         """As `LocalTableHandle.save_snapshot`."""
@@ -101,7 +101,7 @@ class RankSnapshots:
             self.check_not_saving(op)
             save, _ = self.begin_save(op, name, kind, overwrite)
             what = f"snapshot {name!r}"
-            self._saving = BackgroundShardedSave(self._world, op, [(self.own, save)], [self.when_saved()], what)
+            self._saving = BackgroundShardedSave(self._world, op, [(table.watch, save)], [self.when_saved()], what)
         return self._saving
 
     def at_step(self) -> None:
@@ -119,15 +119,13 @@ class RankSnapshots:
     def save_for_state(self, keep: int | None) -> RowsReference:
         """As `LocalTableHandle.save_for_state`."""
         op = self._op("saving rows for a state_dict")
-        handshake(self._world, op, same={"state_dict_snapshots": keep})
+        self._world.handshake(op, same={"state_dict_snapshots": keep})
         self.at_step()
         table = self.own.table
         with table.lock:
-            call_on_all_ranks(self._world, op, table.check)
+            self._world.call_on_all_ranks(op, table.check)
             place_of = partial(self._state_place, keep=keep)
-            name, is_new, instant = all_gather_object(self._world, f"{op}: its place", lambda: self._at_home(place_of))[
-                0
-            ]
+            name, is_new, instant = self._world.call_on_rank_0(f"{op}: its place", lambda: self._at_home(place_of))
             if name and is_new:
                 rows, place = table.counts.rows, self.folder / name
                 save = ShardedSave(self._world, op, place, table.describe(), rows, together=self._for_state)
@@ -160,8 +158,8 @@ class RankSnapshots:
         """Load a snapshot that a state_dict names, as `LocalTableHandle.go_to`. instant: as of `RowsReference`."""
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
         member, place = self.membership, self.folder / name
-        together: Instant | None = call_on_all_ranks(
-            self._world, op, lambda: None if member is None else member.instant_with(Snapshot.open(place), instant)
+        together: Instant | None = self._world.call_on_all_ranks(
+            op, lambda: None if member is None else member.instant_with(Snapshot.open(place), instant)
         )
         self.load_from(place, together=together, why=" for a state_dict")
 
@@ -169,19 +167,16 @@ class RankSnapshots:
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also where a rank is of another step
         self._finish_saving()
-        snapshot: Snapshot = call_on_all_ranks(self._world, op, lambda: self._part_of(self.folder / name))
+        snapshot: Snapshot = self._world.call_on_all_ranks(op, lambda: self._part_of(self.folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
         """As `LocalTableHandle.prune_snapshots`."""
         op = f"pruning snapshots of embedding {self.name!r}"  # also where a rank is of another step
         _, error = catch(lambda: (self.own.table, self.folder))
-        handshake(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
-        return list(
-            all_gather_object(
-                self._world, op, lambda: self._at_home(lambda home: self.prune_here(home, keep_last, keep_every))
-            )[0]
-        )
+        self._world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
+        prune = partial(self.prune_here, keep_last=keep_last, keep_every=keep_every)
+        return list(self._world.call_on_rank_0(op, lambda: self._at_home(prune)))
 
     def save_rows(self, place: Path) -> None:
         """As `LocalTableHandle.save_rows`, into a folder that all ranks see."""
@@ -200,12 +195,12 @@ class RankSnapshots:
         """Let the snapshot of that name in the store folder be `place` as well, on rank 0."""
         there = self.folder / place.name
         op = self._op(f"linking snapshot {place.name!r}")
-        call_on_all_ranks(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
+        self._world.call_on_all_ranks(op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.check_rows`. Each rank reads its part."""
         op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
-        snapshot: Snapshot = call_on_all_ranks(self._world, op, lambda: self._part_of(place))
+        snapshot: Snapshot = self._world.call_on_all_ranks(op, lambda: self._part_of(place))
 
         def check() -> dict[str, int]:
             fitted = self.own.check_fit(snapshot, selection)
@@ -218,7 +213,7 @@ class RankSnapshots:
         check_all_rows(self._world, op, snapshot, check)
         if self.home is not None and selection.can_recover:
             whole, there = Snapshot(place, snapshot.manifest), self.folder / place.name
-            call_on_all_ranks(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
+            self._world.call_on_all_ranks(op, lambda: self._at_home(lambda _: check_linked(whole, there)))
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.load_rows`."""
@@ -229,7 +224,7 @@ class RankSnapshots:
     def link_in(self, place: Path, linking: ExitStack) -> Path:
         """The snapshot `place` in the store folder, where rank 0 links it."""
         op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
-        call_on_all_ranks(self._world, op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
+        self._world.call_on_all_ranks(op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
         return self.folder / place.name
 
     def load_from(
@@ -238,7 +233,7 @@ class RankSnapshots:
         """Load this rank's part of the snapshot `place`, as `_load`. why: for messages."""
         op = f"loading snapshot {place.name!r} of embedding {self.name!r}{why}"  # also where a rank is of another step
         self._finish_saving()
-        snapshot: Snapshot = call_on_all_ranks(self._world, op, lambda: self._part_of(place))
+        snapshot: Snapshot = self._world.call_on_all_ranks(op, lambda: self._part_of(place))
         return self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
 
     def drop_rows(self, saved: Snapshot) -> None:
@@ -253,7 +248,7 @@ class RankSnapshots:
         """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
         table, error = catch(lambda: self.own.table)
         if table is None:
-            handshake(self._world, f"{what} of embedding {self.name!r}", error)
+            self._world.handshake(f"{what} of embedding {self.name!r}", error)
         return f"{what} of embedding {self.name!r} at step {self.own.table.step}"
 
     @property
@@ -284,7 +279,7 @@ class RankSnapshots:
             if error is None
             else None
         )
-        handshake(self._world, op, error, same)
+        self._world.handshake(op, error, same)
 
     def _check_arguments(self, name: str, kind: str, background: bool) -> None:
         check_kind(kind)
@@ -304,7 +299,7 @@ class RankSnapshots:
     def check_not_saving(self, op: str) -> None:
         """Raises StoreError while a snapshot of the background is not there yet, on all ranks."""
         saving = self._saving  # also where this rank has written its part by now
-        handshake(self._world, op, None if saving is None else StoreError(still_saving(saving.what)))
+        self._world.handshake(op, None if saving is None else StoreError(still_saving(saving.what)))
 
     def goes_on(self, saving: BackgroundShardedSave) -> None:
         """The rows are among those that are being saved in the background."""
@@ -338,10 +333,10 @@ class RankSnapshots:
             replaces = os.path.lexists(place)
             return None if parent is None else [parent.name, parent.manifest.id]
 
-        over = all_gather_object(self._world, f"{op}: what it goes over", lambda: self._at_home(prepare))[0]
+        over = self._world.call_on_rank_0(f"{op}: its parent", lambda: self._at_home(prepare))
         parent: Snapshot | None = None
         if over is not None:
-            parent = call_on_all_ranks(self._world, op, lambda: self._part_of(self.folder / over[0]))
+            parent = self._world.call_on_all_ranks(op, lambda: self._part_of(self.folder / over[0]))
         table = self.own.table
         rows, place = table.counts.rows, self.folder / name
         return ShardedSave(self._world, op, place, table.describe(), rows, replaces, parent, together), parent
@@ -381,7 +376,7 @@ class RankSnapshots:
             if error is not None and self._world.failure is not None:
                 raise error
             interrupted = not isinstance(error, Exception | None)
-            handshake(self._world, f"{self._saving.what}: waited for", error if interrupted else None)
+            self._world.handshake(f"{self._saving.what}: waited for", error if interrupted else None)
             self._saving = None
 
     def _part_of(self, place: Path) -> Snapshot:
@@ -416,25 +411,25 @@ class RankSnapshots:
             "weights_only": not selection.state,
             "convert": selection.convert,
         }
-        handshake(world, op, same=same)
+        world.handshake(op, same=same)
 
         def verified() -> None:
             nonlocal voted
             voted = True
             check_all_rows(world, op, snapshot, lambda: snapshot.found)
-            marks = all_gather_object(world, f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
+            marks = world.all_gather_object(f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
             self.own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
             self.own.begin_run(marks[0][1] if base is not None else self.own.life.run)
             note = partial(self._note_base, base=base, snapshot=snapshot, together=together)
-            call_on_all_ranks(world, f"{op}: noted", lambda: self._at_home(note))
+            world.call_on_all_ranks(f"{op}: noted", lambda: self._at_home(note))
 
         report, error = catch(lambda: self.own.load_from(snapshot, selection, strict, verified))
-        if error is not None and voted and not world.untold(error):
-            if error is not world.told:
+        if error is not None and voted and not world.must_report(error):
+            if error is not world.shared_error:
                 self._lose(snapshot.name)
             raise error
         if error is not None and not voted:
-            handshake(world, f"{op}: its rows", error)
+            world.handshake(f"{op}: its rows", error)
 
         def loaded() -> list[int]:
             if report is None:
@@ -442,7 +437,7 @@ class RankSnapshots:
             return [report.rows, report.left_out]
 
         try:
-            counts = all_gather_object(world, f"{op}: done", loaded)
+            counts = world.all_gather_object(f"{op}: done", loaded)
         except BaseException:
             said = self._lose(snapshot.name)
             if world.failure is None:  # else each rank closes when it likes
