@@ -1,7 +1,7 @@
 """The dense part over ranks: gradients summed in the order of the ranks, with the same bits on every rank.
 
-Parameters and buffers begin as those of rank 0, so that ranks which draw their own train one model. A buffer that has
-begun is its rank's own, whichever graph meets it next.
+Parameters and buffers begin as those of rank 0, so that ranks which draw their own train one model. A buffer that was
+broadcast once is its rank's own, whichever graph uses it next.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .rank_group import PendingAllToAll
 from .sendable import bytes_of, check_sendable
 from .world import World, catch
 
-_PRESENT, _FINITE = 1, 2  # bits of the number that each rank tells
+_PRESENT, _FINITE = 1, 2  # bits of the number that each rank sends
 _PIECE = 16 << 20  # bytes that rank 0 sends to each other rank at once
 
 
 class Vote(NamedTuple):
     """What ranks decided together at the end of a step.
 
-    sums: of the gradients, on the devices of those given. present: how many ranks gave some. finite: whether all ranks
-    said that theirs are.
+    sums: of the gradients, on the devices of those given. present: how many ranks gave some. finite: whether those of
+    all ranks are.
     """
 
     sums: list[Tensor]
@@ -46,17 +46,17 @@ def all_reduce_in_order(
 ) -> Vote:
     """The sums over ranks of tensors that have the same shapes and dtypes on each. Collective.
 
-    Ranks are added in their order, each sum rounded to the dtype. present: whether this rank's tensors count; one of
-    the ranks must say so. same: what must be equal on all ranks, by name. Raises on all ranks what `handshake`
+    Ranks are added in their order, each sum rounded to the dtype. present: whether this rank's tensors count; those of
+    one rank must. same: what must be equal on all ranks, by name. Raises on all ranks what `handshake`
     raises for `error` of any rank; then nothing has been sent.
     """
     with world.collective_block(op):
         try:
             alike = {"graph": world.collectives, **(same or {})}
-            told = world.handshake(op, error, alike, note=present * _PRESENT + finite * _FINITE).notes
+            notes = world.handshake(op, error, alike, note=present * _PRESENT + finite * _FINITE).notes
         finally:
             world.step_collectives += 1
-        givers = [rank for rank, number in enumerate(told) if number & _PRESENT]
+        givers = [rank for rank, number in enumerate(notes) if number & _PRESENT]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -67,11 +67,11 @@ def all_reduce_in_order(
         for each, places in zip(running, by_dtype.values(), strict=True):
             for place, total in zip(places, each.sums(), strict=True):
                 sums[place] = total
-    return Vote(sums, len(givers), all(number & _FINITE for number in told))
+    return Vote(sums, len(givers), all(number & _FINITE for number in notes))
 
 
 class _OrderedAllReduce:
-    """The sum of tensors of one dtype, on its way: each rank adds up a slice, and gives it to all."""
+    """The sum of tensors of one dtype, in flight: each rank adds up a slice, and sends it to all."""
 
     def __init__(self, world: World, op: str, tensors: list[Tensor], givers: list[int]) -> None:
         self._world, self._op, self._tensors, self._givers = world, op, tensors, givers
@@ -93,7 +93,7 @@ class _OrderedAllReduce:
         )
 
     def add(self) -> None:
-        """Add up this rank's slice, and let it go to all ranks."""
+        """Add up this rank's slice, and send it to all ranks."""
         self._exchange.wait()
         first, *rest = self._parts.view(len(self._givers), self._own)
         for part in rest:
@@ -121,30 +121,31 @@ class _OrderedAllReduce:
 
 
 def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Give these parameters the values that they have on rank 0, and those buffers that have not begun. Collective.
+    """Give these parameters the values that they have on rank 0, and buffers that were not broadcast yet. Collective.
 
-    tensors: names and tensors, in an order of their own. GraphError on all ranks, before anything is written, where
-    ranks have others or in another order. InputError for one whose bytes are not its values, as of a quantized buffer.
+    tensors: names and tensors, in one order on all ranks. GraphError on all ranks, before anything is written, if they
+    differ. InputError for a tensor whose bytes are not its values, as of a quantized buffer.
     """
-    begun = world.synced_tensors
-    tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in begun]
+    synced = world.synced_tensors
+    tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in synced]
     names = "\n".join(described(tensors)).encode()
     every = [data.decode().split("\n") for data in world.all_bytes(f"names of {op}", names)]
     for rank, other in enumerate(every):
         if other != every[0]:
             pairs = zip_longest(every[0], other, fillvalue="nothing more")
             first, differs = next((one, two) for one, two in pairs if one != two)
-            world.shared_error = GraphError(
-                f"{op}: ranks differ, rank 0: {len(every[0])} tensors, {first}; rank {rank}: {len(other)} tensors, "
-                f"{differs}; make the graph on every rank by the same code"
+            world.raise_shared(
+                GraphError(
+                    f"{op}: ranks differ, rank 0: {len(every[0])} tensors, {first}; rank {rank}: {len(other)} tensors, "
+                    f"{differs}; make the graph on every rank by the same code"
+                )
             )
-            raise world.shared_error
     _, error = catch(lambda: [check_sendable(f"{op}: {name}", tensor) for name, tensor in tensors])
     with world.collective_block(op):
         world.handshake(op, error)
         for _, tensor in tensors:
             _copy_of_first(world, op, tensor)
-            begun[tensor] = True
+            synced[tensor] = True
 
 
 def described(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:

@@ -1,6 +1,6 @@
-"""The ids of coming steps, exchanged before their steps, so that each rank can make ready what it will be asked for.
+"""Exchanges the ids of announced steps before the steps, so that each rank can prefetch the rows requested from it.
 
-All exchanges begin and are waited for at points that every rank reaches in the same order: no rank looks at what has
+All exchanges start and are waited for at points that every rank reaches in the same order: no rank acts on what has
 arrived so far.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AnnouncedStep:
-    """An announced step. Its headers are on their way, then its ids, then `asked` is there."""
+    """An announced step. Its headers are in flight, then its ids, then `requested` is known."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class AnnouncedStep:
     ) -> None:
         self.number = number  # of the announcement, the same on all ranks
         self.local = local
-        self.asked: list[Lookup] | None = None
+        self.requested: list[Lookup] | None = None
         self.dropped = False  # whether a rank does not know its lookups
         self._group, self._op, self._traffic = group, op, traffic
         self._lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
@@ -47,13 +47,13 @@ class AnnouncedStep:
 
     @property
     def is_refused(self) -> bool:
-        """Whether a rank was in another call, of which all were told."""
+        """Whether a rank was in another call, which all ranks raised."""
         return self._headers.refused is not None
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing of it is to come."""
-        return self.dropped or self.asked is not None or self.is_refused
+    def is_complete(self) -> bool:
+        """Whether nothing of it is in flight."""
+        return self.dropped or self.requested is not None or self.is_refused
 
     @property
     def is_wanted(self) -> bool:
@@ -61,18 +61,18 @@ class AnnouncedStep:
         return self._lookups is not None and not self.dropped and not self.is_refused
 
     def forget(self) -> None:
-        """No step of this rank takes it any more."""
+        """No step of this rank will take it."""
         self._lookups = None
 
     def is_of(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
         if self._lookups is None or not self.is_wanted or self.local is None or self.local.processor is not processor:
-            return False  # a table that was opened anew has another processor
+            return False  # a table that was opened again has another processor
         return same_lookups(self._lookups, lookups)
 
     def advance(self) -> None:
-        """Wait for what is on its way, and begin what comes after it. Called until `is_over`."""
+        """Wait for what is in flight, and start what follows it. Called until `is_complete`."""
         if self._ids is not None:
-            self.asked = self._ids.wait()
+            self.requested = self._ids.wait()
             return
         answer = self._headers.wait()
         self.dropped = any(answer.notes)
@@ -82,15 +82,15 @@ class AnnouncedStep:
 
 
 class IdPrefetcher:
-    """The announced steps of one embedding, in their order. `tell` gets what the ranks will ask of this one."""
+    """The announced steps of one embedding, in their order. `on_ids` gets what the ranks will request of this one."""
 
-    def __init__(self, group: World, name: str, traffic: Traffic, tell: Callable[[list[Lookup]], None]) -> None:
-        self._group, self._name, self._traffic, self._tell = group, name, traffic, tell
-        self._coming: deque[AnnouncedStep] = deque()
+    def __init__(self, group: World, name: str, traffic: Traffic, on_ids: Callable[[list[Lookup]], None]) -> None:
+        self._group, self._name, self._traffic, self._on_ids = group, name, traffic, on_ids
+        self._announced: deque[AnnouncedStep] = deque()
         self._count = 0
 
     def announce(self, lookups: Sequence[Lookup] | None, make: Callable[[], LocalBatch]) -> None:
-        """Announce a step on all ranks. lookups: None where this rank does not know them; then nobody is told.
+        """Announce a step on all ranks. lookups: None if this rank does not know them; then no rank prefetches.
 
         make: deduplicates them. What it raises is left for the step.
         """
@@ -102,22 +102,22 @@ class IdPrefetcher:
             except Exception:
                 lookups = None
         number = self._count + 1
-        op = f"coming step {number} of embedding {self._name!r}"
-        self._coming.append(AnnouncedStep(self._group, op, number, lookups, local, self._traffic))
-        self._count = number  # only now: on no rank it is announced where the headers before these are refused
-        if len(self._coming) > QUEUE and self._coming[0].is_over:
-            self._coming.popleft()
+        op = f"announced step {number} of embedding {self._name!r}"
+        self._announced.append(AnnouncedStep(self._group, op, number, lookups, local, self._traffic))
+        self._count = number  # only now: no rank announces it if the headers before these are refused
+        if len(self._announced) > QUEUE and self._announced[0].is_complete:
+            self._announced.popleft()
 
     def advance(self) -> None:
-        """Go on with every announced step. All ranks call this at the same points."""
+        """Advance every announced step. All ranks call this at the same points."""
         self._free()
-        for coming in self._coming:
-            self._advance(coming)
+        for step in self._announced:
+            self._advance(step)
         self._free()
 
     def number_of(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> int:
-        """The number of the announcement of these lookups on a processor, from 1; 0 where there is none."""
-        return next((coming.number for coming in self._coming if coming.is_of(lookups, processor)), 0)
+        """The number of the announcement of these lookups on a processor, from 1; 0 if there is none."""
+        return next((step.number for step in self._announced if step.is_of(lookups, processor)), 0)
 
     def local_of(self, number: int) -> LocalBatch:
         """The unique rows of an announced step."""
@@ -126,37 +126,37 @@ class IdPrefetcher:
         return local
 
     def take(self, number: int) -> list[Lookup]:
-        """What ranks ask of this one in an announced step. Earlier ones are not wanted any more."""
+        """What ranks request of this one in an announced step. Earlier ones are dropped."""
         found = self._of(number)
-        while not found.is_over:
+        while not found.is_complete:
             self._advance(found)
         self.skip(number)
-        assert found.asked is not None
-        return found.asked
+        assert found.requested is not None
+        return found.requested
 
     def skip(self, number: int) -> None:
-        """No step takes the announcements up to this one any more."""
-        for coming in self._coming:
-            if coming.number <= number:
-                coming.forget()
+        """No step will take the announcements up to this one."""
+        for step in self._announced:
+            if step.number <= number:
+                step.forget()
         self._free()
 
     def forget(self) -> None:
-        """No step of this rank takes what was announced. What is on its way still arrives."""
+        """No step of this rank will take what was announced. What is in flight still arrives."""
         self.skip(self._count)
 
     def _free(self) -> None:
-        """Let go of what is over and taken by no step."""
-        if self._coming and self._coming[-1].is_refused:
-            self._count -= 1  # the others announced nothing, or as little as this rank
-        self._coming = deque(coming for coming in self._coming if coming.is_wanted or not coming.is_over)
+        """Release what is complete and taken by no step."""
+        if self._announced and self._announced[-1].is_refused:
+            self._count -= 1  # the other ranks announced nothing either
+        self._announced = deque(step for step in self._announced if step.is_wanted or not step.is_complete)
 
     def _of(self, number: int) -> AnnouncedStep:
-        return next(coming for coming in self._coming if coming.number == number)
+        return next(step for step in self._announced if step.number == number)
 
-    def _advance(self, coming: AnnouncedStep) -> None:
-        if not coming.is_over:
-            coming.advance()
-            if coming.asked is not None:
+    def _advance(self, step: AnnouncedStep) -> None:
+        if not step.is_complete:
+            step.advance()
+            if step.requested is not None:
                 with suppress(Exception):  # a hint: the step raises what is wrong, on all ranks
-                    self._tell(coming.asked)
+                    self._on_ids(step.requested)

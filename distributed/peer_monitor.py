@@ -1,6 +1,6 @@
-"""Which ranks still answer: a thread of each rank says so, whatever its other threads do.
+"""A failure detector: a thread of each rank answers the others, whatever its other threads do.
 
-The ranks are connected by sockets besides those of the process group.
+The ranks are connected by sockets in addition to those of the process group.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..engine.errors import GroupError
 from ..engine.threads import Thread
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
-ADDRESS = 256  # bytes at most of what a rank tells of its own
-BACKLOG = 65535  # connections that wait until ranks have met, strangers among them; Linux has a lower limit of its own
+ADDRESS = 256  # bytes at most of a rank's address
+BACKLOG = 65535  # connections that wait to be accepted, strangers among them; Linux has its own lower limit
 MAX_SILENT = 16  # connections that have not greeted, beyond those of missing ranks
-MOST_NAMED = 3  # hosts of unknown connections that a message names
+MAX_NAMES = 3  # of hosts of unknown connections in a message
 HELLO = struct.Struct("32si")  # the listener's token, and the rank that connects
 CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # no descriptor or memory is left
-BOUND = 3.0  # seconds for the answers to a roll call
+ANSWER_SECONDS = 3.0  # for the answers of the other ranks
 ENDED = "its process ended"
-LIVES = "it runs, but has not come to this call"
+LIVES = "it runs, but has not reached this call"
 
 
 class Connected(NamedTuple):
@@ -46,48 +46,50 @@ class Connected(NamedTuple):
     on_host: int
 
 
-def connect(rank: int, size: int, tell: Callable[[bytes], list[bytes]], timeout: float) -> Connected:
+def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: float) -> Connected:
     """Connect this rank to each other one, within `timeout` seconds.
 
-    tell: gives ADDRESS bytes to every rank, filled up with blanks, and has those of each.
+    exchange: sends ADDRESS bytes to every rank, padded with blanks, and returns those of each.
 
     Raises:
-        GroupError: an address that a rank told cannot be reached from here, or a rank did not connect.
+        GroupError: the address of a rank cannot be reached from here, or a rank did not connect.
     """
     end = monotonic() + timeout
     with ExitStack() as opened, _listener() as listener:
         token = secrets.token_hex(16)
         own = json.dumps([*listener.getsockname()[:2], token]).encode()
-        places = [json.loads(data) for data in tell(own)]
-        found = _reached_all(rank, places, tell, end, opened)  # connections wait in a queue until they are accepted
-        found |= _greeted(listener, token, range(rank + 1, size), end, opened)
+        addresses = [json.loads(data) for data in exchange(own)]
+        found = _connect_to_all(
+            rank, addresses, exchange, end, opened
+        )  # connections wait in a queue until they are accepted
+        found |= _accept_ranks(listener, token, range(rank + 1, size), end, opened)
         opened.pop_all()
-    return Connected(found, sum(host == places[rank][0] for host, *_ in places))
+    return Connected(found, sum(host == addresses[rank][0] for host, *_ in addresses))
 
 
-def _reached_all(
-    rank: int, places: Sequence[Any], tell: Callable[[bytes], list[bytes]], end: float, opened: ExitStack
+def _connect_to_all(
+    rank: int, addresses: Sequence[Any], exchange: Callable[[bytes], list[bytes]], end: float, opened: ExitStack
 ) -> dict[int, socket.socket]:
     """Connections to the ranks before this one, which `opened` closes, once every rank has its own."""
     found: dict[int, socket.socket] = {}
     failed: GroupError | None = None
     try:
         for other in range(rank):
-            found[other] = opened.enter_context(_reached(other, places[other], rank, end))
+            found[other] = opened.enter_context(_connect_to(other, addresses[other], rank, end))
     except GroupError as error:
         failed = error
-    # hears at once of a rank that is killed here, or cannot connect, where a wait for its greeting would not
-    said = tell(b"" if failed is None else str(failed).encode()[:ADDRESS])
+    # notices at once a rank that is killed here, or cannot connect, which a wait for its greeting would not
+    failures = exchange(b"" if failed is None else str(failed).encode()[:ADDRESS])
     if failed is not None:
         raise failed
-    for other, why in enumerate(said):
+    for other, why in enumerate(failures):
         if why.strip():
             raise GroupError(why.decode(errors="replace").strip(), [other])
     return found
 
 
-def _reached(other: int, place: tuple[str, int, str], rank: int, end: float) -> socket.socket:
-    host, port, token = place
+def _connect_to(other: int, address: tuple[str, int, str], rank: int, end: float) -> socket.socket:
+    host, port, token = address
     try:
         connection = socket.create_connection((host, port), max(end - monotonic(), 0.1))
         connection.sendall(HELLO.pack(token.encode(), rank))
@@ -100,24 +102,24 @@ def _reached(other: int, place: tuple[str, int, str], rank: int, end: float) -> 
 
 
 class _Guest(NamedTuple):
-    """A connection that has not said yet which rank it is."""
+    """A connection that has not greeted yet."""
 
     host: str
     hello: bytearray
 
 
-def _greeted(
+def _accept_ranks(
     listener: socket.socket, token: str, ranks: Sequence[int], end: float, opened: ExitStack
 ) -> dict[int, socket.socket]:
     """The connections of these ranks, which `opened` closes. Other connections are closed, and the log names them.
 
-    The greetings of all that come are read at once, so one that says nothing delays no rank.
+    The greetings of all connections are read at once, so a silent one delays no rank.
     """
     found: dict[int, socket.socket] = {}
     guests: dict[socket.socket, _Guest] = {}
     strangers: Counter[str] = Counter()
     listener.setblocking(False)
-    with selectors.PollSelector() as selector:  # which takes no descriptor
+    with selectors.PollSelector() as selector:  # which needs no descriptor
 
         def send_away(guest: socket.socket) -> None:
             selector.unregister(guest)
@@ -156,7 +158,7 @@ def _greeted(
             if len(guests) > len(ranks) - len(found) + MAX_SILENT:
                 send_away(next(iter(guests)))
     strangers.update(guest.host for guest in guests.values())
-    unknown = _named(strangers, listener)
+    unknown = _describe(strangers, listener)
     if missing := [rank for rank in ranks if rank not in found]:
         raise GroupError(f"ranks {missing} did not connect in time{unknown and '; ' + unknown}", missing)
     if unknown:
@@ -167,7 +169,7 @@ def _greeted(
 
 
 def _hear(connection: socket.socket, hello: bytearray) -> bool:
-    """Add to a greeting what has come of it. True if it is whole, or no more will come."""
+    """Add to a greeting what has arrived of it. True if it is complete, or nothing more will arrive."""
     try:
         data = connection.recv(HELLO.size - len(hello))
     except OSError:
@@ -177,18 +179,18 @@ def _hear(connection: socket.socket, hello: bytearray) -> bool:
 
 
 def _rank_in(hello: bytearray, token: str) -> int | None:
-    """The rank that a greeting names, or None if it is not of one that knows the token."""
+    """The rank that a greeting names, or None if it does not know the token."""
     if len(hello) < HELLO.size:
         return None
     known, rank = HELLO.unpack(hello)
     return int(rank) if secrets.compare_digest(known, token.encode()) else None
 
 
-def _named(strangers: Counter[str], listener: socket.socket) -> str:
+def _describe(strangers: Counter[str], listener: socket.socket) -> str:
     if not strangers:
         return ""
     host, port = listener.getsockname()[:2]
-    of = ", ".join(f"{stranger} ({count})" for stranger, count in strangers.most_common(MOST_NAMED))
+    of = ", ".join(f"{stranger} ({count})" for stranger, count in strangers.most_common(MAX_NAMES))
     return (
         f"{strangers.total()} unknown connections came to {host}:{port}, from {of}: a port scanner, a health check or "
         "another job; keep them from the ports of ranks"
@@ -202,7 +204,7 @@ def _listener() -> socket.socket:
 
 
 def _own_address() -> str:
-    """Of the interface that Gloo is told to use, or of the one by which the host of torch's store is reached."""
+    """Of the interface that Gloo is set to use, or of the one by which the host of torch's store is reached."""
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -222,7 +224,7 @@ def _own_address() -> str:
 
 
 class GroupAborted(Exception):
-    """A rank has ended the group. `why` says, of each rank that it missed, what is known."""
+    """A rank has aborted the group. `why` has, by unresponsive rank, what is known of it."""
 
     def __init__(self, rank: int, why: Mapping[int, str]) -> None:
         super().__init__(rank, why)
@@ -232,25 +234,25 @@ class GroupAborted(Exception):
 class PeerMonitor:
     """The connections of this rank to the others, and the thread that answers on them.
 
-    A process that ends closes its connections, which tells the others at once. What a rank does with the group at its
-    end, it says before: which ranks it missed, that it closed its world, or that its script ended. A rank that says
-    nothing before was killed: `on_loss`, with the rank and what is known, is called by the thread that hears of it.
+    A process that ends closes its connections, which the others notice at once. Before that a rank reports why it
+    leaves: which ranks did not answer, that it closed its world, or that its script ended. A rank that reports nothing
+    was killed: the thread that notices it calls `on_loss` with the rank and what is known.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], on_loss: Callable[[int, str], None]) -> None:
-        self.aborted: GroupAborted | None = None  # how another rank ended the group
+        self.aborted: GroupAborted | None = None  # how another rank aborted the group
         self.at = 0  # the number of the last call that this rank began
         self._connections = dict(connections)
         self._changed = Condition()
-        self._here: dict[int, int] = {}  # the call at which a rank is, of those that answered the roll call
+        self._here: dict[int, int] = {}  # the call of each rank that answered
         self._ended: dict[int, str] = {}  # how the connection to a rank ended
         self._closed: dict[int, int] = {}  # the last call of each rank that closed its world
         self._on_loss, self._is_closed = on_loss, False
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():
-            connection.settimeout(BOUND)
+            connection.settimeout(ANSWER_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ, (rank, bytearray()))
-        Thread(target=self._listen, name="tierbed-roll-call", daemon=True).start()
+        Thread(target=self._listen, name="tierbed-peer-monitor", daemon=True).start()
         self._pid = os.getpid()
         # not by atexit, which children that multiprocessing forks do not run
         self._at_end = Finalize(None, self._end_of_process, exitpriority=0)
@@ -258,13 +260,15 @@ class PeerMonitor:
     def unresponsive(self, call: int) -> dict[int, str]:
         """The ranks that keep this one from ending its call, and what is known of each. Raises `aborted`.
 
-        Where ranks are gone or silent, it is these; else those that have not come to the call. A rank that closed its
-        world after the call is none of them, unless nobody else is.
+        They are those that exited or are silent, else those that have not reached the call. A rank that closed its
+        world after the call is among them only if no other is.
         """
         self._send({"call": call})
         others = self._connections.keys()
         with self._changed:
-            self._changed.wait_for(lambda: self.aborted or others <= self._here.keys() | self._ended.keys(), BOUND)
+            self._changed.wait_for(
+                lambda: self.aborted or others <= self._here.keys() | self._ended.keys(), ANSWER_SECONDS
+            )
             if self.aborted is not None:
                 raise self.aborted
             silent = dict.fromkeys(others - self._here.keys() - self._ended.keys(), "no sign of it")
@@ -272,25 +276,25 @@ class PeerMonitor:
             return gone or {rank: LIVES for rank, at in self._here.items() if at < call} or dict(self._ended)
 
     def closed_before(self, call: int) -> bool:
-        """Whether a rank closed its world and will never come to this call."""
+        """Whether a rank closed its world and will never reach this call."""
         return any(at < call for at in [*self._closed.values()])
 
     def broadcast_abort(self, rank: int, why: Mapping[int, str]) -> None:
-        """Tell all ranks that one of them, this or what this one was told of, has ended the group because of these.
+        """Send all ranks that `rank` has aborted the group because of these.
 
-        Who is told tells it on before it closes, since what a third rank hears first is by chance.
+        A rank that receives it forwards it before it closes, since what a third rank receives first is by chance.
         """
         self._send({"left": rank, "why": [*why.items()]})
 
     def close(self, why: str) -> None:
-        """End the connections, and tell the others why."""
+        """Send the others why, and end the connections."""
         self._at_end.cancel()
         self._is_closed = True
         self._send({"closed": why, "at": self.at})
         with self._changed:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # which the thread hears
+                    connection.shutdown(socket.SHUT_RDWR)  # which the thread notices
 
     def _end_of_process(self) -> None:
         if os.getpid() == self._pid:  # a forked child has the connections of its parent
@@ -300,7 +304,7 @@ class PeerMonitor:
         line = json.dumps(message).encode() + b"\n"
         with self._changed:
             for rank in self._connections if ranks is None else ranks:
-                with contextlib.suppress(OSError):  # the thread hears of it
+                with contextlib.suppress(OSError):  # the thread notices it
                     self._connections[rank].sendall(line)
 
     def _listen(self) -> None:

@@ -170,7 +170,7 @@ class RankGroup:
     def check_alive(self) -> None:
         """Raises GroupError if the group is aborted or closed."""
         if self.failure is not None:
-            raise GroupError(f"the group of ranks is at its end: {self.failure}", self.failure.ranks)
+            raise GroupError(f"the group of ranks has ended: {self.failure}", self.failure.ranks)
 
     def start(
         self, op: str, out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int]
@@ -384,10 +384,11 @@ def _described(missing: Mapping[int, str]) -> str:
     """What is known of the ranks that did not answer."""
     reasons = dict.fromkeys(missing.values())
     return "; ".join(
-        f"{named([rank for rank in sorted(missing) if missing[rank] == why])} did not answer ({why})" for why in reasons
+        f"{name_ranks([rank for rank in sorted(missing) if missing[rank] == why])} did not answer ({why})"
+        for why in reasons
     )
 
 
-def named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """The ranks as a message names them."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

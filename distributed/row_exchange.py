@@ -1,6 +1,6 @@
-"""Rows and ids that ranks send to each other: the unique rows of each rank's lookups, by the rank that has them.
+"""Rows and ids that ranks send to each other: the unique rows of each rank's lookups, by their owner.
 
-A block for each rank lies in one piece of memory. This rank's own block is the last, and stays where it is.
+The blocks of all ranks lie in one piece of memory. This rank's own block is the last, and is not sent.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
 from ..engine.processors.processor import Processor
-from .world import Handshake, HandshakeResult
+from .world import Handshake, HandshakeResult, World
 
 if TYPE_CHECKING:
     from ..engine.processors.processor import ByOwner
     from .rank_group import PendingAllToAll
-from .world import World
 
 
 @dataclass
 class Traffic:
-    """What went to other ranks and came from them. Of the bytes, those of ids, rows and gradients: no headers."""
+    """What was sent to other ranks and received from them. Bytes are those of ids, rows and gradients, not of headers."""
 
     ids_sent: int = 0
     ids_received: int = 0
@@ -44,13 +43,13 @@ class RankBuffers:
         self.rows = empty((sum(counts), dim), dtype)
 
     @property
-    def travelling(self) -> Tensor:
+    def remote_bytes(self) -> Tensor:
         """The bytes of all blocks but this rank's own."""
         return self.rows[: len(self.rows) - self.counts[self.me]].view(-1).view(torch.uint8)
 
     @property
     def sizes(self) -> list[int]:
-        """How many bytes travel, by rank."""
+        """How many bytes are sent, by rank."""
         return [0 if rank == self.me else count * self._row_bytes for rank, count in enumerate(self.counts)]
 
     def of(self, rank: int) -> Tensor:
@@ -62,7 +61,7 @@ class RankBuffers:
 
 
 class RowExchange:
-    """Blocks on their way to the other ranks, with headers that say whether each rank could give its own."""
+    """Blocks in flight to the other ranks, with headers that say whether each rank could give its own."""
 
     def __init__(
         self,
@@ -75,26 +74,26 @@ class RowExchange:
         counts: list[int] | None = None,
         note: int = 0,
     ) -> None:
-        """error, counts, note: as of `Handshake`. With an error the blocks hold anything."""
+        """error, counts, note: as of `Handshake`. With an error the content of the blocks is undefined."""
         self._headers = Handshake(group, op, error, None, counts, note)
         self._rows = start(group, op, given, taken, traffic)
 
     def wait(self) -> HandshakeResult:
-        """Wait for the blocks of all ranks. Raises on every rank where one could not give its own."""
+        """Wait for the blocks of all ranks. Raises on every rank if one could not give its own."""
         self._rows.wait()
         return self._headers.wait()
 
 
 def start(group: World, op: str, given: RankBuffers, taken: RankBuffers, traffic: Traffic) -> PendingAllToAll:
-    """Begin to send the blocks of `given` to the other ranks, and to receive those of `taken`."""
+    """Start to send the blocks of `given` to the other ranks, and to receive those of `taken`."""
     sent, received = given.sizes, taken.sizes
     traffic.bytes_sent += sum(sent)
     traffic.bytes_received += sum(received)
-    return group.start(op, taken.travelling, given.travelling, received, sent)
+    return group.start(op, taken.remote_bytes, given.remote_bytes, received, sent)
 
 
 class LocalBatch:
-    """The unique rows of this rank's lookups, ordered by the ranks that have them."""
+    """The unique rows of this rank's lookups, ordered by their owners."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class LocalBatch:
         group: World,
         like: LocalBatch | None = None,
     ) -> None:
-        """like: of an embedding with the same lookups, whose unique rows are taken. Raises InputError."""
+        """like: of an embedding with the same lookups, whose deduplication is reused. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.batch(lookups, None if like is None else like.batch)
         self.by_owner: ByOwner = (
@@ -120,7 +119,7 @@ class LocalBatch:
 
 
 class IdExchange:
-    """The exchange of ids that follows the headers: `wait` gives the rows that each rank asks of this one."""
+    """The exchange of ids that follows the headers: `wait` returns the rows that each rank requests of this one."""
 
     def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this one included."""
@@ -143,9 +142,9 @@ class IdExchange:
         self._exchange: PendingAllToAll = world.start(op, empty((sum(sizes),), torch.int64), given, sizes, given_sizes)
 
     def wait(self) -> list[Lookup]:
-        """One lookup for each rank, of rows that this rank has."""
-        came = self._exchange.wait().split([count for count in self._takes for _ in range(self._width)])
-        parts = [list(came[at : at + self._width]) for at in range(0, len(came), self._width)]
+        """One lookup for each rank, of rows that this rank owns."""
+        received = self._exchange.wait().split([count for count in self._takes for _ in range(self._width)])
+        parts = [list(received[at : at + self._width]) for at in range(0, len(received), self._width)]
         parts[self._rank] = self._own
         return [Lookup(*(column.to(self._device) for column in part)) for part in parts]
 

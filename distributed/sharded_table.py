@@ -1,4 +1,4 @@
-"""The rows of an embedding over all ranks: what `OpenTable` does in one process, in calls that all ranks make."""
+"""The rows of an embedding over all ranks: what `OpenTable` does in one process, by calls that all ranks make."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class RankedStep(Protocol):
-    """What a step needs of the table that pinned its rows."""
+    """What a batch needs of the table that pinned its rows."""
 
     world: World
     traffic: Traffic
@@ -41,21 +41,24 @@ class RankedStep(Protocol):
     pinned: ShardedBatch | None
 
     def rows_and_new(self, own: PinnedBatch) -> tuple[int, int]:
-        """How many rows this rank has, and how many of a pinned batch come to them."""
+        """How many rows this rank has, and how many new ones a pinned batch adds."""
 
     def count_write(self) -> None:
-        """Every rank is about to write its rows of this step."""
+        """Count the write of this step, which every rank makes."""
 
     def fall_behind(self, op: str, error: BaseException) -> None:
-        """This rank failed in an update that other ranks make: no rank uses the rows until a snapshot is loaded."""
+        """Mark this rank's rows diverged: it failed in an update that other ranks make.
+
+        No rank uses the rows until a snapshot is loaded.
+        """
 
     def release(self) -> None: ...
 
 
 class ShardedBatch:
-    """A `Pinned` for rows of all ranks: what this rank looked up, and what it has for the others.
+    """A pinned batch of rows of all ranks: what this rank looked up, and what the others request of it.
 
-    Rows are on their way when it is made; the first use waits for them. `send` starts the gradients on theirs.
+    Its rows are in flight when it is made; the first use waits for them. `send` starts to send the gradients.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class ShardedBatch:
         table: RankedStep,
         op: str,
         local: LocalBatch,
-        asked: list[Lookup],
+        requested: list[Lookup],
         pools: bool,
         own: PinnedBatch | None,
         error: BaseException | None,
@@ -71,30 +74,30 @@ class ShardedBatch:
     ) -> None:
         """pools: whether a lookup of some rank pools rows.
 
-        own: the rows that this rank has of those asked for, pinned; None with the error that kept it from that.
+        own: the rows that the ranks request of this one, pinned; None with the error that prevented it.
         """
         self.core: Any = local.batch
         self.lookups = local.lookups
         self.dtype = dtype
-        self.local, self.asked, self.own = local, asked, own
+        self.local, self.requested, self.own = local, requested, own
         self._table, self._world, self._op = table, table.world, op
-        self._asked_counts = [len(lookup.ids) for lookup in asked]
+        self._requested_counts = [len(lookup.ids) for lookup in requested]
         self._dim = local.spec.dim
-        # what an unpooled lookup returns is rounded once, here or there
+        # what an unpooled lookup returns is rounded once, by either rank
         wire = dtype if not pools and self._world.rows == torch.float32 else self._world.rows
-        self._stay = wire == torch.float32  # else those of this rank are rounded as well
-        taken = zeroed(local.counts, self._world.rank) if self._stay else local.counts
-        self._taken = RankBuffers(self._world, taken, self._dim, wire)
-        self._rows: Tensor | None = None  # [m, dim] float32, those that travelled, once they are here
+        self._keeps_own = wire == torch.float32  # else the rows of this rank are rounded as well
+        received = zeroed(local.counts, self._world.rank) if self._keeps_own else local.counts
+        self._received = RankBuffers(self._world, received, self._dim, wire)
+        self._rows: Tensor | None = None  # [m, dim] float32, those received, once they arrived
         self._sent: PendingAllToAll | None = None
-        self._sums: RankBuffers | None = None  # the gradients of rows that this rank has, by rank
-        self._own_sums = torch.empty(0)  # those of the rows that this rank asked itself for
+        self._sums: RankBuffers | None = None  # the gradients of rows that this rank owns, by rank
+        self._own_sums = torch.empty(0)  # those of its own rows that this rank looked up
         rows, new = (0, 0) if own is None else table.rows_and_new(own)
-        self._coming = RowExchange(
+        self._exchange = RowExchange(
             self._world,
             f"rows of {op}",
-            self._given(wire),
-            self._taken,
+            self._blocks(wire),
+            self._received,
             table.traffic,
             error,
             [new] * self._world.size,
@@ -102,15 +105,15 @@ class ShardedBatch:
         )
         table.traffic.rows_received += sum(zeroed(local.counts, self._world.rank))
 
-    def _given(self, wire: torch.dtype) -> RankBuffers:
-        """The rows that this rank has, for each other rank."""
+    def _blocks(self, wire: torch.dtype) -> RankBuffers:
+        """The rows of this rank, for each other rank."""
         me = self._world.rank
-        blocks = RankBuffers(self._world, zeroed(self._asked_counts, me), self._dim, wire)
+        blocks = RankBuffers(self._world, zeroed(self._requested_counts, me), self._dim, wire)
         if self.own is not None:
             for rank in range(self._world.size):
-                if rank == me and self._stay:
+                if rank == me and self._keeps_own:
                     continue
-                block = (self._taken if rank == me else blocks).of(rank)
+                block = (self._received if rank == me else blocks).of(rank)
                 if wire == torch.float32 and self.own.lookups[rank].ids.device.type == "cpu":
                     self.own.gather(rank, out=block)
                 else:
@@ -119,45 +122,46 @@ class ShardedBatch:
         return blocks
 
     def arrive(self) -> None:
-        """Wait for the rows. Where a rank could not give its own, or they exceed `capacity`, raises on every rank."""
+        """Wait for the rows. Raises on every rank if one could not give its own, or they exceed `capacity`."""
         if self._rows is not None:
             return
-        answer = self._ending(self._coming.wait)
+        answer = self._unpin_on_error(self._exchange.wait)
         capacity = self._table.capacity
         if capacity is not None and any(answer.counts) and sum(answer.notes) + sum(answer.counts) > capacity:
             self.release()
-            self._world.shared_error = no_room(self.local.spec.name, capacity, sum(answer.notes), sum(answer.counts))
-            raise self._world.shared_error
-        self._rows = self._taken.rows.to(self.local.processor.device, torch.float32)
+            self._world.raise_shared(
+                capacity_error(self.local.spec.name, capacity, sum(answer.notes), sum(answer.counts))
+            )
+        self._rows = self._received.rows.to(self.local.processor.device, torch.float32)
         assert self.own is not None
-        stay = (self.own.core, sum(self._asked_counts[: self._world.rank])) if self._stay else None
-        self.local.processor.set_lines(self.core, self._rows, self.local.by_owner.places, stay)
+        own = (self.own.core, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
+        self.local.processor.set_lines(self.core, self._rows, self.local.by_owner.places, own)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
-        """The rows of lookup number `index`, as `Pinned.gather`."""
-        with self._standing():
+        """The rows of lookup number `index`, as `PinnedBatch.gather`."""
+        with self._while_pinned():
             return self.local.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of the weights of lookup number `index`, as `Pinned.weights_grad`."""
-        with self._standing():
+        """The gradient of the weights of lookup number `index`, as `PinnedBatch.weights_grad`."""
+        with self._while_pinned():
             return self.local.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """Start to send the gradients, one number for each element of this rank's unique rows, to who has the rows.
+        """Start to send the gradients, one number for each element of this rank's unique rows, to the owners.
 
-        Raises what is wrong with them, on this rank alone. Then ranks agree, before an update: a rank that had nothing
-        to send says so there, after `send_nothing`.
+        Raises what is wrong with them on this rank alone. A handshake follows before the update: a rank that failed
+        here calls `send_nothing` and gives its error there.
         """
         given = weights or [None] * len(self.lookups)
-        with self._standing():
+        with self._while_pinned():
             sums = self._summed(checked_gradients(self.local.spec, self.lookups, grads, given, self.dtype))
         self._start(sums)
 
     def send_nothing(self) -> None:
-        """Take part in the exchange of gradients where `send` failed or was not called; nothing where it was.
+        """Join the exchange of gradients without any, if `send` failed or was not called; else does nothing.
 
-        What keeps this rank from it ends the group, which would wait for it.
+        An error here aborts the group, which would wait for this rank.
         """
         if self._sent is not None:
             return
@@ -184,7 +188,7 @@ class ShardedBatch:
     def _start(self, given: RankBuffers) -> None:
         world = self._world
         self._sums, self._own_sums = (
-            RankBuffers(world, self._asked_counts, self._dim, world.grads),
+            RankBuffers(world, self._requested_counts, self._dim, world.grads),
             given.of(world.rank),
         )
         self._sent = start(world, f"gradients of {self._op}", given, self._sums, self._table.traffic)
@@ -196,7 +200,7 @@ class ShardedBatch:
         self._sent.wait()
 
     def _receive(self) -> list[Tensor]:
-        """The gradients, once they are here: for each rank, [rows that it asked for, dim] float32."""
+        """The gradients, once they arrived: for each rank, [rows that it requested, dim] float32."""
         self.receive()
         assert self._sums is not None
         sums = [self._sums.of(rank) for rank in range(self._world.size)]
@@ -223,11 +227,11 @@ class ShardedBatch:
         scale: float | None = None,
         clip_value: float | None = None,
     ) -> None:
-        """Apply the optimizer to the rows that this rank has, for all ranks, and end the pin.
+        """Apply the optimizer to the rows of this rank, for all ranks, and unpin.
 
         scale: multiplies a row's summed gradient; left out, it is one over the number of ranks: the mean of their
         losses is trained. The gradients are sent here, unless `send` was called; what is wrong with them is then raised
-        on every rank. What fails then is raised on this rank alone, and keeps all from using the rows.
+        on every rank. A later error is raised on this rank alone, and no rank can use the rows after it.
         """
         own = self._ready(grads, weights)
         sums = self._receive()
@@ -240,12 +244,12 @@ class ShardedBatch:
         self._table.pinned = None
 
     def fall_behind(self, error: BaseException) -> None:
-        """Keep all ranks from rows that this one did not update by `error`, and others did; nothing where it did."""
+        """Mark rows diverged that this rank failed to update, with `error`, and others updated; no-op if it updated."""
         if self._table.pinned is self:
             self._table.fall_behind(self._op, error)
 
     def release(self) -> None:
-        """End the pin; the rows stay as they are."""
+        """Unpin; the rows are unchanged."""
         self._table.release()
 
     def _ready(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
@@ -254,12 +258,12 @@ class ShardedBatch:
             self.arrive()
             _, error = catch(lambda: self.send(grads, weights))
             self.send_nothing()
-            self._ending(lambda: self._world.handshake(f"gradients of {self._op}", error))
+            self._unpin_on_error(lambda: self._world.handshake(f"gradients of {self._op}", error))
         assert self.own is not None
         return self.own
 
-    def _ending(self, call: Callable[[], T]) -> T:
-        """The result of a call; where it raises, the pin ends."""
+    def _unpin_on_error(self, call: Callable[[], T]) -> T:
+        """The result of a call; unpins if it raises."""
         try:
             return call()
         except BaseException:
@@ -267,8 +271,8 @@ class ShardedBatch:
             raise
 
     @contextmanager
-    def _standing(self) -> Iterator[None]:
-        """A block for which the rows stand, those of this rank where its own pin holds them."""
+    def _while_pinned(self) -> Iterator[None]:
+        """A block in which the rows stay pinned, those of this rank in its own tiers."""
         self._check()
         self.arrive()
         assert self.own is not None
@@ -279,38 +283,38 @@ class ShardedBatch:
     def _check(self) -> None:
         if self._table.pinned is not self:
             raise StoreError(
-                f"embedding {self.local.spec.name!r}: the batch is no longer pinned: put, delete or a load let its "
-                "rows go in the middle of the step; let one thread at a time write to it"
+                f"embedding {self.local.spec.name!r}: the batch is no longer pinned: put, delete or a load unpinned "
+                "its rows in the middle of the step; let one thread at a time write to it"
             )
 
 
-def no_room(name: str, capacity: int, rows: int, new: int) -> CapacityError:
+def capacity_error(name: str, capacity: int, rows: int, new: int) -> CapacityError:
     return CapacityError(
-        f"embedding {name!r}: capacity={capacity} rows over all ranks, {rows} are there and {new} new ones "
-        "come; give a larger capacity, or an eviction policy"
+        f"embedding {name!r}: capacity={capacity} rows over all ranks, {rows} exist and {new} new "
+        "ones would be added; give a larger capacity, or an eviction policy"
     )
 
 
-def _whole(what: str) -> Callable[[Method], Method]:
-    """For a method of several exchanges, which all ranks make: `World.whole`. what: it does, for errors.
+def _collective(what: str) -> Callable[[Method], Method]:
+    """For a method of several collectives: `World.collective_block`. what: what it does, for errors.
 
-    What it raises before the first exchange is raised on all ranks.
+    What it raises before the first collective is raised on all ranks.
     """
 
     def with_name(method: Method) -> Method:
         @wraps(method)
-        def whole(self: ShardedTable, *arguments: Any, **named: Any) -> Any:
+        def collective(self: ShardedTable, *arguments: Any, **named: Any) -> Any:
             op = f"{what} of embedding {self.name!r}"
             with self.world.collective_block(op), self.world.raise_on_all_ranks(op):
                 return method(self, *arguments, **named)
 
-        return cast(Method, whole)
+        return cast(Method, collective)
 
     return with_name
 
 
 class ShardedTable:
-    """All rows of an embedding. Each rank has those whose `owner` it is, in a table of its own."""
+    """All rows of an embedding. Each rank has those that it owns, in its local table."""
 
     def __init__(
         self,
@@ -330,11 +334,13 @@ class ShardedTable:
         self.name = local_table().spec.name
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
-        self._behind = ""  # the update that this rank's rows lack, and why
+        self._diverged = ""  # the update that this rank's rows lack, and why
         self.before_step: Callable[[], None] = lambda: None  # what all ranks do before a step
         self.is_save_requested: Callable[[], bool] = lambda: False  # by another process
         self.serve_requests: Callable[[], None] = lambda: None
-        self.ahead = IdPrefetcher(world, self.name, self.traffic, lambda asked: self.own.announce(asked))
+        self.id_prefetcher = IdPrefetcher(
+            world, self.name, self.traffic, lambda requested: self.own.announce(requested)
+        )
 
     @property
     def own(self) -> OpenTable:
@@ -346,25 +352,25 @@ class ShardedTable:
         table = self._open_table()
         return None if table is None else table.optimizer
 
-    @_whole("step")
+    @_collective("step")
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, like: Any = None) -> ShardedBatch:
-        """Begin a training step, as `OpenTable.pin`, of all ranks. What keeps a rank from it is raised on every rank.
+        """Begin a training step of all ranks, as `OpenTable.pin`. An error of one rank is raised on every rank.
 
-        Rows are on their way when this returns. Raises the errors of `Handshake.wait`.
+        Rows are in flight when this returns. Raises the errors of `Handshake.wait`.
         """
         op = f"embedding {self.name!r}, step {self.own.step + 1}"
         self.release()
         self.before_step()
-        local, asked, pools = self._ask(op, lookups, like, dtype)
+        local, requested, pools = self._request(op, lookups, like, dtype)
         like_own = None if like is None else like.own
-        own, error = catch(lambda: self._pin_own(asked, like_own))
-        self.pinned = ShardedBatch(self, op, local, asked, pools, own, error, dtype)
+        own, error = catch(lambda: self._pin_own(requested, like_own))
+        self.pinned = ShardedBatch(self, op, local, requested, pools, own, error, dtype)
         if self.world.pinned_batches is not None:
             self.world.pinned_batches.append(self.pinned)
         return self.pinned
 
     def _begin_write(self) -> None:
-        self._check_behind()
+        self._check_diverged()
         self._clear_clean_marker()
 
     def _clear_clean_marker(self) -> None:
@@ -372,33 +378,33 @@ class ShardedTable:
         with self.own.lock:
             self.own.before_write(self.own.step)
 
-    def _pin_own(self, asked: list[Lookup], like: PinnedBatch | None) -> PinnedBatch:
+    def _pin_own(self, requested: list[Lookup], like: PinnedBatch | None) -> PinnedBatch:
         self._clear_clean_marker()
-        pinned = self.own.pin(asked, torch.float32, like)
-        self.own.check()  # what a device finds late, so that all ranks hear of it in this step
+        pinned = self.own.pin(requested, torch.float32, like)
+        self.own.check()  # deferred errors of a device, which all ranks raise in this step
         return pinned
 
-    def _ask(
+    def _request(
         self, op: str, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None
     ) -> tuple[LocalBatch, list[Lookup], bool]:
-        """This rank's unique rows, a lookup of each rank of rows that this one has, and whether a rank pools rows.
+        """This rank's unique rows, the lookup that each rank requests of this one, and whether a rank pools rows.
 
-        dtype: of what a step gathers; None where this is no step.
+        dtype: of what a step gathers; None if this is no step.
         """
         world, own, is_step = self.world, self.own, dtype is not None
-        number = self.ahead.number_of(lookups, own.processor) if is_step else 0
+        number = self.id_prefetcher.number_of(lookups, own.processor) if is_step else 0
         pools = any(lookup.pooling is not None for lookup in lookups)
 
         same: dict[str, Any] = {"graph": world.collectives, "shared lookups": like is not None}
 
         def prepare() -> LocalBatch:
-            self._check_behind()
+            self._check_diverged()
             if is_step:
                 optimizer = own.check_optimizer()
                 numbers = optimizer.numbers(own.step + 1)
                 same.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
             if number and like is None:
-                return self.ahead.local_of(number)
+                return self.id_prefetcher.local_of(number)
             return LocalBatch(own.processor, own.spec, lookups, world, None if like is None else like.local)
 
         local, error = catch(prepare)
@@ -410,16 +416,16 @@ class ShardedTable:
             world.step_collectives += 1
         assert local is not None
         if is_step:
-            self.ahead.advance()  # only here: a rank that failed answers the headers of a step alone
+            self.id_prefetcher.advance()  # only here: a rank that failed makes the handshake of a step alone
         if answer.wants_more:
             self.serve_requests()
         pools = any(note & 1 for note in answer.notes)
         if like is not None:
-            self.ahead.skip(number)
-            return local, like.asked, pools
+            self.id_prefetcher.skip(number)
+            return local, like.requested, pools
         if number and all(note >> 1 == number for note in answer.notes):
-            return local, self.ahead.take(number), pools
-        self.ahead.skip(number)
+            return local, self.id_prefetcher.take(number), pools
+        self.id_prefetcher.skip(number)
         return local, IdExchange(world, f"ids of {op}", local, answer.counts, self.traffic).wait(), pools
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -436,13 +442,13 @@ class ShardedTable:
         local = self._look_up(lookup)
         return local.processor.weights_grad(local.batch, 0, lookup, grad)
 
-    @_whole("lookup")
+    @_collective("lookup")
     def _look_up(self, lookup: Lookup) -> LocalBatch:
         """This rank's unique rows of a lookup, with their lines set."""
         op = f"embedding {self.name!r}, lookup at step {self.own.step}"
-        local, asked, _ = self._ask(op, [lookup])
-        counts = [len(part.ids) for part in asked]
-        rows, error = catch(lambda: self.own.get(concat_lookups(asked)))
+        local, requested, _ = self._request(op, [lookup])
+        counts = [len(part.ids) for part in requested]
+        rows, error = catch(lambda: self.own.get(concat_lookups(requested)))
         given, taken = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
@@ -455,34 +461,33 @@ class ShardedTable:
         local.rows = here
         return local
 
-    @_whole("put")
+    @_collective("put")
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
-        """Write rows, as `OpenTable.put`. Of a key that several ranks give, the row of the last rank stands."""
+        """Write rows, as `OpenTable.put`. Of a key that several ranks give, the last rank wins."""
         op = f"put of embedding {self.name!r} at step {self.own.step}"
-        asked, rows = self._scatter(op, lookup, values)
+        requested, rows = self._scatter(op, lookup, values)
         if self.capacity is not None:
-            self._check_room(op, asked, self.capacity)
+            self._check_room(op, requested, self.capacity)
         self.count_write()
-        _, error = catch(lambda: self.own.put(asked, rows))
+        _, error = catch(lambda: self.own.put(requested, rows))
         self.world.handshake(f"{op}: done", error)
 
-    def _check_room(self, op: str, asked: Lookup, capacity: int) -> None:
-        """Raise CapacityError on every rank where new rows of all ranks exceed `capacity`."""
-        new, error = catch(lambda: new_rows(self.own, asked))
+    def _check_room(self, op: str, requested: Lookup, capacity: int) -> None:
+        """Raise CapacityError on every rank if new rows of all ranks exceed `capacity`."""
+        new, error = catch(lambda: new_rows(self.own, requested))
         answer = self.world.handshake(
             f"{op}: room", error, counts=[new or 0] * self.world.size, note=self.own.counts.rows
         )
         if any(answer.counts) and sum(answer.notes) + sum(answer.counts) > capacity:
-            self.world.shared_error = no_room(self.name, capacity, sum(answer.notes), sum(answer.counts))
-            raise self.world.shared_error
+            self.world.raise_shared(capacity_error(self.name, capacity, sum(answer.notes), sum(answer.counts)))
 
-    @_whole("delete")
+    @_collective("delete")
     def delete(self, lookup: Lookup) -> int:
         """Forget rows, as `OpenTable.delete`. Returns how many had been written, of the ids of all ranks together."""
         op = f"delete of embedding {self.name!r} at step {self.own.step}"
-        asked, _ = self._scatter(op, lookup, None)
+        requested, _ = self._scatter(op, lookup, None)
         self.count_write()
-        gone, error = catch(lambda: self.own.delete(asked))
+        gone, error = catch(lambda: self.own.delete(requested))
         return sum(self.world.handshake(f"{op}: done", error, note=gone or 0).notes)
 
     def _scatter(
@@ -505,18 +510,18 @@ class ShardedTable:
         sizes = [2 * count for count in takes], [2 * count for count in sends]
         world.start(f"ids of {op}", here, torch.from_numpy(ids).view(-1), *sizes).wait()
         keys, tables = (column.contiguous().to(lookup.ids.device) for column in here.view(-1, 2).unbind(1))
-        asked = Lookup(keys, tables)
+        requested = Lookup(keys, tables)
         if values is None:
-            return asked, np.empty((0, spec.dim), np.float32)
+            return requested, np.empty((0, spec.dim), np.float32)
         last = np.empty(batch.unique, np.int64)
-        last[batch.inverse] = np.arange(len(batch.inverse))  # of a repeated id the last
+        last[batch.inverse] = np.arange(len(batch.inverse))  # the last value of a repeated id
         given = torch.from_numpy(values[last[order]]).view(-1)
         rows = empty((sum(takes), spec.dim), torch.float32)
         sizes = [spec.dim * count for count in takes], [spec.dim * count for count in sends]
         world.start(f"rows of {op}", rows.view(-1), given, *sizes).wait()
-        return asked, rows.numpy()
+        return requested, rows.numpy()
 
-    @_whole("size")
+    @_collective("size")
     def size(self) -> int:
         """How many rows all ranks have."""
         rows, error = catch(self._size)
@@ -527,35 +532,40 @@ class ShardedTable:
             self.own.check()
             return self.own.counts.rows
 
-    @_whole("announcement")
+    @_collective("announcement")
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
-        """Announce a coming step, as `OpenTable.announce`. All ranks call it; None is for lookups that are unknown.
+        """Announce a later step, as `OpenTable.announce`. All ranks call it; None is for lookups that are unknown.
 
-        together: whether every rank is known to be in this call. What keeps one from it is then left for the step.
+        together: whether every rank is known to be in this call. An error of one is then left for the step.
         """
         if not together:
-            _, error = catch(self._check_behind)
+            _, error = catch(self._check_diverged)
             self.world.handshake(f"announcement of embedding {self.name!r} at step {self.own.step}", error)
-        self.ahead.announce(lookups, lambda: LocalBatch(self.own.processor, self.own.spec, lookups or [], self.world))
+        self.id_prefetcher.announce(
+            lookups, lambda: LocalBatch(self.own.processor, self.own.spec, lookups or [], self.world)
+        )
 
     def rows_and_new(self, own: PinnedBatch) -> tuple[int, int]:
-        """How many rows this rank has, and how many of a pinned batch come to them. Counted for a `capacity` alone."""
+        """How many rows this rank has, and how many new ones a pinned batch adds. Counted for a `capacity` alone."""
         if self.capacity is None:
             return 0, 0
         written = int(own.table.processor.count_written(own.core).sum())
         return self.own.counts.rows, own.core.unique - written
 
     def fall_behind(self, op: str, error: BaseException) -> None:
-        """This rank failed in an update that other ranks make: no rank uses the rows until a snapshot is loaded."""
+        """Mark this rank's rows diverged: it failed in an update that other ranks make.
+
+        No rank uses the rows until a snapshot is loaded.
+        """
         catch(self.release)  # the pin cannot end after a failure
-        self._behind = f"{op} raised {error!r} on this rank amid its updates, which other ranks made"
+        self._diverged = f"{op} raised {error!r} on this rank during its updates, which other ranks made"
         table = self._open_table()
         if table is not None:
-            table.failure = table.failure or error  # so that these rows are never marked as whole
+            table.failure = table.failure or error  # so that these rows never get a clean marker
 
-    def _check_behind(self) -> None:
-        if self._behind and self.own.failure is not None:  # a load has put another table in its place else
-            raise StoreError(f"{self._behind}; load a snapshot of every embedding of that step on all ranks")
+    def _check_diverged(self) -> None:
+        if self._diverged and self.own.failure is not None:  # else a load has replaced the table
+            raise StoreError(f"{self._diverged}; load a snapshot of every embedding of that step on all ranks")
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""

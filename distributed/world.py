@@ -167,8 +167,8 @@ def make_default_group(timeout: float) -> None:
 def of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     """The part of a store that the ranks of this start of a job share, and those of no earlier one.
 
-    torchrun keeps its store when it restarts the processes of a job, and a rank which is there before the others would
-    connect to addresses of ranks that are gone (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a
+    torchrun keeps its store when it restarts the processes of a job, and a rank that starts before the others would
+    connect to addresses of ranks that have exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a
     name, and the others take it once rank 0 has answered under it to a number which they drew.
     """
     from torch.distributed.distributed_c10d import PrefixStore
@@ -403,14 +403,14 @@ def _difference(every: Sequence[Mapping[str, Any]]) -> str:
             f"ranks are in different calls, {calls}; lookups, steps and saves of embeddings of a World are made by all "
             "ranks in the same order"
         )
-    said = [_flat(one["same"]) for one in every]
-    names = [name for name in dict.fromkeys(name for one in said for name in one) if _differs(name, said)]
+    values = [_flat(one["same"]) for one in every]
+    names = [name for name in dict.fromkeys(name for one in values for name in one) if _differs(name, values)]
     shown = names[:MAX_NAMES]
-    values = "; ".join(
-        f"rank {rank}: " + ", ".join(f"{name}={one.get(name)}" for name in shown) for rank, one in enumerate(said)
+    by_rank = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{name}={one.get(name)}" for name in shown) for rank, one in enumerate(values)
     )
     more = f" (and {len(names) - len(shown)} more differ)" if len(names) > len(shown) else ""
-    return f"{every[0]['op']}: ranks differ, {values}{more}; give all ranks the same"
+    return f"{every[0]['op']}: ranks differ, {by_rank}{more}; give all ranks the same"
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,8 +421,8 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _differs(name: str, said: Sequence[Mapping[str, Any]]) -> bool:
-    return any(one.get(name) != said[0].get(name) for one in said)
+def _differs(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
+    return any(one.get(name) != values[0].get(name) for one in values)
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:

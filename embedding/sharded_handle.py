@@ -280,7 +280,7 @@ class ShardedTableHandle(RankSnapshots):
 
     def forget_announced(self) -> None:
         """As `LocalTableHandle.forget_announced`. Other ranks learn of it at the next step."""
-        self.table.ahead.forget()
+        self.table.id_prefetcher.forget()
         self.own.forget_announced()
 
     def release(self) -> None:

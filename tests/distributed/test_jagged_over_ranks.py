@@ -248,7 +248,7 @@ def test_a_rank_that_cannot_take_part_in_an_exchange_of_gradients_ends_the_group
     for step, after in run_ranks(RANKS, without_memory_for_gradients, table_batched):
         assert f"of embedding '{'tbe' if table_batched else 'ebc'}-d" in step
         assert "failed with MemoryError('no more')" in step
-        assert after.startswith("the group of ranks is at its end: ")
+        assert after.startswith("the group of ranks has ended: ")
 
 
 def of_type(path: Path, data_type: str, world: World | None = None, **more: str) -> EmbeddingBagCollection:

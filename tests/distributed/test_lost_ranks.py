@@ -89,7 +89,7 @@ def evaluate(world: World) -> Heard:
 
 def test_a_call_of_rank_0_alone_ends_by_timeout() -> None:
     first, *others = run_ranks(3, evaluate, timeout=1)
-    said = "ranks 1, 2 did not answer (it runs, but has not come to this call)"
+    said = "ranks 1, 2 did not answer (it runs, but has not reached this call)"
     assert first[:2] == (f"gather: {said}", (1, 2))
     assert first.seconds < 1 + 5
     for one in others:
@@ -143,7 +143,7 @@ def close_in_time(world: World) -> Heard | None:
 
 def test_a_rank_that_began_the_call_before_it_closed_is_not_named() -> None:
     first, _, third = run_ranks(3, close_in_time, timeout=0.5)
-    assert first[:2] == ("numbers: rank 2 did not answer (it runs, but has not come to this call)", (2,))
+    assert first[:2] == ("numbers: rank 2 did not answer (it runs, but has not reached this call)", (2,))
     assert third.ranks == (2,)
 
 

@@ -202,7 +202,7 @@ def test_an_announcement_that_was_refused_is_told_once() -> None:
     for said, found in run_ranks(2, announces_alone):
         assert len(said) == 2
         for number, text in enumerate(said, 2):
-            assert f"rank 0: coming step {number} of embedding 'users'" in text
+            assert f"rank 0: announced step {number} of embedding 'users'" in text
         assert_equal(found, expected)
 
 
@@ -214,7 +214,7 @@ def known_to_one(world: World) -> int:
     for step in range(1, 4):
         table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], together=True)
     graph(*batch(world.rank, 0))
-    return len(table.ahead._coming)
+    return len(table.id_prefetcher._announced)
 
 
 def test_announcements_that_no_step_can_take_are_let_go() -> None:

@@ -341,4 +341,4 @@ def without_memory(world: World) -> list[str]:
 def test_a_rank_that_cannot_go_through_its_step_ends_the_group_with_the_reason() -> None:
     for told in run_ranks(2, without_memory):
         assert "failed with MemoryError('no more') after MemoryError('no more')" in told[0]
-        assert told[1].startswith("the group of ranks is at its end: ")
+        assert told[1].startswith("the group of ranks has ended: ")

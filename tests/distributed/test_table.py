@@ -224,4 +224,4 @@ def let_go(world: World, how: str) -> str:
 @pytest.mark.parametrize("how", LETS_GO)
 def test_rows_that_were_let_go_are_not_read_where_they_lay(how: str) -> None:
     for said in run_ranks(2, let_go, how):
-        assert "put, delete or a load let its rows go in the middle of the step" in said
+        assert "put, delete or a load unpinned its rows in the middle of the step" in said

@@ -189,7 +189,7 @@ def closed(world: World) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_closed_world_refuses_calls(ranks: int) -> None:
-    assert run_ranks(ranks, closed) == ["the group of ranks is at its end: this world is closed"] * ranks
+    assert run_ranks(ranks, closed) == ["the group of ranks has ended: this world is closed"] * ranks
 
 
 def raising(world: World) -> None:

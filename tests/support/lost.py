@@ -27,7 +27,7 @@ def heard(world: World, call: Callable[[], object], close: Callable[[], object] 
         call()
     ended = monotonic()
     for later in (lambda: world.sum(torch.tensor(1)), lambda: world.all_bytes("names", b""), call):
-        with pytest.raises(GroupError, match="the group of ranks is at its end") as again:
+        with pytest.raises(GroupError, match="the group of ranks has ended") as again:
             later()
         assert str(error.value) in str(again.value)
         assert again.value.ranks == error.value.ranks
