@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Traffic:
-    """What was sent to other ranks and received from them. Bytes are those of ids, rows and gradients, not of headers."""
+    """What was sent to other ranks and received from them. Bytes are of ids, rows and gradients, not of headers."""
 
     ids_sent: int = 0
     ids_received: int = 0

@@ -75,7 +75,7 @@ def check_stored(
     if (stored["optimizer"], stored["states"]) != (optimizer.rule, list(optimizer.states)):
         raise OptimizerError(
             f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
-            f"{optimizer.rule}; train with that optimizer, begin its state anew by loading a snapshot with "
+            f"{optimizer.rule}; train with that optimizer, reset its state by loading a snapshot with "
             "weights_only=True, or take another name or persistent_path"
         )
     if RowState.described(stored).types != spec.state_of(optimizer).types:
@@ -84,7 +84,7 @@ def check_stored(
 
 
 def _warn_of_state(spec: TableSpec, stored: dict[str, Any], what: str) -> None:
-    """Log, before an optimizer is there, that none could train the stored rows with this `state_dtype`."""
+    """Warn, before an optimizer is given, that none could train the stored rows with this `state_dtype`."""
     kernel, (theirs, _) = kernels().get(stored["optimizer"]), RowState.described(stored).narrow
     if kernel is not None and kernel.element_states and theirs != spec.state_dtype:
         log.warning(
@@ -123,7 +123,7 @@ def _names_for(spec: TableSpec, stored: dict[str, Any]) -> Names:
 
 
 def _check_names(spec: TableSpec, stored: dict[str, Any], what: str, wanted: Collection[int] | None) -> None:
-    """Raises StoreError where the rows of a stored table would become those of another table."""
+    """Raises StoreError if the rows of a stored table would become those of another table."""
     names = _names_for(spec, stored)
     others = [table for table in mismatched_tables(names, spec.table_names) if wanted is None or table in wanted]
     if others and stored.get("rows") != 0:
@@ -144,8 +144,8 @@ def fitting(
 ) -> tuple[Selection, list[str]]:
     """The part of a snapshot that fits the table, and remarks on what is left out. strict: leave out padding alone.
 
-    Raises InputError for a selection of tables that are not there, and what `check_stored` raises where the snapshot
-    cannot be loaded in this way.
+    Raises InputError for a selection of missing tables, and what `check_stored` raises if the snapshot cannot be loaded
+    in this way.
     """
     remarks: list[str] = []
     names, given = names_in(stored), selection.tables
@@ -169,7 +169,7 @@ def fitting(
     except OptimizerError as error:
         if strict:
             raise OptimizerError(f"{error}; or load it with weights_only=True") from error
-        remarks.append(f"the optimizer's state is begun anew: {error}")
+        remarks.append(f"the optimizer's state is reset: {error}")
         selection = dataclasses.replace(selection, state=False)
     if spec.padding_idx not in (None, stored["padding_idx"]):
         remarks.append(f"padding_idx={spec.padding_idx} was none when {what} was saved: rows of that id are left out")

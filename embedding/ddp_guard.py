@@ -60,13 +60,13 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
     if world is None and embeddings:
         shared = _shared(root, "the module")
         if shared is not None:
-            raise _told(OptimizerError, shared, "an EagerOptimizer", "EagerOptimizer")
+            raise _refusal(OptimizerError, shared, "an EagerOptimizer", "EagerOptimizer")
     for path, module in root.named_modules():
-        held = next((one for one in module.modules() if one in embeddings), None) if _is_wrapper(module) else None
-        if isinstance(held, EmbeddingBase):
+        wrapped = next((one for one in module.modules() if one in embeddings), None) if _is_wrapper(module) else None
+        if isinstance(wrapped, EmbeddingBase):
             raise OptimizerError(
-                f"embedding {held.name!r} is in {path or 'the module'}, a {type(module).__name__}, and its world sees "
-                "to its rows; wrap the modules beside it"
+                f"embedding {wrapped.name!r} is in {path or 'the module'}, a {type(module).__name__}, and its world "
+                "exchanges its rows; wrap the other modules instead"
             )
     return world
 
@@ -74,7 +74,7 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
 def refuse_lookup(name: str) -> None:
     """OptimizerError where a lookup of embedding `name` for training is called within a DistributedDataParallel."""
     if DistributedDataParallel._active_ddp_module is not None:
-        raise _told(OptimizerError, f"embedding {name!r} is in {_calling()}", "its training", "the loop")
+        raise _refusal(OptimizerError, f"embedding {name!r} is in {_calling()}", "its training", "the loop")
 
 
 def _shared(root: nn.Module, name: str) -> str | None:
@@ -120,11 +120,11 @@ def _described(wrapper: nn.Module) -> str:
 
 
 def _refused(what: str) -> TierbedError:
-    return _told(GraphError, what, "a graph's step", "the graph")
+    return _refusal(GraphError, what, "a graph's step", "the graph")
 
 
-def _told(kind: type[TierbedError], what: str, who: str, taker: str) -> TierbedError:
+def _refusal(kind: type[TierbedError], what: str, who: str, taker: str) -> TierbedError:
     return kind(
-        f"{what}: {who} does not talk to other ranks, whose parameters and rows would drift apart; give {taker} the "
+        f"{what}: {who} does not talk to other ranks, whose parameters and rows would diverge; give {taker} the "
         "module without it, and train in one process, or give its embeddings a World of tierbed.distributed"
     )

@@ -28,7 +28,7 @@ from .model_snapshots import ModelSnapshots
 from .saved_rows import SavedRows
 from .training_group import check_failed_step, train_together
 
-MOST_SHARED = 62  # embeddings over ranks, a bit of a note each
+MAX_SHARED = 62  # embeddings over ranks, each a bit of a note
 STEP = "step() of an EagerOptimizer"
 Reached = tuple[EmbeddingBase, RowOptimizer, RowGradients | None]
 
@@ -67,10 +67,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         modules = (m for m in module.modules() if isinstance(m, EmbeddingBase))
         embeddings = [m for m in modules if m.shadow.requires_grad]
         self._world = refuse_eager_ranks(module, embeddings)
-        self._torn = ""  # what this rank alone raised amid the updates of a step
-        if self._world is not None and len(embeddings) > MOST_SHARED:
+        self._partial_update = ""  # what this rank alone raised during the updates of a step
+        if self._world is not None and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
-                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MOST_SHARED} or fewer"
+                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MAX_SHARED} or fewer"
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
@@ -112,10 +112,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
         closure: called first, as torch's optimizers do. It runs forward() and backward(); its result is returned.
 
-        Embeddings that no backward() reached stay as they are, their step counts too. Raises StoreError, CapacityError
-        and InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and
-        while another thread trains the rows. Over ranks, what the closure raises on one of them is raised on all; and
-        OptimizerError after a step in which one raised amid its updates, until `load_state_dict()`.
+        Embeddings that no backward() reached are unchanged, their step counts too. Raises StoreError, CapacityError
+        and InputError before any row changed if rows cannot be fetched, GraphError in `build` of a graph and while
+        another thread trains the rows. Over ranks, what the closure raises on one of them is raised on all; and
+        OptimizerError after a step in which one raised during its updates, until `load_state_dict()`.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -204,7 +204,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Load a copy of a state_dict into the wrapped optimizer, which trains the tensors that it is given."""
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
-        self._torn = ""
+        self._partial_update = ""
 
     def _called(self, closure: Callable[[], Any]) -> Any:
         """The result of a closure. What it raises on this rank alone is raised on those that wait for this one."""
@@ -223,7 +223,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if self._world is None:
             stepped = [(e, rows, gradients) for e, rows, gradients in reached if gradients is not None]
         else:
-            stepped = self._reached_anywhere(self._world, reached)
+            stepped = self._reached_on_any_rank(self._world, reached)
         with exclusive_step([embedding for embedding, *_ in stepped], "an EagerOptimizer"):
             pinned: list[tuple[RowGradients, Any]] = []
             try:
@@ -255,20 +255,20 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             yield
         except BaseException as error:
             if self._world is not None:
-                self._torn = self._torn or repr(error)
+                self._partial_update = self._partial_update or repr(error)
             raise
 
-    def _reached_anywhere(
+    def _reached_on_any_rank(
         self, world: World, reached: list[Reached]
     ) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
         error: BaseException | None = None
         try:
-            if self._torn:
+            if self._partial_update:
                 raise OptimizerError(
-                    f"a step of an EagerOptimizer raised {self._torn} amid its updates, which other ranks made; on all "
-                    "ranks load a snapshot of every embedding, the dense parameters of its step, and the optimizer's "
-                    "state by load_state_dict() of the EagerOptimizer"
+                    f"a step of an EagerOptimizer raised {self._partial_update} during its updates, which other ranks "
+                    "made; on all ranks load a snapshot of every embedding, the dense parameters of its step, and the "
+                    "optimizer's state by load_state_dict() of the EagerOptimizer"
                 )
             for *_, gradients in reached:
                 if gradients is not None:

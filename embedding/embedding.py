@@ -65,23 +65,23 @@ class KeyedRows(SavedRows):
         raise NotImplementedError
 
     def size(self) -> int:
-        """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that did not leave since.
+        """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that were not removed since.
 
-        Raises what an earlier step did wrong and the device found late. InputError, CapacityError.
+        Raises deferred errors of earlier steps. InputError, CapacityError.
         """
         self._table()
         return self.opened().size()
 
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
-        return self._table().get(self._asked(keys, table_ids))
+        return self._table().get(self._collective_lookup(keys, table_ids))
 
     def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
-        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands.
+        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last row wins.
 
-        Optimizer state stays as it is.
+        Optimizer state is unchanged.
         """
-        with self.told():
+        with self.raise_on_all_ranks():
             wanted = self._lookup(keys, table_ids)
             values = rows_from(self.spec, rows, wanted.ids.shape)
             if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
@@ -100,7 +100,7 @@ class KeyedRows(SavedRows):
         files keep its bytes until they are merged, by `compact` or in the background. docs/lifecycle.md, "Delete", has
         the steps after which no file has the row.
         """
-        return self._table().delete(self._asked(ids, table_ids))
+        return self._table().delete(self._collective_lookup(ids, table_ids))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Every written row, in chunks ordered by bucket, table and key.
@@ -151,9 +151,9 @@ class KeyedRows(SavedRows):
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
-    def _asked(self, keys: Any, table_ids: Any) -> Lookup:
-        """The lookup of a call of all ranks."""
-        with self.told():
+    def _collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
+        """The lookup of a collective."""
+        with self.raise_on_all_ranks():
             return self._lookup(keys, table_ids)
 
     def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
@@ -217,7 +217,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
         self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
         self.handle = ops.register(self)
-        self._held: TableHandle | None = None
+        self._handle: TableHandle | None = None
         self._opening = Lock()
         self._accumulating = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
@@ -264,7 +264,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Outside a `Graph` a lookup reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
         """
         ops.refuse_export(self.name)
-        with self.told():
+        with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
             check_weights(self.spec, lookup, weights)
             if (device := self.device) != ids.device:
@@ -293,14 +293,14 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         features: Sequence[int] | None = None,
         num_features: int | None = None,
     ) -> None:
-        """Announce the lookup of a coming training step, so that a thread makes its rows ready while others run.
+        """Announce the lookup of a later training step, so that a thread prefetches its rows while others run.
 
         Announce steps in their order, each before it runs, any number of them ahead. The arguments are those of the
-        lookup. Rows never depend on an announcement: a step that was not announced, or looks up other ids, takes the
-        plain way. A cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA the thread
+        lookup. Rows never depend on an announcement: a step that was not announced, or looks up other ids, runs without
+        prefetch. A cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA the thread
         uses a second stream. Raises InputError, OptimizerError, StoreError.
         """
-        with self.told():
+        with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
         self.announce([lookup])
 
@@ -315,8 +315,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         May be called again. Using the embedding raises ClosedError.
         """
         self._closed = True
-        if self._held is not None:
-            self._held.close()
+        if self._handle is not None:
+            self._handle.close()
 
     def __enter__(self) -> Self:
         return self
@@ -371,16 +371,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
-        if self._held is not None:
-            self._held.use_optimizer(rows_optimizer)
+        if self._handle is not None:
+            self._handle.use_optimizer(rows_optimizer)
         self.row_optimizer = rows_optimizer
 
     def keep_rows(self) -> None:
         super().keep_rows()
-        if self._refused is None or self._held is None or self._closed or self.row_optimizer is None:
+        if self._refused is None or self._handle is None or self._closed or self.row_optimizer is None:
             return
         try:
-            self._held.use_optimizer(self.row_optimizer)  # rows that were loaded since may fit it
+            self._handle.use_optimizer(self.row_optimizer)  # rows that were loaded since may fit it
             self._refused = None
         except OptimizerError as error:
             self._refused = error
@@ -432,21 +432,21 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Raises InputError for values on the CPU that are out of range.
         """
         table = self._trained()
-        with self.told():
+        with self.raise_on_all_ranks():
             for lookup in lookups:
                 if lookup.ids.device.type == "cpu":
                     segment(self.spec, lookup)
         table.announce(lookups)
 
     def forget_announced(self) -> None:
-        """Forget what was announced, and end the thread that makes batches ready."""
-        if self._held is not None:
-            self._held.forget_announced()
+        """Forget what was announced, and end the prefetch thread."""
+        if self._handle is not None:
+            self._handle.forget_announced()
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
-        if self._held is not None:
-            self._held.release()
+        if self._handle is not None:
+            self._handle.release()
 
     def _refuse_in_backward(self) -> None:
         if hasattr(self.shadow, "_in_backward_optimizers"):
@@ -469,7 +469,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self.opened().own_table
 
     def opened(self, for_load: bool = False) -> TableHandle:
-        """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
+        """The handle of the table, which is opened at the first use, for checkpoints and captured steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
@@ -477,25 +477,25 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             )
         device = self.device
         with self._opening:
-            if self._held is None:
+            if self._handle is None:
                 if self._closed:
-                    with self.told():  # others may be about to open it, which takes all ranks
+                    with self.raise_on_all_ranks():  # others may be about to open it, which takes all ranks
                         raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 try:
-                    self._held = self._hold(self.row_optimizer, device, for_load)
+                    self._handle = self._hold(self.row_optimizer, device, for_load)
                 except OptimizerError as error:
                     self._refused = error  # the rows can still be read
-                    self._held = self._hold(None, device, for_load)
-                self._held.awaited = self._awaited
-                weakref.finalize(self, self._held.finish)
-                if self._held.unsettled:
+                    self._handle = self._hold(None, device, for_load)
+                self._handle.awaited = self._awaited
+                weakref.finalize(self, self._handle.finish)
+                if self._handle.unsettled:
                     self._awaited[:] = self._awaited or [UNKNOWN]
-            elif self._held.device != device:
-                self._held.move(device)
-            held = self._held
+            elif self._handle.device != device:
+                self._handle.move(device)
+            handle = self._handle
         if self._awaited and not for_load:
             self._await_rows()
-        return held
+        return handle
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:
         if self.world is None:

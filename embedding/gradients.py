@@ -100,7 +100,7 @@ class RowGradients:
         self._kept[key] = _LookupGradient(copy, weights, given, order, grad, _version(grad))
 
     def pin(self) -> Pinned | None:
-        """Bring up and pin the rows of all lookups, each row once. Returns None where there is no lookup.
+        """Fetch and pin the rows of all lookups, each row once. Returns None if there is no lookup.
 
         Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
         """
@@ -252,12 +252,12 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
 
 @contextmanager
 def exclusive_step(embeddings: Iterable[EmbeddingBase], owner: str) -> Iterator[None]:
-    """A block for a step that pins rows of `embeddings`: a step in another thread would take its pins away.
+    """A block for a step that pins rows of `embeddings`: a step in another thread would unpin them.
 
-    owner: whose step it is, for messages. GraphError where another thread is in a step of one of them.
+    owner: whose step it is, for messages. GraphError if another thread is in a step of one of them.
     """
     mine = current_thread(), owner
-    held = []
+    taken = []
     try:
         for embedding in embeddings:
             thread, other = first = _training.setdefault(embedding.handle, mine)
@@ -268,8 +268,8 @@ def exclusive_step(embeddings: Iterable[EmbeddingBase], owner: str) -> Iterator[
                     "or hold a lock of your own around each"
                 )
             if first is mine:
-                held.append(embedding.handle)
+                taken.append(embedding.handle)
         yield
     finally:
-        for handle in held:
+        for handle in taken:
             del _training[handle]

@@ -82,10 +82,10 @@ def _save_in_background(tables: Tables, name: str, kind: str, overwrite: bool) -
                 commit = Decided(saving.first, saving.id, saving.others if number == 0 else saving.until_made)
                 of_all = None if apart else OfAll(name, members[0].store, commit, len(tables))
                 saving.saves.append(table.save_in_background(name, kind, overwrite, of_all))
-            saving.begun.set()
+            saving.all_started.set()
         except BaseException:
             saving.given_up = True
-            saving.begun.set()
+            saving.all_started.set()
             raise
     return saving
 
@@ -96,7 +96,7 @@ class SavingAll:
     def __init__(self, what: str, first: Path) -> None:
         self.what, self.first, self.id = what, first, secrets.token_hex(16)
         self.saves: list[BackgroundSave] = []
-        self.begun, self.given_up = Event(), False
+        self.all_started, self.given_up = Event(), False
         self._written = 0
 
     @property
@@ -104,7 +104,7 @@ class SavingAll:
         return all(save.done for save in self.saves)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As `BackgroundSave.wait`: until all have ended, for `timeout` seconds at most. Raises what went wrong."""
+        """As `BackgroundSave.wait`: until all have ended, for `timeout` seconds at most. Raises the error of a save."""
         end = None if timeout is None else monotonic() + timeout
         for save in self.saves:
             save.hurry()
@@ -120,7 +120,7 @@ class SavingAll:
 
     def others(self) -> None:
         """Called in the thread of the first: return when all others are durable."""
-        self.begun.wait()
+        self.all_started.wait()
         if self.given_up:
             raise StoreError(f"{self.what}: that of another embedding was not saved")
         while self._written < len(self.saves) - 1:
@@ -128,13 +128,15 @@ class SavingAll:
 
     def until_made(self) -> None:
         """Called in the threads of the others: return when the first has its name."""
-        self.begun.wait()
+        self.all_started.wait()
         self._written += 1
         while snapshot_id(self.first) != self.id:
             self._look(self.saves[:1])
 
     def _look(self, saves: Sequence[BackgroundSave]) -> None:
-        if self.given_up or any(save.done for save in saves):  # none ends well before the first has its name
+        if self.given_up or any(
+            save.done for save in saves
+        ):  # none ends without an error before the first has its name
             if snapshot_id(self.first) == self.id:
                 return
             for save in saves:
@@ -171,7 +173,7 @@ def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> 
 
 
 def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:
-    """A snapshot in a store folder too. It stays where a load fails late, as the live rows may go back to it."""
+    """A snapshot in a store folder too. It stays if a load fails late, since it may be the recovery snapshot."""
     return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.base == place.name)
 
 
@@ -184,20 +186,20 @@ def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
 
 
 def load_all(members: Sequence[Membership], loads: Sequence[Callable[[], LoadReport]]) -> list[LoadReport]:
-    """Load several embeddings. members: of their stores, which are torn where it raises amid the loads."""
+    """Load several embeddings. members: of their stores, which are torn if it raises during the loads."""
     reports = []
     try:
         for load in loads:
             reports.append(load())
     except BaseException as error:
         if reports and members:
-            members[0].tear(f"a load of {len(loads)} embeddings raised amid its changes ({error!r})")
+            members[0].tear(f"a load of {len(loads)} embeddings raised during its changes ({error!r})")
         raise
     return reports
 
 
 def instant_of(members: Sequence[Membership], snapshots: Sequence[Snapshot]) -> Instant | None:
-    """The instant to which a load of these snapshots moves the stores; None where they are trained apart."""
+    """The instant to which a load of these snapshots moves the stores; None if they are trained apart."""
     if not members or members[0].record is None:
         return None
     now = members[0].instant()
@@ -214,7 +216,7 @@ def _members(tables: Tables) -> list[Membership]:
 
 def _kind(table: Any, kind: str) -> str:
     if kind == "incremental" and not table.base:
-        log.info("embedding %r has no snapshot to go over, and is saved full", table.name)
+        log.info("embedding %r has no snapshot to be based on, and is saved full", table.name)
         return "full"
     return kind
 
@@ -259,7 +261,7 @@ def _save_on_ranks(
             parts = [(table.own_table.watch, save) for table, (save, _) in zip(tables, saves, strict=True)]
             saving = BackgroundShardedSave(world, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
             for table in tables:
-                table.goes_on(saving)
+                table.note_saving(saving)
             return saving
         errors = [
             catch(partial(table.write_save, save, parent, progress))[1]

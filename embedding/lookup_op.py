@@ -141,7 +141,7 @@ def lookup_weights_grad(
 ) -> Tensor:
     """The gradient of a lookup's weights, float32 of the shape of ids; recorded only where they require grad.
 
-    shadow: tells autograd that this gradient depends on rows.
+    shadow: makes autograd see that this gradient depends on rows.
     """
     return embedding_of(handle).read_weights_grad(lookup_of(ids, table_ids, offsets, pooling, places), grad)
 

@@ -1,4 +1,4 @@
-"""Snapshots of all embeddings of a model: one name in every store folder, all of one instant."""
+"""Snapshots of all embeddings of a model: one name in every store folder, all from the same step."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ModelSnapshots:
     ) -> SaveHandle | None:
         """Save the rows of all embeddings under one name, each in its store folder, between two steps: all or none.
 
-        The arguments are those of `MultiTableEmbedding.save_snapshot`. An embedding that has no snapshot for an
-        incremental one to go over is saved full. SnapshotError, where an embedding has no persistent_path as well;
+        The arguments are those of `MultiTableEmbedding.save_snapshot`. An embedding that has no parent for an
+        incremental snapshot is saved full. SnapshotError, also if an embedding has no persistent_path;
         StoreError, OptionError.
         """
         for argument, value in (("background", background), ("overwrite", overwrite)):
             if not isinstance(value, bool):
                 raise OptionError(f"{argument}={value!r}: give True or False")
-        tables, world = self._held(), _world_of(self._stored())
+        tables, world = self._handles(), _world_of(self._stored())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -47,13 +47,13 @@ class ModelSnapshots:
         All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
         OptimizerError.
         """
-        tables, world = self._held(for_load=True), _world_of(self._stored())
+        tables, world = self._handles(for_load=True), _world_of(self._stored())
         reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
 
     def keep_rows(self) -> None:
-        """Go on with the rows as they are, though a loaded state_dict is of others."""
+        """Keep the rows as they are, though a loaded state_dict is of others."""
         for embedding in self._snapshot_embeddings():
             embedding.keep_rows()
 
@@ -78,12 +78,12 @@ class ModelSnapshots:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded")
         return found
 
-    def _held(self, for_load: bool = False) -> list[Any]:
+    def _handles(self, for_load: bool = False) -> list[Any]:
         return [embedding.opened(for_load) for embedding in self._stored()]
 
 
 def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
-    """Save the rows of embeddings as the snapshots `places`, at one instant."""
+    """Save the rows of embeddings as the snapshots `places`, from the same step."""
     world = _world_of(embeddings)
     tables: list[Any] = [embedding.opened() for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]

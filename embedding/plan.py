@@ -23,10 +23,10 @@ from ..engine.options.table_spec import check_dtype, check_state_dtype
 from ..engine.row_format import line_bytes_of, words_of
 from .stack_distance import Model, Sample
 
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the sizes that a plan prints, as shares of the rows seen
 I64 = NDArray[np.int64]
-WIRE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes of a float that travels
+WIRE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes of a float that is sent
 
 
 class Curve(NamedTuple):
@@ -83,7 +83,7 @@ class Plan:
         return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
-        """The bytes of a cache with lines for so many rows, its metadata included."""
+        """The bytes of a cache with lines for `rows` rows, its metadata included."""
         return rows * (self.line_bytes + LINE_OVERHEAD_BYTES)
 
     def hit_rate(self, *, budget_mb: float | None = None, rows: int | None = None, table: int | None = None) -> float:
@@ -103,10 +103,12 @@ class Plan:
     def division(self, capacity: int | None = None) -> MemorySplit:
         """How `memory_mb` is divided by `cache_budget_mb="auto"` of a `cached_ssd` on the CPU, other options default.
 
-        capacity: as the option. Raises OptionError where `memory_mb` is None.
+        capacity: as the option. Raises OptionError if `memory_mb` is None.
         """
         if self.memory_mb is None:
-            raise OptionError("memory_mb=None, and this system does not tell how much memory is free; give it to plan")
+            raise OptionError(
+                "memory_mb=None, and this system does not report how much memory is free; give it to plan"
+            )
         if capacity is not None:
             capacity = _count("capacity", capacity, 1)
         overflow_mb = CachedSsdOptions.overflow_mb
@@ -128,7 +130,7 @@ class Plan:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the curve of all tables together and, where there are several, the curve of each. Needs `tierbed[plot]`.
 
-        The ending of `path` is one of matplotlib's formats. Raises OptionError where matplotlib is missing.
+        The ending of `path` is one of matplotlib's formats. Raises OptionError if matplotlib is missing.
         """
         try:
             from matplotlib.figure import Figure
@@ -225,7 +227,7 @@ def plan(
         padding = int_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
     ranks = None
     if world_size is not None:
-        size = int_option("world_size", world_size, f"a number of ranks from 1 to {MOST_RANKS}", 1, MOST_RANKS)
+        size = int_option("world_size", world_size, f"a number of ranks from 1 to {MAX_RANKS}", 1, MAX_RANKS)
         ranks = RankPlan(size, dim, tables, padding)
     sample = Sample(samples)
     for number, item in enumerate(trace):

@@ -21,7 +21,7 @@ class SharedVersions(Versions):
     """The versions of rows that ranks share: their run, and how many operations of all ranks wrote since it began."""
 
     def __init__(self, opened: Rows, began: tuple[Any, ...], own: LocalTableHandle) -> None:
-        self._opened, self._began, self._own, self._from = opened, began, own, own.life.writes
+        self._rows_at_open, self._began, self._own, self._from = opened, began, own, own.life.writes
 
     @property
     def writes(self) -> int:  # type: ignore[override]
@@ -29,7 +29,9 @@ class SharedVersions(Versions):
 
     @property
     def rows(self) -> Rows:
-        return self._opened if self.writes == 0 else Rows((self._own.life.run, self._own.life.writes), self._began)
+        return (
+            self._rows_at_open if self.writes == 0 else Rows((self._own.life.run, self._own.life.writes), self._began)
+        )
 
 
 class RankMembership(Membership):
@@ -41,12 +43,12 @@ class RankMembership(Membership):
         self._own = own
 
     def opened_with(self, rows: Rows, is_live: bool) -> None:
-        """As `opened`, of live rows, or of those that a run begins with."""
+        """As `note_open`, of live rows, or of those that a run begins with."""
         self._is_live = is_live
         if self.record is not None and not is_live:
             self.record = replace(self.record, began=rows)
             self.folder.note_group(self.record)
-        self.opened(rows)
+        self.note_open(rows)
 
     def first_write_noted(self) -> None:
         """Let MARK know of the first write of a run, or after a load, before ranks agree to it. StoreError."""
@@ -60,7 +62,7 @@ class RankMembership(Membership):
         return SharedVersions(rows, past, self._own)
 
     def _note_unwritten(self, rows: Rows) -> None:
-        if self._is_live:  # it is clean by the marks of the shares
+        if self._is_live:  # it is clean by the markers of the shards
             self.folder.note_group(self.record)
         else:
             assert self.record is not None
@@ -89,14 +91,14 @@ def settle_ranks(
         return [str(path) for path in ours] if len(known.members) + len(known.missing) > 1 else []
 
     paths: list[str] = world.call_on_rank_0(op, shared)
-    shares: dict[str, list[ShardVersion | None]] = {}
+    shards: dict[str, list[ShardVersion | None]] = {}
     if paths:
         every = world.all_gather_object(op, lambda: [_share(Path(path), world.rank, world.size) for path in paths])
-        shares = {path: [one[at] and ShardVersion(*one[at]) for one in every] for at, path in enumerate(paths)}
+        shards = {path: [one[at] and ShardVersion(*one[at]) for one in every] for at, path in enumerate(paths)}
 
     def settled() -> str:
         assert home.folder is not None
-        return settle(home.folder, mode, open_rows(), for_load, shares, stores)
+        return settle(home.folder, mode, open_rows(), for_load, shards, stores)
 
     return str(world.call_on_rank_0(op, settled))
 

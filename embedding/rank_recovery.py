@@ -1,4 +1,7 @@
-"""With which rows ranks open an embedding: their live rows where these are of one instant, else one snapshot."""
+"""Decides which rows an embedding opens with on all ranks.
+
+If the live rows of all ranks come from the same run and step they are used, else every rank recovers from one snapshot.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class ShardReport(NamedTuple):
-    """What a rank found: the live rows and the noted step of its share, and shares of another number of ranks.
+    """What a rank found: the live rows and the noted step of its shard, and shards of another number of ranks.
 
-    Of rank 0 alone, what the store folder has of one process: the step and the number of its live rows where they are
-    whole, whether it was open, and whether it holds anything.
+    Of rank 0 alone, what the store folder has of one process: the step and the number of its live rows if they have a
+    clean marker, whether it was open, and whether it holds anything.
     """
 
     live: ShardVersion | None
@@ -45,9 +48,9 @@ class ShardReport(NamedTuple):
 
 
 class RecoveryDecision:
-    """The decision of all ranks with which rows to open.
+    """The decision of all ranks which rows to open with.
 
-    Every rank makes one, opens its share by `decide`, and calls `settle` then.
+    Every rank makes one, opens its shard by `decide`, and then calls `finish`.
     """
 
     def __init__(self, world: World, op: str, home: SharedFolder, mode: str) -> None:
@@ -55,9 +58,9 @@ class RecoveryDecision:
         self._world, self._home = world, home
         self._op = f"{op}: its rows"
         self._fresh, self._refuses = mode == "fresh", mode == "error"
-        self._asked = False  # whether this rank told the others what it found
+        self._has_reported = False  # whether this rank sent the others what it found
         self._agreed = False  # whether the ranks came to a decision
-        self._has_read = False  # whether this rank told the others how many rows of the base it read
+        self._has_read = False  # whether this rank sent the others how many rows of the snapshot it read
         self._counted = False  # whether the ranks read all of them
         self.is_live = False
         self.base: RecoveryPoint | None = None
@@ -69,46 +72,46 @@ class RecoveryDecision:
 
     def decide(self, found: FolderContents) -> OpenPlan:
         """How this rank opens its share. Raises StoreError and SnapshotError on all ranks, if the ranks disagree."""
-        self._asked = True
+        self._has_reported = True
         reports = [_read(one) for one in self._world.all_gather_object(self._op, lambda: self._report(found))]
         live = self._live(reports)
         if live is not None:
             self.run, self.is_live, self._agreed = live.run, True, True
-            return OpenPlan(found.mark, run=live.run, writes=live.writes)
-        said = None if self._fresh else self._go_back(reports)
+            return OpenPlan(found.clean_marker, run=live.run, writes=live.writes)
+        entry = None if self._fresh else self._recover(reports)
         self._agreed = True
-        if self._home.folder is None or self._home.keeper.at is not None:  # it was said of all that train together
-            said = None
+        if self._home.folder is None or self._home.keeper.at is not None:  # the log has it of all that train together
+            entry = None
         if self.base is None:
-            return OpenPlan(run=self.run, said=said)
+            return OpenPlan(run=self.run, log_entry=entry)
         part = HashShard(self._world.rank, self._world.size)
         snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_part(part)
-        return OpenPlan(snapshot=snapshot, run=self.run, said=said, verified=lambda: self._count(snapshot))
+        return OpenPlan(snapshot=snapshot, run=self.run, log_entry=entry, verified=lambda: self._count(snapshot))
 
-    def settle(self, error: BaseException | None) -> None:
-        """Join the other ranks, which wait for this one, where its share could not be opened. error: of that.
+    def finish(self, error: BaseException | None) -> None:
+        """Join the collectives that the other ranks wait in, if this shard could not be opened. error: of that.
 
-        Raises on all ranks where one of them has no rows to open with.
+        Raises on all ranks if one of them has no rows to open with.
         """
         try:
-            self._join(self._op, self._asked, self._agreed, error)
+            self._join(self._op, self._has_reported, self._agreed, error)
         finally:
             if self._home.folder is not None:
-                self._home.remove_tokens()  # by now every rank has looked for it, or the group is at its end
+                self._home.remove_tokens()  # by now every rank has checked for it, or the group has ended
         if self.base is not None:
-            self._join(reading(self._op), self._has_read, self._counted, error)
+            self._join(row_count_op(self._op), self._has_read, self._counted, error)
 
-    def _join(self, op: str, came: bool, passed: bool, error: BaseException | None) -> None:
+    def _join(self, op: str, has_joined: bool, passed: bool, error: BaseException | None) -> None:
         if passed:
             return
-        if error is not None and came:
-            raise error  # of the ranks' exchange, and so on all of them
+        if error is not None and has_joined:
+            raise error  # of the collective, and so raised on all of them
         self._world.handshake(op, error)
 
     def _count(self, snapshot: Snapshot) -> None:
-        """Raise SnapshotError on all ranks where they did not read all rows of the snapshot they go back to."""
+        """Raise SnapshotError on all ranks if they did not read all rows of the recovery snapshot."""
         self._has_read = True
-        check_all_rows(self._world, self._op, snapshot, lambda: snapshot.found)
+        check_row_count(self._world, self._op, snapshot, lambda: snapshot.found)
         self._counted = True
 
     def _introduced(self) -> dict[str, Any]:
@@ -123,45 +126,45 @@ class RecoveryDecision:
             check_shards_unlocked(home.path, record.ranks)
             others = dict(live_of(clean_markers(home.path, record.ranks), record.ranks))
         noted = found.noted_step if record is not None or home.folder is None else home.folder.noted_step
-        report = ShardReport(live_in(found.mark, self._world.rank, self._world.size), noted, others)
+        report = ShardReport(live_in(found.clean_marker, self._world.rank, self._world.size), noted, others)
         if home.folder is None:
             return report
-        mark = home.folder.read_mark()
-        alone = None if mark is None else (mark["step"], mark["rows"])
+        marker = home.folder.read_mark()
+        alone = None if marker is None else (marker["step"], marker["rows"])
         return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.begun)
 
     def _live(self, reports: list[ShardReport]) -> ShardVersion | None:
-        """The live rows of this number of ranks, where all are of one instant and later than those of one process."""
+        """The live rows of this number of ranks, if all are from the same step and later than those of one process."""
         record = self._record
         if self._fresh or record is None or record.ranks != self._world.size or reports[0].alone is not None:
             return None
         return common_version(record, [report.live for report in reports])
 
-    def _go_back(self, reports: list[ShardReport]) -> tuple[int, str] | None:
-        """Find the snapshot to go back to. Returns the level and the text to log."""
+    def _recover(self, reports: list[ShardReport]) -> tuple[int, str] | None:
+        """Find the recovery snapshot. Returns the level and the text to log."""
         record, first = self._record, reports[0]
         if record is None or first.alone is not None:
-            self.base = self._told_base(lambda: self._home.base_of_one())
-            return self._leave_one(first)
-        self.base = base = self._told_base(lambda: self._home.base_of_ranks())
+            self.base = self._base_of_rank_0(lambda: self._home.base_of_one())
+            return self._take_over(first)
+        self.base = base = self._base_of_rank_0(lambda: self._home.base_of_ranks())
         if record.ranks != self._world.size:
-            shares: dict[int, ShardVersion | None] = {}
+            shards: dict[int, ShardVersion | None] = {}
             for rank, live in (one for report in reports for one in report.others.items()):
-                if rank not in shares or (live is not None and live.run == record.run):  # a host may have an older one
-                    shares[rank] = live
-            return recover_from_ranks(self._path, record, shares, base, self._refuses)
+                if rank not in shards or (live is not None and live.run == record.run):  # a host may have an older one
+                    shards[rank] = live
+            return recover_from_ranks(self._path, record, shards, base, self._refuses)
         if self._refuses:
             raise StoreError(unclean_shutdown_text(self._path))
         why = unclean_ranks_text(self._path, record, {rank: report.live for rank, report in enumerate(reports)})
         reached = max((report.noted for report in reports if report.noted is not None), default=None)
         return logging.WARNING, f"{why}; all ranks: {recovery_text(base)}; {lost_steps_text(base, reached)}"
 
-    def _told_base(self, find: Callable[[], RecoveryPoint | None]) -> RecoveryPoint | None:
+    def _base_of_rank_0(self, find: Callable[[], RecoveryPoint | None]) -> RecoveryPoint | None:
         found = self._world.call_on_rank_0(f"{self._op}: the snapshot", find)
         return None if found is None else RecoveryPoint(*found)
 
-    def _leave_one(self, first: ShardReport) -> tuple[int, str] | None:
-        """What is logged where ranks take over the folder of one process, or a new one. StoreError."""
+    def _take_over(self, first: ShardReport) -> tuple[int, str] | None:
+        """What is logged when ranks take over the folder of one process, or a new one. StoreError."""
         path, base = self._path, self.base
         if first.alone is not None:
             step, rows = first.alone
@@ -188,17 +191,17 @@ def _live(found: list[Any] | None) -> ShardVersion | None:
     return None if found is None else ShardVersion(*found)
 
 
-def reading(op: str) -> str:
-    """What ranks are about that tell each other how many rows they have read."""
+def row_count_op(op: str) -> str:
+    """The operation in which ranks compare how many rows they have read."""
     return f"{op}: its rows"
 
 
-def check_all_rows(world: World, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
-    """Raise SnapshotError on all ranks where their parts are not all rows of each snapshot in the chain. Collective.
+def check_row_count(world: World, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
+    """Raise SnapshotError on all ranks if their shards are not all rows of each snapshot in the chain. Collective.
 
-    read: gives how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.
+    read: returns how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.
     """
-    found = world.all_gather_object(reading(op), read)
+    found = world.all_gather_object(row_count_op(op), read)
 
     def check() -> None:
         for link in snapshot.chain:

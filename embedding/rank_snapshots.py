@@ -1,4 +1,4 @@
-"""The snapshots of rows that ranks share. All ranks make every call, but those that say otherwise."""
+"""The snapshots of rows that ranks share. Every call is collective unless marked local."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, link
 from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ..snapshots.store.save import SaveSource, begin_save, check_kind, check_save, clear_leftovers, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
-from .rank_recovery import check_all_rows
+from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
 from .sharded_save import BackgroundShardedSave, ShardedSave
 
@@ -41,7 +41,7 @@ log = logging.getLogger("tierbed")
 
 
 class RankSnapshots:
-    """The part of `ShardedTableHandle` that saves and loads snapshots, of which each rank writes and reads its part."""
+    """The part of `ShardedTableHandle` that saves and loads snapshots: each rank writes and reads its shard."""
 
     _world: World
     name: str
@@ -60,9 +60,9 @@ class RankSnapshots:
         """The snapshot that was saved or loaded last, if any. Local."""
         return None if self.home is None else self.home.base
 
-    def named(self) -> RowsReference:
-        """As `LocalTableHandle.named`. Local."""
-        return reference_at(self.own.named().step, self.place, self.base, self._now())
+    def rows_reference(self) -> RowsReference:
+        """As `LocalTableHandle.rows_reference`. Local."""
+        return reference_at(self.own.rows_reference().step, self.place, self.base, self._now())
 
     def _now(self) -> Version | None:
         """The version of the rows, known to each rank by what rank 0 notes; None without a folder. Local."""
@@ -76,7 +76,9 @@ class RankSnapshots:
         """Raise what `save_snapshot` would raise for these arguments."""
         op = self._op(f"checking snapshot {name!r}")
         self._agree(name, kind, overwrite, background)
-        self._world.call_on_all_ranks(op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
+        self._world.call_on_all_ranks(
+            op, lambda: self._on_rank_0(lambda home: self._check(home, name, kind, overwrite))
+        )
 
     def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
         """As `LocalTableHandle.save_snapshot`."""
@@ -105,14 +107,14 @@ class RankSnapshots:
         return self._saving
 
     def at_step(self) -> None:
-        """Between two steps: let a snapshot of the background be there, where all ranks have written it."""
+        """Between two steps: complete the snapshot in the background, if all ranks have written it."""
         if self._saving is not None:
             self._saving.at_step()
             if self._saving.done:
                 self._saving = None
 
     def drop_saving(self) -> None:
-        """Give up the snapshot of the background, before the rows are closed. Local."""
+        """Drop the snapshot in the background, before the rows are closed. Local."""
         if self._saving is not None:
             self._saving.drop()
 
@@ -125,7 +127,7 @@ class RankSnapshots:
         with table.lock:
             self._world.call_on_all_ranks(op, table.check)
             place_of = partial(self._state_place, keep=keep)
-            name, is_new, instant = self._world.call_on_rank_0(f"{op}: its place", lambda: self._at_home(place_of))
+            name, is_new, instant = self._world.call_on_rank_0(f"{op}: its place", lambda: self._on_rank_0(place_of))
             if name and is_new:
                 rows, place = table.counts.rows, self.folder / name
                 save = ShardedSave(self._world, op, place, table.describe(), rows, together=self._for_state)
@@ -165,18 +167,18 @@ class RankSnapshots:
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
-        op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also where a rank is of another step
+        op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
         self._finish_saving()
         snapshot: Snapshot = self._world.call_on_all_ranks(op, lambda: self._part_of(self.folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
         """As `LocalTableHandle.prune_snapshots`."""
-        op = f"pruning snapshots of embedding {self.name!r}"  # also where a rank is of another step
+        op = f"pruning snapshots of embedding {self.name!r}"  # also if a rank is at another step
         _, error = catch(lambda: (self.own.table, self.folder))
         self._world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         prune = partial(self.prune_here, keep_last=keep_last, keep_every=keep_every)
-        return list(self._world.call_on_rank_0(op, lambda: self._at_home(prune)))
+        return list(self._world.call_on_rank_0(op, lambda: self._on_rank_0(prune)))
 
     def save_rows(self, place: Path) -> None:
         """As `LocalTableHandle.save_rows`, into a folder that all ranks see."""
@@ -195,7 +197,7 @@ class RankSnapshots:
         """Let the snapshot of that name in the store folder be `place` as well, on rank 0."""
         there = self.folder / place.name
         op = self._op(f"linking snapshot {place.name!r}")
-        self._world.call_on_all_ranks(op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
+        self._world.call_on_all_ranks(op, lambda: self._on_rank_0(lambda _: link_snapshot(Snapshot.open(there), place)))
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.check_rows`. Each rank reads its part."""
@@ -210,10 +212,10 @@ class RankSnapshots:
                     pass
             return snapshot.found
 
-        check_all_rows(self._world, op, snapshot, check)
+        check_row_count(self._world, op, snapshot, check)
         if self.home is not None and selection.can_recover:
             whole, there = Snapshot(place, snapshot.manifest), self.folder / place.name
-            self._world.call_on_all_ranks(op, lambda: self._at_home(lambda _: check_linked(whole, there)))
+            self._world.call_on_all_ranks(op, lambda: self._on_rank_0(lambda _: check_linked(whole, there)))
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.load_rows`."""
@@ -224,25 +226,25 @@ class RankSnapshots:
     def link_in(self, place: Path, linking: ExitStack) -> Path:
         """The snapshot `place` in the store folder, where rank 0 links it."""
         op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
-        self._world.call_on_all_ranks(op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
+        self._world.call_on_all_ranks(op, lambda: self._on_rank_0(lambda home: self._link(home, place, linking)))
         return self.folder / place.name
 
     def load_from(
         self, place: Path, selection: Selection = ALL, together: Instant | None = None, why: str = ""
     ) -> LoadReport:
         """Load this rank's part of the snapshot `place`, as `_load`. why: for messages."""
-        op = f"loading snapshot {place.name!r} of embedding {self.name!r}{why}"  # also where a rank is of another step
+        op = f"loading snapshot {place.name!r} of embedding {self.name!r}{why}"  # also if a rank is at another step
         self._finish_saving()
         snapshot: Snapshot = self._world.call_on_all_ranks(op, lambda: self._part_of(place))
         return self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
 
     def drop_rows(self, saved: Snapshot) -> None:
         """As `LocalTableHandle.drop_rows`. Local: rank 0 does it."""
-        self._at_home(lambda home: remove_if_unreferenced(home.keeper, saved))
+        self._on_rank_0(lambda home: remove_if_unreferenced(home.keeper, saved))
 
     def discard_rows(self, name: str) -> None:
         """As `LocalTableHandle.discard_rows`. Local: rank 0 does it."""
-        self._at_home(lambda home: remove_snapshot(home.snapshots / name))
+        self._on_rank_0(lambda home: remove_snapshot(home.snapshots / name))
 
     def _op(self, what: str) -> str:
         """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
@@ -257,7 +259,7 @@ class RankSnapshots:
 
     @property
     def folder(self) -> Path:
-        """Where snapshots are. Raises SnapshotError where there is no such place, on all ranks alike."""
+        """Where snapshots are. Raises SnapshotError on all ranks if there is no such place."""
         if self.home is None:
             self._lacks_place()
         return self.home.snapshots
@@ -267,7 +269,7 @@ class RankSnapshots:
             f"embedding {self.name!r} has no persistent_path, so no place for snapshots; give one in its store options"
         )
 
-    def _at_home(self, call: Callable[[SharedFolder], Any]) -> Any:
+    def _on_rank_0(self, call: Callable[[SharedFolder], Any]) -> Any:
         """What `call` returns on rank 0, which holds the store folder; None on the others, and without one."""
         return call(self.home) if self.home is not None and self._world.rank == 0 else None
 
@@ -297,27 +299,27 @@ class RankSnapshots:
         self.own.table.check()
 
     def check_not_saving(self, op: str) -> None:
-        """Raises StoreError while a snapshot of the background is not there yet, on all ranks."""
-        saving = self._saving  # also where this rank has written its part by now
+        """Raises StoreError on all ranks while a snapshot is being saved in the background."""
+        saving = self._saving  # also if this rank has written its shard
         self._world.handshake(op, None if saving is None else StoreError(still_saving(saving.what)))
 
-    def goes_on(self, saving: BackgroundShardedSave) -> None:
+    def note_saving(self, saving: BackgroundShardedSave) -> None:
         """The rows are among those that are being saved in the background."""
         self._saving = saving
 
-    def _held(self) -> SaveSource:
+    def _source(self) -> SaveSource:
         table = self.own.table
         record = None if self.membership is None else self.membership.record
         return SaveSource(table.describe(), table.counts.rows, table.scan, record=record)
 
     def _check(self, home: SharedFolder, name: str, kind: str, overwrite: bool) -> None:
         home.keeper.check()
-        check_save(home.keeper, name, kind, self._held(), overwrite)
+        check_save(home.keeper, name, kind, self._source(), overwrite)
 
     def begin_save(
         self, op: str, name: str, kind: str, overwrite: bool, of_all: OfAll | None = None
     ) -> tuple[ShardedSave, Snapshot | None]:
-        """The save that all ranks write, once rank 0 has begun it, and the snapshot that it goes over, of this part."""
+        """The save that all ranks write, once rank 0 has begun it, and this shard of its parent."""
         together: Together | None = None
         replaces = overwrite
 
@@ -329,11 +331,11 @@ class RankSnapshots:
                 check_parent(home.snapshots / name, parent, self.own.table.describe())
             if self.membership is not None and self.membership.record is not None:
                 together = self.membership.saved(of_all)
-            place = begin_save(home.keeper, name, kind, self._held(), overwrite)
+            place = begin_save(home.keeper, name, kind, self._source(), overwrite)
             replaces = os.path.lexists(place)
             return None if parent is None else [parent.name, parent.manifest.id]
 
-        over = self._world.call_on_rank_0(f"{op}: its parent", lambda: self._at_home(prepare))
+        over = self._world.call_on_rank_0(f"{op}: its parent", lambda: self._on_rank_0(prepare))
         parent: Snapshot | None = None
         if over is not None:
             parent = self._world.call_on_all_ranks(op, lambda: self._part_of(self.folder / over[0]))
@@ -358,9 +360,9 @@ class RankSnapshots:
         save.write_changes(changes_between(parent.chunks(), table.scan()) if changed is None else changed, progress)
 
     def when_saved(self) -> Callable[[], None]:
-        """What rank 0 does when the snapshot is there: note which rows it has, those of now."""
+        """What rank 0 does when the snapshot is complete: record which rows it has, those of now."""
         writes = self.own.life.writes
-        return lambda: self._at_home(lambda home: home.keeper.note_saved(writes))
+        return lambda: self._on_rank_0(lambda home: home.keeper.note_saved(writes))
 
     def prune_here(self, home: SharedFolder, keep_last: int, keep_every: int | None) -> list[str]:
         """Prune on rank 0. Local."""
@@ -370,7 +372,7 @@ class RankSnapshots:
         return [snapshot.name for snapshot in prune(home.keeper, keep_last, keep_every).removed]
 
     def _finish_saving(self) -> None:
-        """Wait for a snapshot of the background. Its error was logged."""
+        """Wait for a snapshot in the background. Its error was logged."""
         if self._saving is not None:
             _, error = catch(self._saving.wait)
             if error is not None and self._world.failure is not None:
@@ -397,12 +399,12 @@ class RankSnapshots:
         base: str | None,
         together: Instant | None = None,
     ) -> LoadReport:
-        """Load this rank's part. base: the snapshot that rows go back to from here on, None to leave it as it is.
+        """Load this rank's shard. base: the recovery snapshot from here on, None to keep it.
 
-        together: on rank 0, where embeddings that are trained together are loaded, the instant to which all go.
+        together: on rank 0, if embeddings that are trained together are loaded, the instant to which all go.
         """
         world, voted = self._world, False
-        given = selection.tables  # whatever the user gave: what is wrong with it is told below
+        given = selection.tables  # whatever the user gave: errors in it are raised below
         same = {
             "the snapshot's id": snapshot.manifest.id,
             "strict": bool(strict),
@@ -416,12 +418,12 @@ class RankSnapshots:
         def verified() -> None:
             nonlocal voted
             voted = True
-            check_all_rows(world, op, snapshot, lambda: snapshot.found)
+            check_row_count(world, op, snapshot, lambda: snapshot.found)
             marks = world.all_gather_object(f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
             self.own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
             self.own.begin_run(marks[0][1] if base is not None else self.own.life.run)
             note = partial(self._note_base, base=base, snapshot=snapshot, together=together)
-            world.call_on_all_ranks(f"{op}: noted", lambda: self._at_home(note))
+            world.call_on_all_ranks(f"{op}: noted", lambda: self._on_rank_0(note))
 
         report, error = catch(lambda: self.own.load_from(snapshot, selection, strict, verified))
         if error is not None and voted and not world.must_report(error):
@@ -441,7 +443,7 @@ class RankSnapshots:
         except BaseException:
             said = self._lose(snapshot.name)
             if world.failure is None:  # else each rank closes when it likes
-                self._give_up(said)
+                self._close_all(said)
             raise
         if self.membership is not None:
             self.membership.reformed()
@@ -450,20 +452,20 @@ class RankSnapshots:
         return report
 
     def _begin_write(self) -> int:
-        """Take the mark off this rank's rows. Returns how many writes it has counted."""
+        """Clear the clean marker of this rank's rows. Returns how many writes it has counted."""
         self.own.begin_write()
         return self.own.life.writes
 
     def _lose(self, name: str) -> str:
-        """Let the rows close without a mark, so that old rows of one rank do not pass for those of a load."""
-        said = f"embedding {self.name!r}: loading snapshot {name!r} failed amid its changes, and the rows are closed"
+        """Let the rows close without a clean marker, so that old rows of one rank do not pass for those of a load."""
+        said = f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, and the rows are closed"
         if self.own.is_open:
             self.own.table.failure = self.own.table.failure or StoreError(said)
         return said
 
-    def _give_up(self, said: str) -> None:
-        """Close the rows, where some ranks have those of a load and others do not: every rank comes here."""
-        base = f"goes back to snapshot {self.base!r}" if self.base else "begins empty"
+    def _close_all(self, said: str) -> None:
+        """Close the rows, if some ranks have those of a load and others do not: every rank calls it."""
+        base = f"recovers from snapshot {self.base!r}" if self.base else "begins empty"
         log.error("%s on all ranks; create it again, and it %s", said, base)
         _, error = catch(self.close)
         if error is not None:

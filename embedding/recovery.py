@@ -1,4 +1,4 @@
-"""What a store folder holds before it is opened, and with which rows a table opens in it."""
+"""What a store folder holds before it is opened, and which rows a table opens with."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ from ..snapshots.store.save import base_of
 
 
 class FolderContents(NamedTuple):
-    """What a store folder holds. The fields are those of `FolderState`, with `mark` as `read_mark` returns it."""
+    """What a store folder holds.
 
-    mark: dict[str, Any] | None
+    The fields are those of `FolderState`, with `clean_marker` as `read_mark` returns it.
+    """
+
+    clean_marker: dict[str, Any] | None
     noted_step: int | None
     begun: bool
     was_open: bool
 
 
 class RecoveryPoint(NamedTuple):
-    """A snapshot to go back to: its name, step, and number of rows."""
+    """A recovery snapshot: its name, step, and number of rows."""
 
     name: str
     step: int
@@ -52,17 +55,17 @@ class RecoveryPoint(NamedTuple):
 
 
 class OpenPlan(NamedTuple):
-    """The rows that a table opens with: the live rows that `mark` describes, or those of `snapshot`, or none.
+    """The rows that a table opens with: the live rows that `clean_marker` describes, or those of `snapshot`, or none.
 
-    `run`, `writes`: of a rank's share, as `WriteEpoch` has them. `said`: the level and the text to log when it is open.
-    `verified`: called when the rows of `snapshot` are, as of `TablePersistence.load`.
+    `run`, `writes`: of a shard, as `WriteEpoch` has them. `log_entry`: the level and the text to log once it is open.
+    `verified`: called once the rows of `snapshot` are verified, as of `TablePersistence.load`.
     """
 
-    mark: dict[str, Any] | None = None
+    clean_marker: dict[str, Any] | None = None
     snapshot: Snapshot | None = None
     run: str = ""
     writes: int = 0
-    said: tuple[int, str] | None = None
+    log_entry: tuple[int, str] | None = None
     verified: Callable[[], None] | None = None
 
 
@@ -75,14 +78,14 @@ def contents_of(folder: FolderState) -> FolderContents:
 
 
 def plan_open_local(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
-    """How a table opens whose rows this process alone has.
+    """How a table opens that has all its rows in this process.
 
     fresh: whether it starts empty in any case. refuses: whether a folder that was not closed is an error. StoreError.
     """
     if fresh:
         return OpenPlan()
-    if found.mark is not None:
-        return OpenPlan(found.mark)
+    if found.clean_marker is not None:
+        return OpenPlan(found.clean_marker)
     if not found.begun:
         return OpenPlan()
     where = f"store folder {folder.path}"
@@ -91,9 +94,9 @@ def plan_open_local(folder: StoreFolder, found: FolderContents, fresh: bool, ref
     snapshot = base_of(folder)
     base = RecoveryPoint.of(snapshot)
     if not found.was_open:
-        return OpenPlan(snapshot=snapshot, said=(logging.INFO, f"{where} is new; {recovery_text(base)}"))
-    said = f"{where} was not closed by its last run; {recovery_text(base)}; {lost_steps_text(base, found.noted_step)}"
-    return OpenPlan(snapshot=snapshot, said=(logging.WARNING, said))
+        return OpenPlan(snapshot=snapshot, log_entry=(logging.INFO, f"{where} is new; {recovery_text(base)}"))
+    text = f"{where} was not closed by its last run; {recovery_text(base)}; {lost_steps_text(base, found.noted_step)}"
+    return OpenPlan(snapshot=snapshot, log_entry=(logging.WARNING, text))
 
 
 def unclean_shutdown_text(path: Path) -> str:
@@ -105,14 +108,14 @@ def unclean_shutdown_text(path: Path) -> str:
 
 
 def recovery_text(base: RecoveryPoint | None) -> str:
-    """What a run begins with in place of the live rows, for the log."""
+    """What a run begins with instead of the live rows, for the log."""
     if base is None:
         return "started empty: it has no snapshot of its own"
     return f"restored its last snapshot {base.name!r}, of step {base.step}"
 
 
 def lost_steps_text(base: RecoveryPoint | None, reached: int | None) -> str:
-    """What an unclean end lost, for the log: the steps after `base`, up to `reached` where that is known."""
+    """What an unclean shutdown lost, for the log: the steps after `base`, up to `reached` if that is known."""
     kept = 0 if base is None else base.step
     if reached is None or reached < kept:
         return "what was written since is lost"
@@ -131,7 +134,7 @@ def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
     """The error for a disk that has no room for what opening writes."""
     cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for a store that is open
     base = folder.base
-    spared = f" but {base!r}, the one to go back to" if base else ""
+    spared = f" but {base!r}, the recovery snapshot" if base else ""
     return (
         f"{cause}. Free space on the disk and open the embedding again; snapshots in {str(folder.snapshots)!r} that "
         f"are no longer needed may be deleted{spared}"
@@ -139,19 +142,19 @@ def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
 
 
 def recover_from_ranks(
-    path: Path, record: RanksRecord, shares: ShardVersions, base: RecoveryPoint | None, refuses: bool
+    path: Path, record: RanksRecord, shards: ShardVersions, base: RecoveryPoint | None, refuses: bool
 ) -> tuple[int, str]:
-    """The level and text to log where rows of other ranks are left for those of `base`, or for none.
+    """The level and text to log when rows of another number of ranks are dropped for those of `base`, or for none.
 
-    Raises StoreError where this would lose rows that are whole, or where they are lost and open="error".
+    Raises StoreError if this would lose clean rows, or if they are lost and open="error".
     """
-    live = common_version(record, shares.values())
+    live = common_version(record, shards.values())
     if live is None:
         if refuses:
             raise StoreError(unclean_shutdown_text(path))
         return (
             logging.WARNING,
-            f"{unclean_ranks_text(path, record, shares)}; {recovery_text(base)}; {lost_steps_text(base, None)}",
+            f"{unclean_ranks_text(path, record, shards)}; {recovery_text(base)}; {lost_steps_text(base, None)}",
         )
     name, step, _ = base or ("", 0, 0)
     if (live.writes, record.snapshot, live.step) != (record.saved, name, step):
@@ -160,12 +163,12 @@ def recover_from_ranks(
 
 
 def check_shards_unlocked(path: Path, ranks: int) -> None:
-    """Raises StoreError while a process has a share of so many ranks open, as one that outlives its rank 0."""
+    """Raises StoreError while a process has a shard of that many ranks open, as one that outlives its rank 0."""
     for rank in range(ranks):
         place = shard_folder(path, rank, ranks)
         if place.is_dir() and (process := holder(place)) is not None:
             raise StoreError(
-                f"{str(place)!r}, the share of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
+                f"{str(place)!r}, the shard of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
                 "wait until that has closed it, or end that process"
             )
 
@@ -177,13 +180,13 @@ def unsaved_rows_text(path: Path, whose: str, step: int, base: RecoveryPoint | N
         f"store folder {str(path)!r} has live rows of {whose}, of step {step}, and no snapshot of them, as another "
         "number of ranks needs "
         f"({last}): open it with {whose} once more and save one. To do without these rows, `tierbed snapshot load` "
-        'goes back to a snapshot, and open="fresh" starts empty'
+        'loads a snapshot, and open="fresh" starts empty'
     )
 
 
-def unclean_ranks_text(path: Path, record: RanksRecord, shares: ShardVersions) -> str:
+def unclean_ranks_text(path: Path, record: RanksRecord, shards: ShardVersions) -> str:
     """Why the live rows of ranks cannot be used, for the log."""
-    unclosed = [rank for rank in range(record.ranks) if (live := shares.get(rank)) is None or live.run != record.run]
+    unclosed = [rank for rank in range(record.ranks) if (live := shards.get(rank)) is None or live.run != record.run]
     if not unclosed:
         return f"store folder {path} was closed by its ranks at different steps"
     return f"store folder {path} was not closed by rank {', '.join(map(str, unclosed))} of its {record.ranks}"
@@ -194,18 +197,19 @@ def plan_open(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: 
     record = folder.keeper.of_ranks
     if record is not None:
         check_shards_unlocked(folder.path, record.ranks)
-    if record is None or found.mark is not None or fresh:
+    if record is None or found.clean_marker is not None or fresh:
         return plan_open_local(folder, found, fresh, refuses)
     snapshot = base_of(folder.keeper)
-    shares = live_of(clean_markers(folder.path, record.ranks), record.ranks)
-    if not shares:
+    shards = live_of(clean_markers(folder.path, record.ranks), record.ranks)
+    if not shards:
         raise StoreError(
-            f"store folder {str(folder.path)!r} has live rows of {record.ranks} ranks, and none of their shares is "
+            f"store folder {str(folder.path)!r} has live rows of {record.ranks} ranks, and none of their shards is "
             f"here: open it where they are, with {record.ranks} ranks, and save a snapshot. To do without these rows, "
-            '`tierbed snapshot load` goes back to a snapshot, and open="fresh" starts empty'
+            '`tierbed snapshot load` loads a snapshot, and open="fresh" starts empty'
         )
     return OpenPlan(
-        snapshot=snapshot, said=recover_from_ranks(folder.path, record, shares, RecoveryPoint.of(snapshot), refuses)
+        snapshot=snapshot,
+        log_entry=recover_from_ranks(folder.path, record, shards, RecoveryPoint.of(snapshot), refuses),
     )
 
 
@@ -217,18 +221,18 @@ def take_over_from_ranks(folder: StoreFolder) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """What rank `rank` of `ranks` has of a table's rows. on_host: how many of the ranks divide this host's memory."""
+    """The shard of rank `rank` of `ranks` of a table's rows. on_host: how many ranks divide this host's memory."""
 
     rank: int
     ranks: int
     on_host: int = 1
 
     def folder(self, store: Path) -> Path:
-        """The store folder of the share, in that of the table."""
+        """The store folder of the shard, in that of the table."""
         return shard_folder(store, self.rank, self.ranks)
 
     def options(self, options: StoreOptions) -> StoreOptions:
-        """The options of the share's table: an evicting one has its part of `capacity`, rounded up."""
+        """The options of the shard's table: an evicting one has its part of `capacity`, rounded up."""
         if options.capacity is None or options.eviction == "none":
             return options
         return dataclasses.replace(options, capacity=-(-options.capacity // self.ranks))
@@ -236,7 +240,7 @@ class RankShard:
 
 @dataclasses.dataclass
 class WriteEpoch:
-    """Which rows a share has, for comparison with those of the other ranks.
+    """Which rows a shard has, for comparison with those of the other ranks.
 
     `run`: the id of the run in which these rows began, empty or from a snapshot. `writes`: how many operations of all
     ranks wrote since.
@@ -247,5 +251,5 @@ class WriteEpoch:
     writes: int = 0
 
     def described(self) -> dict[str, Any]:
-        """The field `share` of the mark of the share's live rows."""
+        """The field `share` of the clean marker of the shard's live rows."""
         return {"rank": self.share.rank, "ranks": self.share.ranks, "run": self.run, "writes": self.writes}

@@ -134,29 +134,29 @@ class RowTensors:
         lacking = [name for name in FIELDS if not isinstance(tensors.get(name), Tensor)]
         if lacking:
             raise ValueError(f"rows lack the tensors {lacking}")
-        held = {name: tensors[name].detach().cpu().contiguous() for name in FIELDS}
+        given = {name: tensors[name].detach().cpu().contiguous() for name in FIELDS}
         try:
-            description = json.loads(held["description"].numpy().tobytes())
+            description = json.loads(given["description"].numpy().tobytes())
         except (ValueError, TypeError) as error:
             raise ValueError(f"their description cannot be read: {error}") from error
         check_description(description)
         if description.get(NOT_WHOLE):
             raise ValueError("it has no rows: those of all ranks are in the state_dict() of rank 0; load that")
-        for name, (dtype, shape) in _shapes(RowForm.described(description), len(held["table"])).items():
-            if held[name].dtype != dtype or list(held[name].shape) != shape:
+        for name, (dtype, shape) in _shapes(RowForm.described(description), len(given["table"])).items():
+            if given[name].dtype != dtype or list(given[name].shape) != shape:
                 raise ValueError(
-                    f"rows.{name} is {held[name].dtype} {list(held[name].shape)}, and is to be {dtype} {shape}"
+                    f"rows.{name} is {given[name].dtype} {list(given[name].shape)}, and is to be {dtype} {shape}"
                 )
         for name in ("table", "updates", "step"):
-            numbers = held[name].numpy()
+            numbers = given[name].numpy()
             if len(numbers) and not (numbers.min() >= 0 and numbers.max() < 2**32):
                 raise ValueError(f"rows.{name} has numbers from {numbers.min()} to {numbers.max()}, not of 32 bits")
-        table, key = held["table"].numpy(), held["key"].numpy()
+        table, key = given["table"].numpy(), given["key"].numpy()
         order = np.lexsort((key, table))
         table, key = table[order], key[order]
         if ((table[1:] == table[:-1]) & (key[1:] == key[:-1])).any():
             raise ValueError("a row is in them twice")
-        return cls(description, held)
+        return cls(description, given)
 
 
 def _shapes(form: RowForm, count: int) -> dict[str, tuple[torch.dtype, list[int]]]:

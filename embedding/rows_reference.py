@@ -21,7 +21,7 @@ class RowsReference(NamedTuple):
 
     `digest` is of the snapshot's rows. It is None without a snapshot, and in state_dicts of early versions; `step` for
     rows that were not used yet; `version` without a store folder, and in state_dicts of early versions. `instant`: the
-    digest of that of the state, which may be later than the snapshot's; None where no others are trained with it.
+    digest of that of the state, which may be later than the snapshot's; None if no others are trained with it.
     """
 
     step: int | None
@@ -67,26 +67,26 @@ def saved_as(snapshots: Path | None, name: str | None) -> RowsReference | None:
         if snapshots is None or name is None:
             return None
         check_name(name)
-        held = Snapshot.open(snapshots / name)
+        snapshot = Snapshot.open(snapshots / name)
     except SnapshotError:
         return None
     # two snapshots of the same rows, in as many parts, have the same files, whatever their names
-    files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(held.manifest.files.items())]
-    said = json.dumps(files) if held.kind == "full" else held.manifest.id
+    files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(snapshot.manifest.files.items())]
+    said = json.dumps(files) if snapshot.kind == "full" else snapshot.manifest.id
     digest = hashlib.sha256(said.encode()).hexdigest()[:32]
-    return RowsReference(int(held.description["step"]), name, digest, rows_of(held).now)
+    return RowsReference(int(snapshot.description["step"]), name, digest, rows_of(snapshot).now)
 
 
 def reference_at(step: int | None, snapshots: Path | None, base: str | None, now: Version | None) -> RowsReference:
     """The name of rows of a step and of version `now`. It has the snapshot `base` if that has these rows."""
-    held = saved_as(snapshots, base)
-    if held is None or (held.step, held.version) != (step, now):
+    saved = saved_as(snapshots, base)
+    if saved is None or (saved.step, saved.version) != (step, now):
         return RowsReference(step, version=now)
-    return held
+    return saved
 
 
 def of_unopened(store: Path, fresh: bool) -> RowsReference:
-    """The name of the rows of a store folder that is not open, as far as its files tell their version. StoreError."""
+    """The name of the rows of a store folder that is not open, as far as its files show their version. StoreError."""
     return RowsReference(None, version=EMPTY if fresh else Member(store, open_rows()).present)
 
 
@@ -107,7 +107,7 @@ def check_not_awaiting(name: str, awaited: Sequence[RowsReference]) -> None:
 
 
 def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bool) -> str:
-    """What to tell the user of embedding `name`, whose rows are not those of a loaded state_dict.
+    """The error for embedding `name`, whose rows are not those of a loaded state_dict.
 
     snapshots: whether its own states name snapshots.
     """

@@ -1,4 +1,4 @@
-"""What other processes ask of ranks: rank 0 is asked, and the ranks do it at their next step."""
+"""Saves that another process requests of ranks: rank 0 receives the request, and the ranks save at their next step."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ if TYPE_CHECKING:
     from ..distributed.world import World
     from ..snapshots.files.format import Manifest
 
-_LOOK_AGAIN = 0.05  # seconds between two looks whether the asker still waits
+_POLL_SECONDS = 0.05  # between two checks whether the client still waits
 
 
 class SaveRequests:
-    """What a `StoreServer` of rank 0 is asked to do by the ranks. The other ranks have one that nobody asks.
+    """The requests that a `StoreServer` of rank 0 receives for all ranks. The other ranks have one that stays empty.
 
-    A thread of the server leaves a request, which the ranks take in the thread of their steps: rank 0 sets a flag in
-    the headers of the next call of all ranks.
+    A thread of the server leaves a request, which the ranks serve in the thread of their steps: rank 0 sets a flag in
+    the headers of the next collective.
     """
 
-    def __init__(self, world: World, held: Any, find: Callable[[str], Any]) -> None:
-        """held: the `ShardedTableHandle`, whose file imports this one. find: gives that of a store by its real path."""
-        self._world, self._held, self._find = world, held, find
+    def __init__(self, world: World, handle: Any, find: Callable[[str], Any]) -> None:
+        """handle: the `ShardedTableHandle`, whose file imports this one.
+
+        find: returns that of a store, by real path.
+        """
+        self._world, self._handle, self._find = world, handle, find
         self._request: _SaveRequest | None = None
-        self._taking, self._asking = Lock(), Lock()
+        self._take_lock, self._request_lock = Lock(), Lock()
 
     def is_wanted(self) -> bool:
-        """Whether rank 0 was asked for something, and the rows are of a whole number of steps."""
+        """Whether rank 0 has a request, and the rows are at a step boundary."""
         request = self._request
-        if request is None or any(held.own.table.in_step for held in request.tables):
+        if request is None or any(one.own.table.in_step for one in request.tables):
             return False
-        return all(held.membership is None or not held.membership.is_amid_step for held in request.tables)
+        return all(one.membership is None or not one.membership.is_amid_step for one in request.tables)
 
     def serve(self) -> None:
-        """Do what rank 0 was asked for. Called by all ranks, where `wanted` was true on one. GroupError."""
-        op = f"a wish of another process to embedding {self._held.name!r}"
+        """Do what was requested of rank 0. Called by all ranks if `is_wanted` was true on one. GroupError."""
+        op = f"a request of another process to embedding {self._handle.name!r}"
         request = self._take(begin=True)
-        wish: list[Any] | None = self._world.call_on_rank_0(op, lambda: None if request is None else request.wish)
-        if wish is None:
+        call: list[Any] | None = self._world.call_on_rank_0(op, lambda: None if request is None else request.call)
+        if call is None:
             return
         error: BaseException | None = None
         try:
-            self._do(op, wish, request)
+            self._do(op, call, request)
         except BaseException as caught:
             error = caught
             if self._world.failure is not None or not isinstance(error, TierbedError):
@@ -56,16 +59,16 @@ class SaveRequests:
             if request is not None:
                 request.end(error)
 
-    def _do(self, op: str, wish: list[Any], request: _SaveRequest | None) -> None:
-        match wish:
+    def _do(self, op: str, call: list[Any], request: _SaveRequest | None) -> None:
+        match call:
             case ["save", name, kind, overwrite, []]:
-                self._held.save_snapshot(name, kind, overwrite, None if request is None else request.progress)
+                self._handle.save_snapshot(name, kind, overwrite, None if request is None else request.progress)
             case ["save", name, kind, overwrite, stores]:
                 tables = self._world.call_on_all_ranks(op, lambda: [self._find(store) for store in stores])
                 progress = None if request is None else request.progress
                 save_together(self._world, tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
-                rows = self._world.all_gather_object(op, lambda: self._held.own.row(table, key))
+                rows = self._world.all_gather_object(op, lambda: self._handle.own.row(table, key))
                 if request is not None:
                     request.row = next((row for row in rows if row), {})
 
@@ -80,80 +83,80 @@ class SaveRequests:
     ) -> Manifest | None:
         """Let the ranks save at their next step, as `SaveTarget.save_between_steps` says."""
         several = list(stores) if len(stores) > 1 else []
-        tables = [self._find(store) for store in several] or [self._held]
+        tables = [self._find(store) for store in several] or [self._handle]
         for one in tables:
             check_not_awaiting(one.name, one.awaited)
-        if self._asked(_SaveRequest(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
+        if self._served(_SaveRequest(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
             return None
-        return Snapshot.open(self._held.folder / name).manifest
+        return Snapshot.open(self._handle.folder / name).manifest
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         """Prune on rank 0, which has the folder of the snapshots, as `SaveTarget.prune_between_steps` says."""
-        home = self._held.home
+        home = self._handle.home
         assert home is not None
-        with self._held.own.table.lock:
-            removed = self._held.prune_here(home, keep_last, keep_every)
+        with self._handle.own.table.lock:
+            removed = self._handle.prune_here(home, keep_last, keep_every)
         return removed, [one.name for one in list_snapshots(home.snapshots).snapshots]
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Let the rank that has a row tell it at the next step, as `SaveTarget.row_between_steps` says."""
-        request = self._asked(_SaveRequest(["get", table, key], [self._held], give_up))
+        """Return a row, from the rank that has it, at the next step, as `SaveTarget.row_between_steps` says."""
+        request = self._served(_SaveRequest(["get", table, key], [self._handle], give_up))
         return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
         """The name, the step and the rows of rank 0, for another process."""
-        table = self._held.own.table
-        return {"name": self._held.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
+        table = self._handle.own.table
+        return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
 
-    def _asked(self, request: _SaveRequest) -> _SaveRequest | None:
-        """The request, once the ranks have done it; None where they had not begun when the asker gave up."""
-        while not self._asking.acquire(timeout=_LOOK_AGAIN):  # one at a time
+    def _served(self, request: _SaveRequest) -> _SaveRequest | None:
+        """The request, once the ranks have served it; None if they had not begun when the client gave up."""
+        while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one at a time
             if request.give_up():
                 return None
         try:
             self._request = request
-            while not request.done.wait(_LOOK_AGAIN):
+            while not request.done.wait(_POLL_SECONDS):
                 if request.give_up():
                     self._take()  # unless the ranks have
         finally:
-            self._asking.release()
+            self._request_lock.release()
         if request.error is not None:
             raise request.error
-        return request if request.begun else None
+        return request if request.is_begun else None
 
     def _take(self, begin: bool = False) -> _SaveRequest | None:
-        """The request, if there is one that somebody waits for; with `begin`, to do it. One that is not is over."""
-        with self._taking:
+        """The request, if a client waits for one; with `begin`, to serve it. Else it is done."""
+        with self._take_lock:
             request, self._request = self._request, None
             if request is None:
                 return None
-            request.begun = begin and not request.give_up()
-            if not request.begun:
+            request.is_begun = begin and not request.give_up()
+            if not request.is_begun:
                 request.done.set()
-            return request if request.begun else None
+            return request if request.is_begun else None
 
 
 class _SaveRequest:
-    """What was asked for. `begun`: whether the ranks took it. `done` is set when it is over."""
+    """A request. `is_begun`: whether the ranks serve it. `done` is set when it has ended."""
 
     def __init__(
         self,
-        wish: list[Any],
+        call: list[Any],
         tables: Sequence[Any],
         give_up: Callable[[], bool],
         progress: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        """wish: for all ranks. tables: those that must be between two steps."""
-        self.wish, self.tables, self.give_up, self.progress = wish, tables, give_up, progress
-        self.begun = False
+        """call: for all ranks. tables: those that must be between two steps."""
+        self.call, self.tables, self.give_up, self.progress = call, tables, give_up, progress
+        self.is_begun = False
         self.done = Event()
         self.error: TierbedError | None = None
         self.row: dict[str, Any] = {}
 
     def end(self, error: BaseException | None) -> None:
-        """The ranks are done with it, or have failed."""
+        """The ranks have served it, or failed."""
         if isinstance(error, TierbedError):
             self.error = error
         elif error is not None:
-            self.error = GroupError(f"the ranks did not do {self.wish}: {error!r}")
+            self.error = GroupError(f"the ranks did not do {self.call}: {error!r}")
         self.done.set()

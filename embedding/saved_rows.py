@@ -49,7 +49,7 @@ class SavedRows(EmbeddingBase):
 
     _version = 2  # of the state_dict; version 1 had no extra state
     _closed: bool
-    _held: TableHandle | None
+    _handle: TableHandle | None
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
     _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
     _has_warned: bool  # of its first state_dict
@@ -58,20 +58,23 @@ class SavedRows(EmbeddingBase):
     @property
     def is_open(self) -> bool:
         """Whether the embedding's store is open, from the first use to `close`."""
-        return self._held is not None and not self._closed
+        return self._handle is not None and not self._closed
 
     def opened(self, for_load: bool = False) -> TableHandle:
-        """The table, opened where it is not yet. for_load: whether its rows are about to be replaced."""
+        """The handle of the table, which is opened at the first use.
+
+        for_load: whether its rows are about to be replaced.
+        """
         raise NotImplementedError
 
     def join(self) -> None:
         """Note that `group` has changed."""
-        if self._held is not None and self.group is not None and not self._closed:
-            self._held.join(self.group)
+        if self._handle is not None and self.group is not None and not self._closed:
+            self._handle.join(self.group)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """A block before the exchanges of a call of all ranks: what it raises on one rank is raised on all."""
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """A block before the first collective of a call: what it raises on one rank is raised on all."""
         try:
             yield
         except Exception as error:
@@ -88,16 +91,16 @@ class SavedRows(EmbeddingBase):
         a cached_ssd store, by links to RocksDB's files (docs/snapshots.md).
         background: return at once, while a thread saves the rows as they are now. `wait()` of the result returns when
         the snapshot is durable, and raises what went wrong.
-        overwrite: whether to replace a snapshot of that name, at one instant when the new one is durable. A snapshot
-        that another goes over cannot be replaced. Raises SnapshotError, StoreError, OptionError.
+        overwrite: whether to replace a snapshot of that name, atomically once the new one is durable. A parent of
+        another snapshot cannot be replaced. Raises SnapshotError, StoreError, OptionError.
         """
-        with self.told():
+        with self.raise_on_all_ranks():
             _check_flag("background", background)
             _check_flag("overwrite", overwrite)
-            held = self.opened()
+            handle = self.opened()
         if background:
-            return held.save_in_background(snapshot_name, kind, overwrite)
-        held.save_snapshot(snapshot_name, kind, overwrite)
+            return handle.save_in_background(snapshot_name, kind, overwrite)
+        handle.save_snapshot(snapshot_name, kind, overwrite)
         return None
 
     def load_snapshot(
@@ -113,22 +116,22 @@ class SavedRows(EmbeddingBase):
 
         tables: the table ids, or names, to take. where: a function of arrays (table_ids [n], keys [n]) that gives bool
         [n], the rows to take. weights_only: whether to leave out the optimizer's state; then the optimizer may be
-        another, and begins anew.
+        another, and begins without state.
         strict: whether all of the snapshot must fit. If not, tables that the embedding lacks or has under another name,
         and another optimizer's state, are left out, as the report's `remarks` say.
         convert: whether numbers of another dtype are converted: widening is exact, narrowing rounds to nearest even.
 
-        The snapshot is checked first, and rows stay where this raises: SnapshotError where the snapshot is missing,
-        damaged or of another table; StoreError where its tables have other names; OptimizerError where its state is
-        another optimizer's; InputError for a selection that cannot be, or a number that a narrower dtype cannot hold.
+        The snapshot is checked first, and rows stay if this raises: SnapshotError if the snapshot is missing, damaged
+        or of another table; StoreError if its tables have other names; OptimizerError if its state is another
+        optimizer's; InputError for a selection that cannot be, or a number that a narrower dtype cannot hold.
         """
-        with self.told():
+        with self.raise_on_all_ranks():
             for argument, value in (("strict", strict), ("weights_only", weights_only), ("convert", convert)):
                 if not isinstance(value, bool):
                     raise InputError(f"{argument}={value!r}: give True or False")
-            held = self.opened(for_load=True)
+            handle = self.opened(for_load=True)
         selection = Selection(tables, where, not weights_only, convert=convert)
-        report = held.load_snapshot(snapshot_name, selection, strict)
+        report = handle.load_snapshot(snapshot_name, selection, strict)
         self.keep_rows()
         return report
 
@@ -137,28 +140,28 @@ class SavedRows(EmbeddingBase):
 
         SnapshotError for a name that cannot be used or is taken, or with `overwrite` cannot be replaced; OptionError.
         """
-        with self.told():
+        with self.raise_on_all_ranks():
             _check_flag("overwrite", overwrite)
-            held = self.opened()
-        held.check_save(snapshot_name, kind, overwrite)
+            handle = self.opened()
+        handle.check_save(snapshot_name, kind, overwrite)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
 
-        keep_last: how many of the latest stay. keep_every: of each so many steps, the first snapshot that reached them
-        stays. `last_snapshot` stays, and all that a snapshot which stays goes over.
+        keep_last: how many of the latest stay. keep_every: of each `keep_every` steps, the first snapshot
+        that reached them stays. `last_snapshot` stays, and so do the parents of snapshots that stay.
         """
-        with self.told():
-            held = self.opened()
-        return held.prune_snapshots(keep_last, keep_every)
+        with self.raise_on_all_ranks():
+            handle = self.opened()
+        return handle.prune_snapshots(keep_last, keep_every)
 
     @property
     def last_snapshot(self) -> str | None:
-        """The snapshot that was saved or loaded last, or None. Rows go back to it after a kill."""
-        return None if self._held is None else self._held.base
+        """The snapshot that was saved or loaded last, or None. After a kill, recovery loads it."""
+        return None if self._handle is None else self._handle.base
 
     def keep_rows(self) -> None:
-        """Go on with the rows as they are, though a loaded state_dict is of others."""
+        """Keep the rows as they are, though a loaded state_dict is of others."""
         if self._awaited and not self._closed and self.store_options.persistent_path is not None:
             self.opened(for_load=True).keep_rows()
         self._awaited.clear()
@@ -171,10 +174,10 @@ class SavedRows(EmbeddingBase):
         that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot is saved now.
         """
         # a tensor, since code that handles a state_dict may take nothing else; of one size, since DCP loads no other
-        said = json.dumps(self._named()._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
+        said = json.dumps(self._rows_reference()._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
         return torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
-    def _named(self) -> RowsReference:
+    def _rows_reference(self) -> RowsReference:
         """The name of the rows for a state_dict."""
         if self._awaited:
             return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
@@ -189,18 +192,18 @@ class SavedRows(EmbeddingBase):
                 "by graph.save or save_checkpoint",
                 self.name,
             )
-        if self._held is not None:
-            return self._held.named()
+        if self._handle is not None:
+            return self._handle.rows_reference()
         place = self.store_options.persistent_path
         if place is None or self.world is not None or self.store_options.snapshot_path is not None:
             return RowsReference(None)
         return of_unopened(Path(place) / self.name, self.store_options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Load the extra state of `load_state_dict()`: the rows that it names, where they are to be had.
+        """Load the extra state of `load_state_dict()`: the rows that it names.
 
-        SnapshotError where they are not, here or at the first use of an embedding that is not open yet. From then on
-        every use raises it, until a load succeeds or `keep_rows()` is called.
+        SnapshotError if no snapshot has them, here or at the first use of an embedding that is not open yet. From then
+        on every use raises it, until a load succeeds or `keep_rows()` is called.
         """
         if are_apart():
             return
@@ -215,10 +218,10 @@ class SavedRows(EmbeddingBase):
 
         If that raises now, torch loads no module after this one: the others of the group raise as well.
         """
-        if awaited == RowsReference(None):  # of an embedding that was not used, which tells nothing of its rows
+        if awaited == RowsReference(None):  # of an embedding that was not used: it says nothing about its rows
             return
         self._awaited[:] = [awaited]
-        if self._held is None and _mode.get() != STAY:
+        if self._handle is None and _mode.get() != STAY:
             return
         try:
             self._await_rows()
@@ -234,9 +237,9 @@ class SavedRows(EmbeddingBase):
 
     def _await_rows(self) -> None:
         (awaited,) = self._awaited
-        held = self.opened(for_load=True)
+        handle = self.opened(for_load=True)
         try:
-            found, said = held.go_to(awaited) or self._emptied(held, awaited), ""
+            found, said = handle.go_to(awaited) or self._emptied(handle, awaited), ""
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
             if _mode.get() != STAY or isinstance(error, ClosedError):
                 raise
@@ -244,9 +247,11 @@ class SavedRows(EmbeddingBase):
         if found:
             self._awaited.clear()
             return
-        if held.unsettled:
-            raise StoreError(held.unsettled)
-        said = said or unlike(self.name, held.named(), awaited, bool(self.store_options.state_dict_snapshots))
+        if handle.unsettled:
+            raise StoreError(handle.unsettled)
+        said = said or unlike(
+            self.name, handle.rows_reference(), awaited, bool(self.store_options.state_dict_snapshots)
+        )
         if _mode.get() == STAY:
             self._awaited.clear()
             log.warning("%s; its rows stay", said)
@@ -256,17 +261,17 @@ class SavedRows(EmbeddingBase):
             "accepts its rows"
         )
 
-    def _emptied(self, held: TableHandle, awaited: RowsReference) -> bool:
+    def _emptied(self, handle: TableHandle, awaited: RowsReference) -> bool:
         """Whether all rows were deleted, for a state of none."""
         empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == EMPTY
         if empties:
-            held.load_tensors(RowTensors.none(self.spec).tensors)
+            handle.load_tensors(RowTensors.none(self.spec).tensors)
         return bool(empties)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
-            rows = RowTensors.none(self.spec) if self._held is None else self._held.tensors()
+            rows = RowTensors.none(self.spec) if self._handle is None else self._handle.tensors()
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.tensors.items()})
 
     def _load_from_state_dict(
@@ -287,7 +292,7 @@ class SavedRows(EmbeddingBase):
                 self._awaited.clear()
             except TierbedError as error:
                 said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
-                if _mode.get() == STAY and not (self._held is not None and self._held.unsettled):
+                if _mode.get() == STAY and not (self._handle is not None and self._handle.unsettled):
                     self._awaited.clear()
                     log.warning("%s; its rows stay", said)
                 else:

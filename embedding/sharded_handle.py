@@ -1,4 +1,4 @@
-"""An embedding's hold on rows that ranks share."""
+"""The handle of an embedding to rows that ranks share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakV
 class ShardedTableHandle(RankSnapshots):
     """A `TableHandle` of rows of all ranks. `own` holds the rows of this rank, in its own tiers and store folder.
 
-    `home` is the store folder of all of them, None where they are not on a disk. As with `LocalTableHandle`, a second
+    `home` is the store folder of all of them, None if they are not on a disk. As with `LocalTableHandle`, a second
     handle of a folder closes the first.
     """
 
@@ -97,7 +97,7 @@ class ShardedTableHandle(RankSnapshots):
         self.table = ShardedTable(
             world, lambda: self.own.table, lambda: self.own.own_open, self.own.count_write, capacity
         )
-        self._requests = SaveRequests(world, self, _held_at)
+        self._requests = SaveRequests(world, self, _handle_of)
         self.table.before_step = self.at_step
         self.table.is_save_requested, self.table.serve_requests = self._requests.is_wanted, self._requests.serve
         self._service = Service()
@@ -117,13 +117,13 @@ class ShardedTableHandle(RankSnapshots):
         decide = None if rows is None else rows.decide
         own, error = catch(lambda: LocalTableHandle(spec, options, optimizer, device, share, decide))
         if rows is not None:
-            rows.settle(error)
+            rows.finish(error)
         try:
             world.handshake(f"{op}: done", error)
             assert own is not None
             if rows is not None and self.home is not None and not rows.is_live:
                 world.call_on_all_ranks(f"{op}: begun", lambda: self._begin(rows))
-                remove_other_shares(self.home.path, world.size)  # not while a restart would look for them
+                remove_other_shares(self.home.path, world.size)  # not while a restart would search for them
         except BaseException:
             if own is not None:
                 own.close()
@@ -131,7 +131,7 @@ class ShardedTableHandle(RankSnapshots):
         return own, rows
 
     def _enlist(self, op: str, group: TrainingGroup | None, rows: RecoveryDecision | None, fresh: bool) -> None:
-        """Note on rank 0 what the rows are trained together with. Where that fails, closes them on all ranks."""
+        """Record on rank 0 what the rows are trained together with. Closes them on all ranks if that fails."""
         home = self.home
 
         def enlist() -> None:
@@ -164,7 +164,7 @@ class ShardedTableHandle(RankSnapshots):
         return SharedFolder(self._world.rank, self.name, options)
 
     def _begin(self, rows: RecoveryDecision) -> None:
-        """Note on rank 0 whose the live rows are, once every rank has those that it opens with."""
+        """Record on rank 0 whose the live rows are, once every rank has those that it opens with."""
         if self.home is not None and self.home.folder is not None:
             self.home.begin(self._world.size, rows.run, rows.base)
 
@@ -213,7 +213,7 @@ class ShardedTableHandle(RankSnapshots):
         there = saved_as(self.place, awaited.snapshot)
 
         def is_found() -> bool | None:
-            found = is_at(awaited, self.named(), there)
+            found = is_at(awaited, self.rows_reference(), there)
             return None if found and self.membership is not None and not self.membership.has_come() else found
 
         found: bool | None = self._world.all_gather_object(op, is_found)[0]
@@ -242,14 +242,14 @@ class ShardedTableHandle(RankSnapshots):
                 )
             return RowTensors.parse(tensors)
 
-        held: RowTensors = self._world.call_on_all_ranks(op, parsed)
+        given: RowTensors = self._world.call_on_all_ranks(op, parsed)
         checksum = 0
-        for _, rows in held.chunks():
+        for _, rows in given.chunks():
             checksum = crc32(rows.tobytes(), checksum)
-        self._world.handshake(op, same={"rows": len(held), "their checksum": checksum})
+        self._world.handshake(op, same={"rows": len(given), "their checksum": checksum})
         part = HashShard(self._world.rank, self._world.size)
-        mine = [part.rows(rows) for _, rows in held.chunks()]
-        own = RowTensors.filled(held.description, sum(map(len, mine)), mine)
+        mine = [part.rows(rows) for _, rows in given.chunks()]
+        own = RowTensors.filled(given.description, sum(map(len, mine)), mine)
         try:
             self._world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_rows_of(own))
         except BaseException:
@@ -267,7 +267,9 @@ class ShardedTableHandle(RankSnapshots):
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """As `LocalTableHandle.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
-        self._world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows takes any
+        self._world.call_on_all_ranks(
+            op, lambda: self.own.check_optimizer(optimizer)
+        )  # a rank without rows accepts any
         with self._world.collective_block(op):
             _, error = catch(lambda: self.own.use_optimizer(optimizer))
             if not all(self._world.handshake(f"{op}: open", note=self.own.is_open).notes):
@@ -301,21 +303,21 @@ class ShardedTableHandle(RankSnapshots):
             raise
         finally:
             if not self.own.is_open:
-                self._let_go()
+                self._release_folder()
 
     def finish(self) -> None:
         """Close at the end of the embedding or the process, as `LocalTableHandle.finish`. Waits for no other rank."""
         self.drop_saving()
         self._service.stop()
         self.own.finish()
-        self._let_go()
+        self._release_folder()
 
     def _serve(self) -> None:
         """Answer other processes that ask for snapshots, on rank 0."""
         if self.home is not None and self.home.folder is not None:
             self._service.start(self.home.path, self._requests)
 
-    def _let_go(self) -> None:
+    def _release_folder(self) -> None:
         if self.membership is not None:
             self.membership.closed()
         if self.home is not None:
@@ -325,12 +327,12 @@ class ShardedTableHandle(RankSnapshots):
 TableHandle = LocalTableHandle | ShardedTableHandle
 
 
-def _held_at(store: str) -> ShardedTableHandle:
-    """What this process holds of the store in a folder, by its real path. StoreError."""
-    held = _by_folder.get(store)
-    if held is None or not held.own.is_open:
+def _handle_of(store: str) -> ShardedTableHandle:
+    """The handle of this process to the store in a folder, by its real path. StoreError."""
+    handle = _by_folder.get(store)
+    if handle is None or not handle.own.is_open:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
-    return held
+    return handle
 
 
 def _described(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One snapshot that all ranks write: each its part, and rank 0 the manifest when all parts are there."""
+"""One snapshot that all ranks write: each its shard, and rank 0 the manifest once all shards are durable."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ log = logging.getLogger("tierbed")
 class ShardedSave:
     """A snapshot that has begun on all ranks, as of the step at which this object was made.
 
-    folder: its place when it is whole. parent: what it goes over, None for a full one. Raises SnapshotError on all
-    ranks where rank 0 cannot begin it. It ends with `commit`, on all ranks, or with `drop`.
+    folder: where it will be. parent: the snapshot that it is based on, None for a full one. Raises SnapshotError on all
+    ranks if rank 0 cannot begin it. It ends with `commit`, on all ranks, or with `drop`.
     """
 
     def __init__(
@@ -61,36 +61,36 @@ class ShardedSave:
         """rows: of this rank. together: on rank 0, of a store that is trained together with others."""
         self._world, self._op, self._folder = world, op, folder
         self._description, self._rows, self._parent = description, rows, parent
-        self.part, self._together = HashShard(world.rank, world.size), together
+        self.shard, self._saved_with = HashShard(world.rank, world.size), together
         self.files: Files = {}
         self._parts: list[Any] = []  # of all ranks
         self._id = ""
-        self._open = ExitStack()  # on rank 0, the folder that is made aside
+        self._open = ExitStack()  # on rank 0, the temporary folder
         world.call_on_all_ranks(f"{op}: begun", lambda: self._begin(overwrite))
 
     def _begin(self, overwrite: bool) -> None:
         if self._world.rank == 0:
-            self._open.enter_context(new_snapshot(self._folder, self._description, overwrite, self._together))
+            self._open.enter_context(new_snapshot(self._folder, self._description, overwrite, self._saved_with))
 
     def write(self, chunks: Chunks, progress: Progress | None = None) -> None:
         """Write the rows of this rank."""
-        self.files = write_shard(place_of(self._folder), self._description, self.part, chunks, progress)
+        self.files = write_shard(place_of(self._folder), self._description, self.shard, chunks, progress)
 
     def write_changes(self, changes: Iterable[Change], progress: Progress | None = None) -> None:
         """Write what changed of the rows of this rank since `parent`."""
-        self.files = write_shard_delta(place_of(self._folder), self._description, self.part, changes, progress)
+        self.files = write_shard_delta(place_of(self._folder), self._description, self.shard, changes, progress)
 
     def commit(self, error: BaseException | None = None, then: Callable[[], None] | None = None) -> str:
-        """Let the snapshot be there, once every rank has written. Returns its id.
+        """Complete the snapshot, once every rank has written. Returns its id.
 
-        error: what kept this rank from writing, which is raised on all ranks, and nothing is left. then: called on rank
-        0 when it is there.
+        error: what this rank failed with, which is raised on all ranks, and no files are left. then: called on rank 0
+        when it is complete.
         """
         self.gather(error)
         return self.put_in_place(then)
 
     def gather(self, error: BaseException | None = None) -> None:
-        """Wait until every rank has written. Raises `error` on all ranks, and nothing is left."""
+        """Wait until every rank has written. Raises `error` on all ranks, and no files are left."""
         try:
             self._parts = self._world.all_gather_object(self._op, lambda: self._written(error))
         except BaseException:
@@ -98,7 +98,7 @@ class ShardedSave:
             raise
 
     def put_in_place(self, then: Callable[[], None] | None = None) -> str:
-        """Let a snapshot that all ranks have written be there. Returns its id. then: as of `commit`."""
+        """Complete a snapshot that all ranks have written. Returns its id. then: as of `commit`."""
         try:
             made: str = self._world.call_on_rank_0(f"{self._op}: in place", lambda: self._finish(then))
         except BaseException:
@@ -107,10 +107,10 @@ class ShardedSave:
         return made
 
     def drop(self) -> None:
-        """Give the snapshot up on this rank. Rank 0 removes what was written. Waits for no other rank."""
-        given_up = StoreError(f"{self._op}: it was given up")
+        """Drop the snapshot on this rank. Rank 0 removes what was written. Waits for no other rank."""
+        dropped = StoreError(f"{self._op}: it was dropped")
         with suppress(Exception):  # what cannot be removed is removed by the next open, save or prune
-            self._open.__exit__(StoreError, given_up, None)
+            self._open.__exit__(StoreError, dropped, None)
 
     def _written(self, error: BaseException | None) -> list[Any]:
         if error is not None:
@@ -119,14 +119,14 @@ class ShardedSave:
         return [self._rows, files]
 
     def write_manifest(self) -> None:
-        """On rank 0, let the snapshot be complete but for its name."""
+        """On rank 0, write the manifest: the snapshot is complete but for its name."""
         if self._world.rank == 0:
             files = [{name: RowFile(*entry) for name, entry in part.items()} for _, part in self._parts]
             rows = sum(rows for rows, _ in self._parts)
             place = place_of(self._folder)
-            self._id = commit(place, self._description, rows, files, self._parent, self._together).id
+            self._id = commit(place, self._description, rows, files, self._parent, self._saved_with).id
             fsync_dir(place)
-            if self._together is not None:
+            if self._saved_with is not None:
                 fsync_dir(place.parent)  # the name by which it is found when another has committed it
 
     def _finish(self, then: Callable[[], None] | None) -> str | None:
@@ -140,7 +140,7 @@ class ShardedSave:
                 then()
             except StoreError as error:
                 raise StoreError(
-                    f"{self._op}: the snapshot is there, and its folder could not note which rows it has: {error}; "
+                    f"{self._op}: the snapshot is saved, and its folder could not record which rows it has: {error}; "
                     "make room, and save once more before another number of ranks opens the rows"
                 ) from error
         return self._id
@@ -153,7 +153,7 @@ def commit_together(
     errors: Sequence[BaseException | None],
     then: Sequence[Callable[[], None]],
 ) -> list[str]:
-    """Do `ShardedSave.commit` of several snapshots, all or none: all are there once the first is. Returns their ids."""
+    """Do `ShardedSave.commit` of several snapshots, all or none: all exist once the first does. Returns their ids."""
     try:
         for save, error in zip(saves, errors, strict=True):
             save.gather(error)
@@ -170,7 +170,7 @@ def commit_together(
 class BackgroundShardedSave:
     """Snapshots that a thread of each rank for each of them writes while steps go on: a `SaveHandle` of all ranks.
 
-    They are there, all or none, when all ranks have come to `at_step` or `wait` after the last of them had written.
+    They are complete, all or none, when all ranks have called `at_step` or `wait` after the last of them had written.
     `wait` is called by all ranks.
     """
 
@@ -191,7 +191,7 @@ class BackgroundShardedSave:
         self._saves = [save for _, save in parts]
         self._watches = [watch for watch, _ in parts]
         self._dropped = Event()
-        self._over = False
+        self._has_ended = False
         self._error: BaseException | None = None
         self._threads: list[BackgroundSave] = []
         _, error = catch(self._begin)
@@ -217,15 +217,15 @@ class BackgroundShardedSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended on all ranks, well or not."""
-        return self._over
+        """Whether the save has ended on all ranks, with or without an error."""
+        return self._has_ended
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all ranks have written, for `timeout` seconds at most; False where one has not.
+        """Wait until all ranks have written, for `timeout` seconds at most; False if one has not.
 
-        Raises what went wrong, on all ranks: then there is no snapshot. All ranks call it.
+        Raises the error of a rank on all ranks: then there is no snapshot. All ranks call it.
         """
-        if not self._over:
+        if not self._has_ended:
             end = None if timeout is None else monotonic() + timeout
             error = None
             for thread in self._threads:
@@ -233,21 +233,21 @@ class BackgroundShardedSave:
             for thread in self._threads:
                 _, failed = catch(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
                 error = error or failed
-            self.at_step()  # which tells all ranks the error of the save
+            self.at_step()  # which raises the error of the save on all ranks
             if error is not None and not isinstance(error, Exception):
                 raise error  # Ctrl-C, which ends the wait alone
         if self._error is not None:
             raise self._error
-        return self._over
+        return self._has_ended
 
     def at_step(self) -> None:
-        """Let the snapshots be there where every rank has written. All ranks call it, between two steps."""
-        if self._over:
+        """Complete the snapshots if every rank has written. All ranks call it, between two steps."""
+        if self._has_ended:
             return
-        goes_on = not all(thread.done for thread in self._threads)
-        if any(self._world.handshake(f"{self._op}: written", note=goes_on).notes):
+        is_writing = not all(thread.done for thread in self._threads)
+        if any(self._world.handshake(f"{self._op}: written", note=is_writing).notes):
             return
-        self._over = True
+        self._has_ended = True
         made, self._error = catch(
             lambda: commit_together(self._world, self._op, self._saves, self._failures(), self._then)
         )
@@ -260,10 +260,10 @@ class BackgroundShardedSave:
             log.error("saving %s failed: %s", self.what, self._error)
 
     def drop(self) -> None:
-        """Give the save up, unless the snapshots are there. Waits for this rank's threads alone."""
-        if self._over:
+        """Drop the save, unless the snapshots are complete. Waits for this rank's threads alone."""
+        if self._has_ended:
             return
-        self._over = True
+        self._has_ended = True
         self._error = StoreError(f"{self.what} was not saved: the embedding was closed before all ranks had written it")
         self._dropped.set()
         for watch in self._watches:

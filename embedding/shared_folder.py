@@ -1,4 +1,4 @@
-"""The store folder of an embedding over ranks, which rank 0 holds, and the snapshots in it, which all ranks see."""
+"""The store folder of an embedding over ranks, which rank 0 has open, and its snapshots, which all ranks see."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TOKEN = ".token-"
 
 
 class SharedFolder:
-    """What a rank has of the store folder. `folder` is held by rank 0, and None on the others."""
+    """The store folder that all ranks see. `folder` is open on rank 0, and None on the others."""
 
     def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
-        """Raises StoreError where rank 0 cannot hold the folder."""
+        """Raises StoreError if rank 0 cannot lock the folder."""
         assert options.persistent_path is not None
         place = snapshot_folder_of(options.snapshot_path, name)
         self.path = Path(options.persistent_path).absolute() / name
@@ -39,7 +39,7 @@ class SharedFolder:
         return FolderState(self.snapshots.parent).base or None
 
     def leave_token(self) -> str:
-        """Put a file beside the snapshots that nobody else could have put there, and return its name. StoreError."""
+        """Write a file next to the snapshots that no other job could have written, and return its name. StoreError."""
         self.remove_tokens()
         token = _TOKEN + secrets.token_hex(16)
         try:
@@ -49,7 +49,7 @@ class SharedFolder:
         return token
 
     def find_token(self, token: str) -> None:
-        """Raises StoreError where this rank does not see the file of rank 0."""
+        """Raises StoreError if this rank does not see the file of rank 0."""
         place = self.snapshots.parent
         if not (place / token).exists():
             raise StoreError(
@@ -65,22 +65,22 @@ class SharedFolder:
                 token.unlink()
 
     def base_of_ranks(self) -> RecoveryPoint | None:
-        """The snapshot that rows of ranks go back to, on rank 0. Raises SnapshotError."""
+        """The recovery snapshot of rows of ranks, on rank 0. Raises SnapshotError."""
         return RecoveryPoint.of(base_of(self.keeper))
 
     def base_of_one(self) -> RecoveryPoint | None:
-        """The snapshot that rows of one process go back to, on rank 0. Raises SnapshotError."""
+        """The recovery snapshot of rows of one process, on rank 0. Raises SnapshotError."""
         assert self.folder is not None
         return RecoveryPoint.of(base_of(self.folder))
 
     def begin(self, ranks: int, run: str, base: RecoveryPoint | None) -> None:
-        """On rank 0, let the live rows be those of ranks, in place of what was there. Raises StoreError."""
+        """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError."""
         assert self.folder is not None
         if self.folder.live.exists() or self.folder.read_mark() is not None:
             self.folder.discard_live()
         self.keeper.begin_ranks(ranks, run, "" if base is None else base.name)
 
     def release(self) -> None:
-        """Let the folder go. May be called again."""
+        """Unlock the folder. May be called again."""
         if self.folder is not None:
             self.folder.release()

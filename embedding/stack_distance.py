@@ -44,7 +44,7 @@ class Sample:
         self._most = most
         self._halvings = 0
         self._parts: list[tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]] = []
-        self._held = 0
+        self._size = 0
         self.batch_rows: list[int] = []  # rows of every batch, sampled or not
 
     @property
@@ -62,8 +62,8 @@ class Sample:
         )
         self.batch_rows.append(batch.unique)
         self._append(part)
-        while self._held > self._most:
-            parts, self._parts, self._held = self._parts, [], 0
+        while self._size > self._most:
+            parts, self._parts, self._size = self._parts, [], 0
             self._halvings += 1
             for part in parts:
                 self._append(part)
@@ -85,7 +85,7 @@ class Sample:
             part = (part[0][kept], part[1][kept], part[2][kept], part[3][kept])
         if len(part[0]):
             self._parts.append(part)
-            self._held += len(part[0])
+            self._size += len(part[0])
 
 
 class Depths(NamedTuple):
@@ -139,7 +139,7 @@ class Model:
         self._uses = len(uses.batch)
 
     def chances(self, lines: float) -> F64:
-        """[n], for each use the chance that a cache of so many lines has the row."""
+        """[n], for each use the chance that a cache of `lines` lines has the row."""
         groups = lines / GROUP
         load = self._rows / groups
         stays = _fits(self._newer / groups + self._ties * _at_most(load))

@@ -1,4 +1,4 @@
-"""An embedding's hold on its open table: from the first use to `close`, or the end of the embedding or the process."""
+"""The handle of an embedding to its open table, from the first use to `close`, or the end of the process."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ _by_folder: weakref.WeakValueDictionary[str, LocalTableHandle] = weakref.WeakVal
 
 
 class LocalTableHandle(TableSnapshots):
-    """Opens a table and holds it. A process has one handle of a folder: a second, as in notebooks, closes the first.
+    """Opens a table and keeps it open. A process has one handle of a folder: a second, as in notebooks, closes the
+    first.
 
-    share: what this process has of the rows; None for all of them. decide: chooses the rows to open with, by default
-    as `plan_open_local`. group: the embeddings that it is trained together with. for_load: whether its rows are about
+    share: the shard of this process; None for all rows. decide: chooses the rows to open with, by default as
+    `plan_open`. group: the embeddings that it is trained together with. for_load: whether its rows are about
     to be replaced. Raises StoreError, OptionError, OptimizerError, and what `decide` raises.
     """
 
@@ -115,11 +116,11 @@ class LocalTableHandle(TableSnapshots):
         return self._persistence.unsettled
 
     def use_after_load(self, unsettled: str) -> None:
-        """Let rows that ranks share be used after a load alone, if `unsettled` says why."""
+        """Let rows that ranks share be used only after a load, if `unsettled` says why."""
         self._persistence.unsettled = unsettled
 
     def keep_rows(self) -> None:
-        """The rows stay, whatever state was loaded into others. StoreError for rows that a load has yet to bring."""
+        """Keep the rows, whatever state was loaded into others. StoreError for rows that need a load first."""
         if self._persistence.is_untouched:
             raise StoreError(self.unsettled)
         if self.membership is not None and self._table is not None:
@@ -157,7 +158,7 @@ class LocalTableHandle(TableSnapshots):
         return {}
 
     def size(self) -> int:
-        """How many rows the table has. Raises what an earlier step did wrong and the device found late."""
+        """How many rows the table has. Raises deferred errors of earlier steps."""
         table = self.table
         with table.lock:
             table.check()
@@ -165,42 +166,42 @@ class LocalTableHandle(TableSnapshots):
 
     @property
     def is_open(self) -> bool:
-        """Whether the table is open, as it stays where a close fails."""
+        """Whether the table is open, as it stays if a close fails."""
         return self._table is not None
 
     def check_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Raises OptimizerError where the rows carry another state, OptionError where lines have no room for it."""
+        """Raises OptimizerError if the rows have another state, OptionError if lines have no room for it."""
         table = self.table
-        held, wanted = table.state, table.spec.state_of(optimizer)
-        known = _is_known(held, wanted)
+        stored, wanted = table.state, table.spec.state_of(optimizer)
+        known = _is_known(stored, wanted)
         as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
-        stateless = held.rule is None and not held.names  # rows that were put
+        stateless = stored.rule is None and not stored.names  # rows that were put
         if table.counts.rows and not stateless and not (known and as_before):
             raise OptimizerError(
-                f"embedding {self.name!r} has rows of optimizer {held.rule} with state {list(held.names)} that "
-                f"begins as {list(held.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
-                f"{list(wanted.initial)}; train with that optimizer, or take another name{self._anew()}"
+                f"embedding {self.name!r} has rows of optimizer {stored.rule} with state {list(stored.names)} that "
+                f"begins as {list(stored.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
+                f"{list(wanted.initial)}; train with that optimizer, or take another name{self._reset_remedy()}"
             )
         self._persistence.check_row(optimizer)
 
-    def _anew(self) -> str:
-        """The remedy for rows of another optimizer, where a folder keeps snapshots of them."""
+    def _reset_remedy(self) -> str:
+        """The remedy for rows of another optimizer, if a folder keeps snapshots of them."""
         if self._persistence.folder is None:
             return ""
         return (
-            "; or begin its state anew: save_snapshot, close, create the embedding again for the new optimizer, and "
+            "; or reset its state: save_snapshot, close, create the embedding again for the new optimizer, and "
             "load_snapshot(name, weights_only=True)"
         )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train the rows by `optimizer` from here on. Opens the table again where lines need room for its state.
+        """Train the rows by `optimizer` from here on. Opens the table again if lines need room for its state.
 
         Raises what `check_optimizer` raises.
         """
         self.check_optimizer(optimizer)
         table = self.table
-        held, wanted = table.state, table.spec.state_of(optimizer)
-        if _is_known(held, wanted) and replace(held, rule=wanted.rule) == wanted:
+        stored, wanted = table.state, table.spec.state_of(optimizer)
+        if _is_known(stored, wanted) and replace(stored, rule=wanted.rule) == wanted:
             table.optimizer, table.state = optimizer, wanted
             return
         self._replace(table, lambda: self._persistence.reopen(table, optimizer))
@@ -212,21 +213,21 @@ class LocalTableHandle(TableSnapshots):
         self.device = device
 
     def begin_write(self) -> None:
-        """Take the mark off a share's live rows for an operation of all ranks, before it is certain. StoreError."""
+        """Clear the clean marker of a shard for an operation of all ranks, before it is certain. StoreError."""
         table = self.table
         with table.lock:
             table.before_write(table.step)
 
     def count_write(self, before: int | None = None) -> None:
-        """Count an operation of all ranks that is about to write, whether or not a row of this share is in it.
+        """Count an operation of all ranks that is about to write, whether or not a row of this shard is in it.
 
-        before: how many there were, where this share may have missed some.
+        before: how many there were, if this shard may have missed some.
         """
         self.life.writes = 1 + (self.life.writes if before is None else before)
 
     @property
     def life(self) -> WriteEpoch:
-        """Which rows a share has, and how many operations `count_write` has counted."""
+        """Which rows a shard has, and how many operations `count_write` has counted."""
         assert self._persistence.life is not None
         return self._persistence.life
 
@@ -242,7 +243,7 @@ class LocalTableHandle(TableSnapshots):
         self._persistence.expect_first_write()
 
     def forget_announced(self) -> None:
-        """Forget what was announced, and end the thread that makes it ready, if the table is open."""
+        """Forget what was announced, and end the prefetch thread, if the table is open."""
         if self._table is not None:
             self._table.rest()
 
@@ -256,19 +257,19 @@ class LocalTableHandle(TableSnapshots):
         return RowTensors.of(self.table)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
-        """Replace all rows. SnapshotError, StoreError, OptimizerError; where it raises, nothing has changed."""
+        """Replace all rows. SnapshotError, StoreError, OptimizerError; if it raises, nothing has changed."""
         self.load_rows_of(RowTensors.parse(tensors))
 
-    def load_rows_of(self, held: RowTensors) -> None:
+    def load_rows_of(self, given: RowTensors) -> None:
         before = self.table
-        self._replace(before, lambda: self._persistence.load_tensors(before.optimizer, held, before))
+        self._replace(before, lambda: self._persistence.load_tensors(before.optimizer, given, before))
         if self.membership is not None:
             self.membership.reformed()
 
-    def named(self) -> RowsReference:
+    def rows_reference(self) -> RowsReference:
         """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
 
-        Raises what an earlier step did wrong and the device found late.
+        Raises deferred errors of earlier steps.
         """
         if self._table is None:
             return self._of_step(self._closed_at)
@@ -277,19 +278,22 @@ class LocalTableHandle(TableSnapshots):
             return self._of_step(self._table.step)
 
     def go_to(self, awaited: RowsReference) -> bool:
-        """Let rows be those that a state_dict names: its snapshot is loaded if they are others, and it has them.
+        """Load the snapshot that a state_dict names, unless the rows are those already.
 
-        Returns whether they are. Others that are trained together come to its instant as well. Raises what a load does.
+        Returns whether they are. Others that are trained together go to its instant as well. Raises what a load does.
         """
         self.table.check()  # ClosedError
-        found, membership = is_at(awaited, self.named(), saved_as(self._place, awaited.snapshot)), self.membership
+        found, membership = (
+            is_at(awaited, self.rows_reference(), saved_as(self._place, awaited.snapshot)),
+            self.membership,
+        )
         if found and membership is not None and not membership.has_come():
             found = None
         if found is None and awaited.snapshot is not None:
             snapshot = self.snapshot(awaited.snapshot)
             together = None if membership is None else membership.instant_with(snapshot, awaited.instant)
             self.load_from(snapshot, Selection(), True, together=together)
-            self.named()  # the next run knows the rows by their version as well
+            self.rows_reference()  # the next run knows the rows by their version as well
         return found is not False
 
     def save_between_steps(
@@ -344,14 +348,14 @@ class LocalTableHandle(TableSnapshots):
                     return None
                 if table.stack is not None:
                     return call()
-            sleep(0.05)  # the table was closed, and another is about to take its place
+            sleep(0.05)  # the table was closed, and another is about to replace it
 
     def _other(self, store: str) -> LocalTableHandle:
-        """The hold of this process on a store. Raises StoreError."""
-        held = _by_folder.get(store)
-        if held is None or held._table is None:
+        """The handle of this process to a store. Raises StoreError."""
+        handle = _by_folder.get(store)
+        if handle is None or handle._table is None:
             raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
-        return held
+        return handle
 
     def _visited(self, others: Sequence[LocalTableHandle]) -> list[OpenTable]:
         members = [one.membership for one in (self, *others)]
@@ -365,39 +369,41 @@ class LocalTableHandle(TableSnapshots):
         return {"name": self.name, "step": table.step, "rows": table.counts.rows}
 
     def close(self) -> None:
-        """Bring the rows down and let the folder go. May be called again; does nothing in a forked process.
+        """Write back the rows and unlock the folder. May be called again; does nothing in a forked process.
 
-        Where that fails, everything stays open, to be closed again. Where the folder was removed or replaced, or a
-        write failed in the middle for lack of memory, nothing is written and all is let go. When all is closed, raises
-        the error of an earlier call, if there is one.
+        If that fails, everything stays open, to be closed again. If the folder was removed or replaced, or a write
+        failed in the middle for lack of memory, nothing is written and all is released. When all is closed, raises the
+        error of an earlier call, if there is one.
         """
         try:
             self._close()
         except OSError as error:  # from a system call of torch or of this close
             if self._table is None:
                 raise
-            remedy = remedy_for(error, "mend what is wrong")
+            remedy = remedy_for(error, "remove its cause")
             raise StoreError(
                 f"embedding {self.name!r} could not be closed: {error}: {remedy}, then close it again"
             ) from error
 
     def _close(self) -> None:
         if self._table is not None and self._process == os.getpid():
-            with _disable_current_modes():  # a trace may be under way, and would record what this does
+            with _disable_current_modes():  # a trace may be running, and would record what this does
                 unsaved = self._table.watch.finish_saving()
                 self._service.stop()
-                late = self._table.deferred_error(wait=True) or unsaved  # raised at the end: the rows are kept first
+                deferred = (
+                    self._table.deferred_error(wait=True) or unsaved
+                )  # raised at the end, after the rows are kept
                 try:
                     self._persistence.close(self._table)
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without its rows, which are lost
-                        self._let_go()
+                        self._release()
                     else:
                         self._serve()
                     raise
-            self._let_go()
-            if late is not None:
-                raise late
+            self._release()
+            if deferred is not None:
+                raise deferred
 
     def finish(self) -> None:
         """Close at the end of the embedding or the process. Errors are logged, since nobody could catch them."""
@@ -417,23 +423,23 @@ class LocalTableHandle(TableSnapshots):
             self._table = build()
             self._share_gate()
         except BaseException:
-            if before.stack is None:  # it failed while the new table took its place
+            if before.stack is None:  # it failed while the new table replaced it
                 self._service.stop()
-                self._let_go()
+                self._release()
             raise
 
     def _serve(self) -> None:
-        """Answer other processes that ask for snapshots, while the folder is held. A share cannot save one alone."""
+        """Serve other processes that request snapshots, while the folder is locked. A shard cannot save one alone."""
         if self._persistence.folder is not None and self._persistence.life is None:
             self._service.start(self._persistence.folder.path, self)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._table is not None:
             self._closed_at = self._table.step
         self._table = None
         self._persistence.release()
 
 
-def _is_known(held: RowState, wanted: RowState) -> bool:
-    """Whether rows with the one state can go on with the other."""
-    return held.names == wanted.names and held.rule in (None, wanted.rule)
+def _is_known(stored: RowState, wanted: RowState) -> bool:
+    """Whether rows with the one state can be trained with the other."""
+    return stored.names == wanted.names and stored.rule in (None, wanted.rule)

@@ -1,7 +1,7 @@
-"""Where the rows of a table are between runs: opening, closing, and going back to snapshots of one store folder.
+"""The rows of a table between runs: opening and closing one store folder, and recovery from its snapshots.
 
-The live rows are scratch while a table is written: the mark goes before the first write and comes back with a clean
-close. Rows that are found without a mark are never served; the rows of the last snapshot are.
+The clean marker is cleared before the first write to the live rows, and written again by a clean shutdown. Live rows
+without it are never served: the rows of the last snapshot are.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ log = logging.getLogger("tierbed")
 
 
 class TablePersistence:
-    """The store folder of an embedding, held while this object lives, or nothing where the options name no path.
+    """The store folder of an embedding, locked while this object lives, or nothing if the options name no path.
 
-    share: what this process has of the rows; None for all of them.
+    share: the shard of this process; None for all rows.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TablePersistence:
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
         self._scratch = False  # whether the live rows in the folder differ from the table's
-        self._unmarked = False  # whether it is known that the live rows carry no mark
+        self._unmarked = False  # whether it is known that the live rows have no clean marker
         self._is_written = False  # whether MARK says that this run writes rows
         self.unsettled = ""  # why the rows may not be used before a load
         self.is_untouched = False  # whether that is since the folder is new, and its snapshot is to be converted
@@ -104,7 +104,7 @@ class TablePersistence:
     def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
         """Open the table with the rows that `decide` chooses, by default the folder's last consistent ones.
 
-        Those of embeddings that are trained together are of one instant, unless it is `for_load`, which replaces them.
+        Those of embeddings that are trained together are from the same step, unless `for_load`, which replaces them.
         Raises what `decide` raises, StoreError, OptionError, OptimizerError.
         """
         if self.folder is None:
@@ -117,7 +117,7 @@ class TablePersistence:
                 self.membership.record = self.folder.group
             self._is_written = self.is_untouched = False
             found = contents_of(self.folder)
-            is_new = self.life is None and found.mark is None and not found.was_open
+            is_new = self.life is None and found.clean_marker is None and not found.was_open
             opening = (decide or self._own_decision)(found)
             table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
             if self.life is None:
@@ -134,8 +134,8 @@ class TablePersistence:
         assert self.folder is not None
         opening = plan_open(self.folder, found, self._fresh, self.options.open == "error")
         if self.membership is not None and self.folder.at is not None:
-            opening = opening._replace(said=None)  # it was said of all that are trained together
-        if self.life is None or opening.mark is None:
+            opening = opening._replace(log_entry=None)  # the log has it of all that are trained together
+        if self.life is None or opening.clean_marker is None:
             return opening
         return opening._replace(run=self.life.run, writes=self.life.writes)
 
@@ -144,8 +144,8 @@ class TablePersistence:
     ) -> OpenTable:
         if self.life is not None:
             self.life.run, self.life.writes = opening.run, opening.writes
-        if opening.mark is not None:
-            return self._resume(optimizer, opening.mark, folder, for_load)
+        if opening.clean_marker is not None:
+            return self._resume(optimizer, opening.clean_marker, folder, for_load)
         if opening.snapshot is not None:
             spec = self.spec.with_stored_seed(opening.snapshot.description)
             what = f"store folder {str(folder.path)!r}"
@@ -165,23 +165,23 @@ class TablePersistence:
         if opening.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
-            folder.discard_live()  # this makes room: no run uses these rows again
+            folder.discard_live()  # this frees space: no run uses these rows again
             table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified, replaced=for_load)
             if self.membership is not None:
-                self.membership.opened(rows_of(opening.snapshot))
-        if opening.said is not None:
-            log.log(opening.said[0], "embedding %r: %s", self.spec.name, opening.said[1])
+                self.membership.note_open(rows_of(opening.snapshot))
+        if opening.log_entry is not None:
+            log.log(opening.log_entry[0], "embedding %r: %s", self.spec.name, opening.log_entry[1])
         return table
 
     def close(self, table: OpenTable) -> None:
-        """Bring written rows down and mark the folder clean, so that the next run resumes from them.
+        """Flush written rows and write the clean marker, so that the next run resumes from them.
 
-        Where that fails, as on a full disk, the table stays open, to be closed again. A table whose write failed is
-        closed without a mark: the next run goes back to the last snapshot. So is a table whose folder was removed or
-        replaced, and then StoreError is raised.
+        If that fails, as on a full disk, the table stays open, to be closed again. A table whose write failed is closed
+        without the clean marker: the next run recovers from the last snapshot. So is a table whose folder was removed
+        or replaced, and then StoreError is raised.
         """
         with table.lock:
-            table.rest()  # first: a later call may fail, and no thread may be left when the process ends
+            table.rest()  # first: a later call may fail, and no thread may be running when the process ends
             if self.membership is not None and self.membership.group is not None:
                 self.membership.group.check_passed()
             is_torn = self.unsettled != "" or (self.membership is not None and self.membership.torn != "")
@@ -211,7 +211,7 @@ class TablePersistence:
         self._is_written = False
 
     def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
-        """Make the table's rows the live rows, durably, and mark them."""
+        """Make the table's rows the live rows, durably, with a clean marker."""
         if self._on_disk:
             table.flush()
         else:
@@ -220,16 +220,16 @@ class TablePersistence:
         self._unmarked = False  # not known from here on, even if a later call fails
         closed = self.membership is None or not self.membership.is_pending
         if self._on_disk:
-            folder.set_mark(self._mark_of(table), closed)
+            folder.set_mark(self._clean_marker_of(table), closed)
         else:
-            folder.replace_live(folder.incoming, self._mark_of(table), closed=closed)
+            folder.replace_live(folder.incoming, self._clean_marker_of(table), closed=closed)
 
     def after_failed_close(self, table: OpenTable) -> str:
         """What the next run would find if this run ended now, for the log."""
         if self.folder is None or not self._scratch:
             return "no stored row is lost by it"
         if self.life is not None:
-            return "all ranks go back to the last snapshot in the next run"
+            return "all ranks recover from the last snapshot in the next run"
         try:
             snapshot = base_of(self.folder)
         except TierbedError as error:
@@ -241,7 +241,7 @@ class TablePersistence:
         return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost}"
 
     def release(self) -> None:
-        """Let the folder go as it is, and the memory that was promised."""
+        """Unlock the folder as it is, and release the memory that was promised."""
         self._budgets.release()
         if self.membership is not None:
             self.membership.closed()
@@ -249,7 +249,7 @@ class TablePersistence:
             self.folder.release()
 
     def check_row(self, optimizer: RowOptimizer) -> None:
-        """Raises OptionError where the options name another row size than the optimizer needs."""
+        """Raises OptionError if the options name another row size than the optimizer needs."""
         self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
 
     def _fields(self, optimizer: RowOptimizer) -> tuple[Field, ...]:
@@ -295,41 +295,43 @@ class TablePersistence:
             folder.note_step(0)
         self._fresh, self._scratch, self._unmarked = False, True, True
         if self.membership is not None:
-            self.membership.opened(Rows(EMPTY))
+            self.membership.note_open(Rows(EMPTY))
         return table
 
     def _resume(
-        self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder, for_load: bool
+        self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, for_load: bool
     ) -> OpenTable:
         where = f"store folder {str(folder.path)!r}"
         try:
-            check_description(mark)
+            check_description(marker)
         except ValueError as error:
-            raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
-        self.spec = self.spec.with_stored_seed(mark)
-        check_stored(self.spec, mark, optimizer, StoreError, where, for_load=for_load)
-        rows = Rows.parse(mark.get(LIVE)) or Rows((secrets.token_hex(8), 0))
+            raise StoreError(
+                f"{where} was written by another version of tierbed: its clean marker has {error}"
+            ) from error
+        self.spec = self.spec.with_stored_seed(marker)
+        check_stored(self.spec, marker, optimizer, StoreError, where, for_load=for_load)
+        rows = Rows.parse(marker.get(LIVE)) or Rows((secrets.token_hex(8), 0))
         if self.membership is not None:
-            self.membership.found(rows)  # rows of another kind of store are marked clean anew
-        table = self._live_table(optimizer, mark, folder, where)
+            self.membership.begin_with(rows)  # rows of another kind of store get a new clean marker
+        table = self._live_table(optimizer, marker, folder, where)
         if self.membership is not None:
-            self.membership.opened(rows)
+            self.membership.note_open(rows)
         return table
 
     def _live_table(
-        self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder, where: str
+        self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
     ) -> OpenTable:
-        """A table of the live rows that a mark describes."""
-        same_lines = optimizer is None or self._fields(optimizer) == RowForm.described(mark).fields
+        """A table of the live rows that a clean marker describes."""
+        same_lines = optimizer is None or self._fields(optimizer) == RowForm.described(marker).fields
         try:
-            if self._on_disk and mark["live"] == "rocksdb" and same_lines:
-                return self._build(optimizer, mark, folder.live)
-            return self._restore(optimizer, mark, live_rows(folder, mark), same_rows=True)
+            if self._on_disk and marker["live"] == "rocksdb" and same_lines:
+                return self._build(optimizer, marker, folder.live)
+            return self._restore(optimizer, marker, live_rows(folder, marker), same_rows=True)
         except (SnapshotError, StoreError) as error:
             if os_error_in(error) is not None:
                 raise
             raise StoreError(
-                f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
+                f"the live rows of {where} have a clean marker and cannot be read: {error}. Load a snapshot with "
                 '`tierbed snapshot load`, or start over with open="fresh"'
             ) from error
 
@@ -345,10 +347,10 @@ class TablePersistence:
     ) -> tuple[OpenTable, LoadReport]:
         """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
 
-        together: where embeddings that are trained together are loaded, the instant to which all go.
-        After a kill the rows go back to this snapshot. Not so after a load of a selection: only the next save or close
-        makes that durable. verified: called when the rows are; where it raises, nothing has changed.
-        replaced: whether another load is about to replace the rows, so that nothing is said of their ids.
+        together: if embeddings that are trained together are loaded, the instant to which all go.
+        This is the recovery snapshot from here on, unless a selection is loaded: only the next save or close makes that
+        durable. verified: called once the rows are verified; if it raises, nothing has changed.
+        replaced: whether another load is about to replace the rows, so that no remark is made about their ids.
         """
         report, last_ids = LoadReport(), self.spec.last_ids
         ids = None if replaced or last_ids is None else LoadedIds(self.spec, last_ids)
@@ -377,18 +379,18 @@ class TablePersistence:
                 log.warning("embedding %r: %s", self.spec.name, remark)
         return table, report
 
-    def load_tensors(self, optimizer: RowOptimizer | None, held: RowTensors, running: OpenTable) -> OpenTable:
-        """The table with rows that are in memory; closes `running`. After a kill rows go back as before."""
-        with self._with_seed_of(held.description), running.lock:
-            check_stored(self.spec, held.stored(), optimizer, SnapshotError, "the state")
-            table = self._restore(optimizer, held.stored(), contextlib.nullcontext(held.chunks()), running)
+    def load_tensors(self, optimizer: RowOptimizer | None, given: RowTensors, running: OpenTable) -> OpenTable:
+        """The table with rows that are in memory; closes `running`. The recovery snapshot stays the same."""
+        with self._with_seed_of(given.description), running.lock:
+            check_stored(self.spec, given.stored(), optimizer, SnapshotError, "the state")
+            table = self._restore(optimizer, given.stored(), contextlib.nullcontext(given.chunks()), running)
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
             return table
 
     @contextlib.contextmanager
     def _with_seed_of(self, description: dict[str, Any]) -> Iterator[None]:
-        """A block that loads rows of this description, and goes on with their seed unless it raises."""
+        """A block that loads rows of this description, and keeps their seed unless it raises."""
         before, self.spec = self.spec, self.spec.with_stored_seed(description)
         try:
             yield
@@ -406,10 +408,10 @@ class TablePersistence:
         same_rows: bool = False,
         verified: Callable[[], None] | None = None,
     ) -> OpenTable:
-        """A table with the rows of `source`, built beside the live rows; closes `running` when all are read.
+        """A table with the rows of `source`, built next to the live rows; closes `running` when all are read.
 
-        same_rows: whether the rows are the live rows of the folder, in another form. base: the snapshot that the rows
-        go back to after a kill, by which the load is, and the instant to which others go; None to leave it as it is.
+        same_rows: whether the rows are the live rows of the folder, in another form. base: the new recovery snapshot,
+        what loads it, and the instant to which others go; None to keep the recovery snapshot.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -444,11 +446,11 @@ class TablePersistence:
                 self.unsettled, self.is_untouched = "", False
             if place is None or folder is None:
                 return table
-            mark = self._mark_of(table)
+            marker = self._clean_marker_of(table)
             table.close()
-            folder.replace_live(place, mark)
+            folder.replace_live(place, marker)
             self._scratch = self._is_written = False
-            return self._build(optimizer, mark, folder.live)
+            return self._build(optimizer, marker, folder.live)
 
     def _set_base(self, folder: StoreFolder, snapshot: Snapshot, by: str, together: Instant | None) -> None:
         if self.membership is None:
@@ -460,7 +462,7 @@ class TablePersistence:
             self.unsettled = ""
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
-        """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""
+        """Load scanned rows, with room for the optimizer's state if they were put without one. Returns how many."""
         assert table.stack is not None
         if table.state.names and not stored["states"]:
             chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
@@ -486,7 +488,7 @@ class TablePersistence:
         if stored is not None:
             table.counts.stored_rows, table.step = rows, stored["step"]
             table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
-        if stored is not None and shards is not None:  # rows are there, in RocksDB
+        if stored is not None and shards is not None:  # the rows are in RocksDB already
             table.counts.stored = counts_in(stored, self.spec.num_tables)
             if lifecycle.remembers:
                 try:
@@ -498,9 +500,9 @@ class TablePersistence:
         return table
 
     def _write_at(self, bottom: RocksDB | InMemoryTier, step: int) -> None:
-        """Make the folder ready for a write of step `step`. Called before each write."""
+        """Prepare the folder for a write of step `step`. Called before each write."""
         if isinstance(bottom, RocksDB):
-            bottom.make_writable()  # first: where it fails, the live rows keep their mark
+            bottom.make_writable()  # first: if it fails, the live rows keep their clean marker
         if self.folder is not None:
             if not self._is_written:
                 self.before_first_write()
@@ -510,7 +512,7 @@ class TablePersistence:
             self.folder.note_step(step)
 
     def _begin_writing(self, written: bool) -> None:
-        """Take the mark off the live rows of the folder, which are not the table's from the first write on.
+        """Clear the clean marker of the folder, whose live rows are not the table's from the first write on.
 
         written: whether rows are about to be written, and not only replaced by those of a snapshot.
         """
@@ -525,9 +527,9 @@ class TablePersistence:
             self._scratch = self._unmarked = True
             self._is_written = written
         if not self._on_disk:
-            self.folder.discard_live()  # this makes room: rows in memory are written anew at the close
+            self.folder.discard_live()  # this frees space: rows in memory are written again at the close
 
-    def _mark_of(self, table: OpenTable) -> dict[str, Any]:
+    def _clean_marker_of(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None
         bottom = table.stack.bottom
         live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
@@ -539,7 +541,7 @@ class TablePersistence:
 
 
 def _drop(table: OpenTable, place: Path | None) -> None:
-    """Close and remove a table that was built in `place`, beside the live rows."""
+    """Close and remove a table that was built in `place`, next to the live rows."""
     table.close()
     if place is not None:
         with contextlib.suppress(OSError):  # the first error is the one to raise, and the next open removes the folder

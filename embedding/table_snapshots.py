@@ -41,7 +41,7 @@ class TableSnapshots:
         raise NotImplementedError
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
-        """Let the table that `build` returns take the place of that before."""
+        """Replace the table by the one that `build` returns."""
         raise NotImplementedError
 
     @property
@@ -59,7 +59,7 @@ class TableSnapshots:
         """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
         table = self.table
         with table.lock:
-            check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
+            check_save(self._folder_of(name), name, kind, self._source(table), overwrite)
 
     def _of_step(self, step: int) -> RowsReference:
         """The name of the rows of a step."""
@@ -94,7 +94,7 @@ class TableSnapshots:
             table.watch.check_not_saving()
             if kind == "checkpoint":
                 table.flush()
-            manifest = save_snapshot_of(folder, name, kind, self._held(table, together), progress, overwrite)
+            manifest = save_snapshot_of(folder, name, kind, self._source(table, together), progress, overwrite)
             if kind == "incremental" or table.watch.changes is not None:
                 table.watch.track_changes(manifest.id)
             if self.membership is not None:
@@ -125,19 +125,19 @@ class TableSnapshots:
         with self._rows_of_one_step(table, of_all) as together:
             table.check()
             table.watch.check_not_saving()
-            held = self._held(table, together)
-            place = begin_save(folder, name, kind, held, overwrite)
+            source = self._source(table, together)
+            place = begin_save(folder, name, kind, source, overwrite)
             replaces = os.path.lexists(place)
 
             def write(chunks: Chunks) -> None:
-                made = write_snapshot(place, held.description, chunks, overwrite=replaces, together=together)
+                made = write_snapshot(place, source.description, chunks, overwrite=replaces, together=together)
                 table.watch.changes_saved(made.id)
 
             kept = KEPT_BYTES if of_all is None else KEPT_BYTES // of_all.stores
             return table.watch.save_in_background(f"snapshot {name!r}", write, kept)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
-        """The name of the rows as they are, saved as a snapshot that no chain or recovery of the user goes over.
+        """The name of the rows as they are, saved as a snapshot that no chain or recovery of the user is based on.
 
         keep: how many of the latest such snapshots stay besides that of these rows; None for all.
         """
@@ -159,14 +159,14 @@ class TableSnapshots:
             return (saved_as(self._place, place.name) or self._of_step(table.step))._replace(instant=instant)
 
     def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
-        held = self._held(table)
-        if held.rocksdb is not None:
+        source = self._source(table)
+        if source.rocksdb is not None:
             from ..snapshots.files.rocksdb_checkpoint import write_checkpoint  # only where there is RocksDB
 
             table.flush()
-            write_checkpoint(place, held.description, held.rows, held.rocksdb, together=together)
-        else:  # nor an incremental one over a snapshot of the user, who could not replace that any more
-            write_snapshot(place, held.description, held.scan(), together=together)
+            write_checkpoint(place, source.description, source.rows, source.rocksdb, together=together)
+        else:  # not an incremental one, whose parent the user could not replace any more
+            write_snapshot(place, source.description, source.scan(), together=together)
 
     def snapshot(self, name: str) -> Snapshot:
         """A snapshot in the store folder. Raises SnapshotError."""
@@ -206,7 +206,7 @@ class TableSnapshots:
     def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
         table, folder = self.table, self.folder()
-        with table.lock:  # a snapshot that is being saved is not listed yet, and goes over no other
+        with table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
             if table.watch.saving is None or table.watch.saving.done:
                 clear_leftovers(folder)
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
@@ -229,8 +229,8 @@ class TableSnapshots:
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Replace the rows by those of the snapshot `place`, which `check_rows` has checked.
 
-        A store folder gets the snapshot as well, to go back to. Without state, or converted, it gets none, since going
-        back to it would bring the state, or other numbers.
+        A store folder gets the snapshot as well, as its recovery snapshot. Without state, or converted, it gets none,
+        since recovery would load the state, or other numbers.
         """
         before = self.table
         self._replace(before, lambda: self._with_rows(before, place, selection))
@@ -242,7 +242,7 @@ class TableSnapshots:
             return self._persistence.load(table.optimizer, snapshot, table, fitted)[0]
         folder = self._folder_of(place.name)
         linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.base == place.name)
-        with table.lock, linking as own:  # kept where a load fails late: the live rows may go back to it
+        with table.lock, linking as own:  # kept if a load fails late: it may be the recovery snapshot
             return self._persistence.load(table.optimizer, own, table)[0]
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
@@ -271,7 +271,7 @@ class TableSnapshots:
     def drop_rows(self, saved: Snapshot) -> None:
         """Remove the snapshot that `save_rows` made for a replaced checkpoint, unless others or the live rows need it.
 
-        Raises SnapshotError where this is unknown, or the snapshot cannot be removed.
+        Raises SnapshotError if this is unknown, or the snapshot cannot be removed.
         """
         table, folder = self.table, self._persistence.folder
         if folder is not None:
@@ -283,7 +283,7 @@ class TableSnapshots:
         if self._persistence.folder is not None:
             remove_snapshot(self._persistence.folder.snapshots / name)
 
-    def _held(self, table: OpenTable, together: Together | None = None) -> SaveSource:
+    def _source(self, table: OpenTable, together: Together | None = None) -> SaveSource:
         assert table.stack is not None
         bottom = table.stack.bottom
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
@@ -298,7 +298,7 @@ class TableSnapshots:
         return folder
 
     def folder(self) -> StoreFolder:
-        """The store folder. Raises SnapshotError where there is none."""
+        """The store folder. Raises SnapshotError if there is none."""
         folder = self._persistence.folder
         if folder is None:
             raise SnapshotError(

@@ -78,7 +78,7 @@ class TrainingGroup:
             self.end_pass()
             member = next((one for path in self.stores() if (one := _open.get(path)) is not None), None)
             if member is not None:
-                member.tear("a backward pass raised amid its updates")
+                member.tear("a backward pass raised during its updates")
 
     def stores(self, name: str | None = None) -> dict[str, tuple[str, Path]]:
         """The name and the folder of each, or of those of this name, by its real path."""
@@ -121,7 +121,7 @@ def check_failed_step(embeddings: Iterable[Any], error: BaseException) -> None:
     tables = [table for _, table in found if table is not None]
     behind = [table for table in tables if table.in_step or table.failure is not None]
     if 0 < len(behind) < len(tables) and any(table.refused or table.failure is not None for table in behind):
-        found[0][0].tear(f"a step raised amid its updates ({error!r})")
+        found[0][0].tear(f"a step raised during its updates ({error!r})")
 
 
 class Membership:
@@ -158,17 +158,17 @@ class Membership:
 
     @property
     def table(self) -> OpenTable | None:
-        """The open table, once it is there."""
+        """The open table, or None."""
         holder = self.holder()
         return None if holder is None else holder.own_open
 
-    def found(self, rows: Rows) -> None:
+    def begin_with(self, rows: Rows) -> None:
         """The rows to be opened are of this version."""
         self.versions = self._begin(rows)
 
-    def opened(self, rows: Rows) -> None:
+    def note_open(self, rows: Rows) -> None:
         """The rows are open: live rows, those of a snapshot, or none. StoreError."""
-        self.found(rows)
+        self.begin_with(rows)
         self.is_at = self.folder.at is not None
         _open[self.path] = self
         self.enlist()
@@ -208,7 +208,7 @@ class Membership:
         return False
 
     def keep(self) -> None:
-        """The rows are of one instant with the others by the will of the user: no load awaits them. StoreError."""
+        """The rows belong to those of the others, since the user says so: no load is expected. StoreError."""
         if self.record is not None:
             self.record = replace(self.record, number=self.instant().number)
             self.folder.note_group(self.record)
@@ -238,9 +238,9 @@ class Membership:
         return self._in_state
 
     def _mark_live(self) -> None:
-        mark = self.folder.read_mark()
-        if mark is not None and LIVE not in mark:
-            self.folder.set_mark({**mark, LIVE: self.versions.rows})
+        marker = self.folder.read_mark()
+        if marker is not None and LIVE not in marker:
+            self.folder.set_mark({**marker, LIVE: self.versions.rows})
 
     def enlist(self) -> None:
         """Note the group as it is now, if this is not noted yet. StoreError."""
@@ -344,14 +344,14 @@ class Membership:
         saved = snapshot.manifest.instant
         if self.record is None or saved is None or digest is None:
             return None
-        of_state = next((one for one in self._noted(saved.instant) if one.digest == digest), None)
+        of_state = next((one for one in self._recorded_instants(saved.instant) if one.digest == digest), None)
         if of_state is None:
             return None
         now = self.instant()
         return Instant(now.number, {**now.versions, **of_state.versions, self.id: saved.rows.now})
 
-    def _noted(self, first: Instant) -> Iterator[Instant]:
-        """The instants that the stores note: `first`, those of loads of all, then those of all snapshots."""
+    def _recorded_instants(self, first: Instant) -> Iterator[Instant]:
+        """The instants that the stores have recorded: `first`, those of loads of all, then those of all snapshots."""
         yield first
         loads = (one.folder.at for one in self.open_peers())
         yield from (at.all for at in loads if at is not None and at.all is not None)
@@ -421,7 +421,7 @@ class Membership:
                 holder.note_torn()
 
     def check_whole(self) -> None:
-        """Raises StoreError where rows of the stores that are trained together are of different steps."""
+        """Raises StoreError if rows of stores that are trained together are of different steps."""
         if self.torn:
             raise StoreError(
                 f"embeddings that are trained together have rows of different steps: {self.torn}. Load a snapshot in "
@@ -429,7 +429,7 @@ class Membership:
             )
 
     def reformed(self) -> None:
-        """After a load: what is open now is of one instant, by the user's will."""
+        """After a load: the rows that are open now belong together, since the user says so."""
         if self.record is not None:
             with between_steps([self]):
                 formed, at = self.instant(), self.folder.at

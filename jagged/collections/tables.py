@@ -106,7 +106,7 @@ class TableCollection(ModelSnapshots, nn.Module):
     def told(self) -> AbstractContextManager[None]:
         """A block of a call of all ranks: what it raises on one of them is raised on all."""
         embedding: Any = next(iter(self.embeddings.values()))
-        block: AbstractContextManager[None] = embedding.told()
+        block: AbstractContextManager[None] = embedding.raise_on_all_ranks()
         return block
 
     def has(self, table: str) -> bool:

@@ -508,7 +508,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
     def _told(self) -> AbstractContextManager[None]:
         """A block of a call of all ranks: what it raises on one of them is raised on all."""
         _, embedding = next(self.each())
-        return embedding.told()
+        return embedding.raise_on_all_ranks()
 
     def _call(self, indices: Any, offsets: Any, weights: Any, sizes: Any, unsupported: Mapping[str, Any]) -> TBECall:
         if detect_fake_mode() is not None:

@@ -361,7 +361,9 @@ def amid_the_dense_step(world: World) -> list[str]:
 def test_parameters_of_a_half_made_step_are_told_at_the_next_until_a_state_is_loaded() -> None:
     told = run_ranks(2, amid_the_dense_step)
     assert [said[0] for said in told] == ["fine", "ArithmeticError: stumbled"]
-    refused = "OptimizerError: rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled') amid its updates"
+    refused = (
+        "OptimizerError: rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled') during its updates"
+    )
     assert_all_heard([said[1:] for said in told], [refused, "fine", f"{len(SOME)}"])
 
 
