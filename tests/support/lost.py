@@ -45,7 +45,7 @@ def calls(world: World) -> int:
 def until_told(world: World) -> None:
     """Compute until another rank has ended the group."""
     assert world._peers is not None
-    while world._peers.left is None:
+    while world._peers.aborted is None:
         sleep(0.001)
 
 
