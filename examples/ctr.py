@@ -117,7 +117,7 @@ def loader(
 
 
 def train_epoch(graph: TrainGraph, batches: Iterable[Any], label: str) -> Tensor:
-    """The losses of the steps. While one computes, the rows of the next batches are brought up."""
+    """The losses of the steps. While one computes, the rows of the next batches are fetched."""
     return torch.stack(list(graph.run(batches, progress=label)))
 
 

@@ -193,7 +193,7 @@ def split(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
     """The area under the ROC curve: how likely a positive scores above a negative, a tie counting half.
 
-    `labels` [n] of 0 and 1, `scores` [n]. Raises ValueError where one of the classes is empty or a score is NaN.
+    `labels` [n] of 0 and 1, `scores` [n]. Raises ValueError if one of the classes is empty or a score is NaN.
     """
     labels, scores = np.asarray(labels) > 0, np.asarray(scores)
     positives, negatives = int(labels.sum()), int((~labels).sum())

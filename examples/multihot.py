@@ -107,7 +107,7 @@ def make_optimizer(model: DCNv2, lr: float) -> torch.optim.Optimizer:
 
 
 class TrainGraph(Graph):
-    """One call is one training step. Rows of coming batches are brought up by `run`."""
+    """One call is one training step. Rows of coming batches are fetched by `run`."""
 
     def __init__(self, model: DCNv2, lr: float) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make crash", description=__doc__)
     parser.add_argument("-n", type=int, default=200, help="rounds")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; the next one's is one more")
-    parser.add_argument("--ranks", type=int, help="rounds of so many ranks")
+    parser.add_argument("--ranks", type=int, help="rounds of that many ranks")
     parser.add_argument("--model", action="store_true", help="rounds of embeddings that are trained together")
     parser.add_argument("--folder", type=Path, help="where stores are made; a temporary folder by default")
     arguments = parser.parse_args()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Saved(NamedTuple):
-    """A snapshot: the step of its rows, its kind, and what it goes over."""
+    """A snapshot: the step of its rows, its kind, and what it is based on."""
 
     step: int
     kind: str
@@ -21,7 +21,7 @@ class Expected:
 
     `saved`: snapshots that must be there, in the order in which they were saved; of `begun` ones each may be there, in
     the place of one of `saved` where that has its name, and `going` ones may be gone. Live rows are of a step of
-    `clean`, if they are marked, or may be without a mark where `dirty`, and then a run goes back to a snapshot of
+    `clean`, if they have a clean marker, or may have none if `dirty`, and then a run recovers from a snapshot of
     `bases`, "" for none.
     """
 
@@ -51,7 +51,7 @@ class Expected:
         return new
 
     def found(self, snapshots: Mapping[str, Saved]) -> None:
-        """After a kill the folder lists these snapshots. Those in flight are there or not from here on."""
+        """After a kill the folder lists these snapshots. Those in flight exist or not from here on."""
         names, self.step = snapshots.keys(), None
         missing = self.saved.keys() - self.going - names
         foreign = names - self.saved.keys() - self.begun.keys()
@@ -70,7 +70,7 @@ class Expected:
         self.begun, self.aside, self.going, self.loading = {}, set(), set(), None
 
     def opened(self, step: int, recovered: bool) -> None:
-        """A run began at this step; `recovered` where it found no mark."""
+        """A run began at this step; `recovered` where it found no clean marker."""
         if recovered:
             assert self.dirty, f"step {self.clean} was closed, and a run went back to {step}"
             self.bases = {base for base in self.bases if self._step_of(base) == step}
@@ -112,7 +112,7 @@ class Expected:
         self.clean, self.dirty, self.step = {self.step}, False, None
 
     def begin_save(self, name: str, kind: str, step: int, parent: str | None = None) -> None:
-        assert parent is None or parent in self.bases, f"{name} goes over {parent}, not {self.bases}"
+        assert parent is None or parent in self.bases, f"{name} is based on {parent}, not {self.bases}"
         self.begun[name] = Saved(step, kind, parent)
         self.aside.discard(name)  # one that a merge wrote, and this replaces
 
@@ -179,7 +179,7 @@ class Expected:
 
 
 def _pruned(snapshots: dict[str, Saved], keep_last: int, keep_every: int | None, base: str) -> set[str]:
-    """Not the latest, nor the first to reach a multiple of steps, nor the base, nor what one of these goes over."""
+    """Not the latest, nor the first to reach a multiple of steps, nor the base, nor what one of these is based on."""
     kept, reached = {base, *list(snapshots)[-keep_last:]}, -1
     for name, saved in snapshots.items():
         if keep_every is not None and saved.step // keep_every > reached:

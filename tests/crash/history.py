@@ -1,4 +1,4 @@
-"""What a table holds after so many steps, replayed in NumPy: SGD with momentum 1, and the rounding of narrow rows.
+"""What a table holds after that many steps, replayed in NumPy: SGD with momentum 1, and the rounding of narrow rows.
 
 Steps follow from their number alone, and so does the noise of their rounding: every way to step n, through kills and
 rollbacks, must lead to the same rows.
@@ -43,7 +43,7 @@ TYPES: list[Types] = [
     ("float32", "bfloat16"),
 ]
 LIVES: dict[str, dict[str, Any]] = {
-    "for ever": {},
+    "forever": {},
     "ttl": {"ttl_steps": 2},
     "lru": {"eviction": "lru", "capacity": 60},
 }

@@ -32,7 +32,7 @@ class Moment:
 
     vector: Vector
     snapshots: set[tuple[int, str]]
-    marked: int = NO
+    clean: int = NO
     unwritten: set[int] = field(default_factory=set)
     older: set[int] = field(default_factory=set)
 
@@ -96,7 +96,7 @@ class State:
                 (steps := self.saved[m].get(name)) is not None and steps == self.past(m, killed)[: len(steps)]
                 for m, name in moment.snapshots
             )
-            is_noted = in_snapshots or moment.marked == SURE or (unsure and moment.marked == MAYBE)
+            is_noted = in_snapshots or moment.clean == SURE or (unsure and moment.clean == MAYBE)
             half = moment.unwritten and moment.older
             rows = [of | {(), *saved.values()} for of, saved in zip(has, self.saved, strict=True)] if half else has
             if is_noted and all(steps in of for steps, of in zip(moment.vector, rows, strict=True)):
@@ -149,7 +149,7 @@ class State:
     def _weaken(self) -> None:
         """A MARK is written: it may have been the one that had an earlier moment."""
         for moment in self.moments:
-            moment.marked = min(moment.marked, MAYBE)
+            moment.clean = min(moment.clean, MAYBE)
 
     def save(self, name: str, members: Collection[int], vector: Sequence[Steps]) -> None:
         is_loaded = any(self.loaded[member] is not None for member in members)

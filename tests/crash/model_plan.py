@@ -61,7 +61,7 @@ class ModelRound:
     states: int
     power: bool
     sessions: list[ModelSession]
-    life = "for ever"
+    life = "forever"
     types = ("float32", "float32")
 
     def options(self, path: Path) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _kill(chance: random.Random, recovers: bool) -> Kill:
 
 
 def as_orders(plan: ModelRound, session: ModelSession, number: int) -> dict[str, Any]:
-    """What a trainer is told of its round."""
+    """What a trainer gets of its round."""
     kill = session.kill
     return {
         "seed": session.seed,

@@ -123,12 +123,12 @@ def train(place: str, orders: dict[str, Any], rank: int, port: int, events: Conn
     try:
         world = world_of(rank, orders["ranks"], port)
         RankModelTrainer(world, folder / "store" / "model", orders, [log, events.fileno()]).run()
-    except GroupError:  # of a killed rank, or else the round tells what went wrong
+    except GroupError:  # of a killed rank, or else the round reports the error
         (folder / f"ended-{rank}").write_text(traceback.format_exc())
 
 
 class ModelRankRounds(ModelRounds):
-    """Runs rounds of so many ranks, of which one is killed, and the others find out or are killed with it."""
+    """Runs rounds of that many ranks, of which one is killed, and the others find out or are killed with it."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         super().__init__(folder)
@@ -140,10 +140,10 @@ class ModelRankRounds(ModelRounds):
         orders = {**as_orders(plan, session, number), "ranks": self.ranks, "victim": victim}
         killed = RankSession(session.seed, self.ranks, 0, [], 0, session.kill, victim, all_die)
         ends = run_until_killed(killed, place, orders, train)
-        told = "".join(file.read_text() for file in sorted(place.glob("ended-*")))
+        reports = "".join(file.read_text() for file in sorted(place.glob("ended-*")))
         assert HUNG not in ends, "a rank hung"
-        assert ends[victim] == KILLED, f"the ranks ended with {ends}: {told}"
-        assert set(ends) <= {0, KILLED}, f"the ranks ended with {ends}: {told}"
+        assert ends[victim] == KILLED, f"the ranks ended with {ends}: {reports}"
+        assert set(ends) <= {0, KILLED}, f"the ranks ended with {ends}: {reports}"
 
     def _check(self, path: Path, plan: ModelRound, session: ModelSession, allowed: Allowed) -> int:
         order = random.Random(session.seed + 1).sample(range(len(plan.dims)), len(plan.dims))

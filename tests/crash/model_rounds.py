@@ -241,7 +241,7 @@ class ModelRounds:
         """Let go of what is held."""
 
     def run(self, plan: ModelRound) -> Result:
-        """Raises AssertionError where rows are not those of the latest moment that the log allows."""
+        """Raises AssertionError if rows are not those of the latest moment that the log allows."""
         begin = time.perf_counter()
         place = self.folder / f"round-{plan.seed}"
         (place / "store" / "model").mkdir(parents=True)

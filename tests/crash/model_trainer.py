@@ -1,6 +1,6 @@
 """The process that is killed while it trains embeddings together, and what their rows are after any steps.
 
-Each step of a member has a number of its own, drawn once: the sums of these numbers in its rows tell which steps it has
+Each step of a member has a number of its own, drawn once: the sums of these numbers in its rows show which steps it has
 taken, whatever was lost, loaded and trained again in between.
 """
 
@@ -266,7 +266,9 @@ class ModelTrainer:
     def load(self) -> None:
         one = self.chance.choice(self.members.all)
         snapshots = [
-            held for held in self.snapshots(one.name) if not held.name.startswith(("replaced-", "state_dict-", "kept-"))
+            stored
+            for stored in self.snapshots(one.name)
+            if not stored.name.startswith(("replaced-", "state_dict-", "kept-"))
         ]
         if snapshots:
             name = self.chance.choice(snapshots).name

@@ -18,14 +18,14 @@ WEIGHTS |= {"command": 2, "short": 1}
 # what a kill at a named point is inside of
 INSIDE = {"step": 1, "save": 6, "background": 3, "load": 3, "prune": 2, "merge": 1, "compact": 1, "close": 2, "open": 2}
 # calls that it may be before or after, and how many of them an operation has at most
-MOST = {"any": 400, "open": 70, "write": 200, "sync": 70, "rename": 4, "mkdir": 3, "unlink": 80, "link": 4}
+MAX_STEPS = {"any": 400, "open": 70, "write": 200, "sync": 70, "rename": 4, "mkdir": 3, "unlink": 80, "link": 4}
 CALLS = ["any", "open", "write", "sync", "rename", "mkdir", "unlink"]
 SMALL = {"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1, "max_write_buffer_number": 2}
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL after so many `events` and a `wait` in s; or, with `inside`, at a call that changes files.
+    """SIGKILL after that many `events` and a `wait` in s; or, with `inside`, at a call that changes files.
 
     That is the `number`th `call` since an operation `inside` began, before the call, after it, or with half of it done.
     """
@@ -73,7 +73,7 @@ def draw_round(seed: int) -> Round:
     return Round(
         seed=seed,
         keys=chance.choice([50, 150, 400]),
-        life=chance.choice(["for ever", *LIVES]),
+        life=chance.choice(["forever", *LIVES]),
         power=chance.random() < 0.5,
         sessions=sessions,
         checks=[draw_store(chance) if number % 2 == 0 else None for number in reversed(range(len(sessions)))],
@@ -99,7 +99,7 @@ def draw_kill(chance: random.Random, weights: Mapping[str, float]) -> Kill:
     call = chance.choice(
         CALLS if inside in ("save", "background", "load", "close", "prune", "merge") else ["any", "write"]
     )
-    number = round(MOST[call] ** chance.random())  # the first calls of an operation differ most
+    number = round(MAX_STEPS[call] ** chance.random())  # the first calls of an operation differ most
     when = chance.choice(["before", "after", "torn"] if call in ("any", "write") else ["before", "after"])
     return Kill(inside, call=call, number=number, when=when)
 

@@ -11,7 +11,7 @@ from .plan import Kill, draw_kill, draw_store
 
 WEIGHTS = {"steps": 10, "save": 6, "background": 2, "load": 3, "prune": 2, "reopen": 3, "fresh": 0.3, "command": 2}
 INSIDE = {"step": 2, "save": 6, "background": 2, "load": 4, "prune": 1, "close": 3, "open": 4}
-LIVES = ["for ever", "ttl"]  # which rows an evicting table has depends on the number of ranks
+LIVES = ["forever", "ttl"]  # which rows an evicting table has depends on the number of ranks
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RankRound:
 
 
 def draw_rank_round(seed: int, ranks: int) -> RankRound:
-    """A round that begins with so many ranks."""
+    """A round that begins with that many ranks."""
     chance = random.Random(seed)
     power = chance.random() < 0.5
     numbers = [ranks] + [chance.choice([ranks, ranks, 1, 2, 3]) for _ in range(chance.choice([0, 0, 1, 2]))]

@@ -36,8 +36,8 @@ class RankRounds(AnyRounds):
     def train(self, place: Path, plan: RankRound, session: RankSession, orders: dict[str, Any]) -> None:
         ends = run_until_killed(session, place, orders)
         assert HUNG not in ends, "a rank hung"
-        told = "".join(file.read_text() for file in sorted(place.glob("ended-*")))
-        assert ends[session.victim] == KILLED, f"the ranks ended with {ends}: {told}"
+        reports = "".join(file.read_text() for file in sorted(place.glob("ended-*")))
+        assert ends[session.victim] == KILLED, f"the ranks ended with {ends}: {reports}"
         allowed = {0, KILLED} if session.all_die else {0}
         others = {end for rank, end in enumerate(ends) if rank != session.victim}
         assert others <= allowed, f"the ranks ended with {ends}"
@@ -71,7 +71,7 @@ def run_until_killed(session: RankSession, place: Path, orders: dict[str, Any], 
 
 
 def wait_for(pipe: Connection, lines: int) -> None:
-    """Until rank 0 has written so many lines of its log, or has ended."""
+    """Until rank 0 has written that many lines of its log, or has ended."""
     seen = 0
     while seen < lines and (data := os.read(pipe.fileno(), 1 << 16)):
         seen += data.count(b"\n")

@@ -64,7 +64,7 @@ class RankTrainer(Trainer):
         super().__init__(path, history, {**plan, "store": plan["stores"]}, files if self.first else [])
 
     def run(self) -> None:
-        """Until the victim is killed, at the latest by itself, and the others are told that it is gone."""
+        """Until the victim is killed, at the latest by itself, and the others notice that it has exited."""
         self.operate()
         if self.world.rank == self.plan["victim"]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -134,7 +134,7 @@ def train(place: str, plan: dict[str, Any], rank: int, port: int, events: Connec
     try:
         history = RankHistory(plan["keys"], plan["life"], plan["types"], world_of(rank, plan["ranks"], port))
         RankTrainer(folder / "store", history, plan, [log, events.fileno()]).run()
-    except GroupError:  # of a killed rank, or else the round tells what went wrong
+    except GroupError:  # of a killed rank, or else the round reports the error
         (folder / f"ended-{rank}").write_text(traceback.format_exc())
 
 

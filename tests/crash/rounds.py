@@ -51,7 +51,7 @@ class AnyRounds:
         """Let go of what is held."""
 
     def train(self, place: Path, plan: Any, session: Any, orders: dict[str, Any]) -> None:
-        """Raises AssertionError where a trainer ended otherwise than its session says."""
+        """Raises AssertionError if a trainer ended otherwise than its session says."""
         raise NotImplementedError
 
     def checker(self, place: Path, plan: Any, session: Any, expected: Expected) -> Check:
@@ -59,7 +59,7 @@ class AnyRounds:
         raise NotImplementedError
 
     def run(self, plan: Any) -> Result:
-        """Raises AssertionError where the folder is not as it must be."""
+        """Raises AssertionError if the folder is not as it must be."""
         begin = time.perf_counter()
         place = self.folder / f"round-{plan.seed}"
         (place / "store").mkdir(parents=True)
@@ -169,7 +169,7 @@ class Check:
         self.same(rows_of(Snapshot.open(self._snapshots / name)), step)
 
     def same(self, rows: Any, step: int) -> None:
-        """The rows of that step, to the bit."""
+        """The rows of that step, bit for bit."""
         rows, right = in_order(rows), self.history.rows(step)
         assert len(rows) == len(right), f"{len(rows)} rows at step {step}, not {len(right)}"
         differ = np.flatnonzero(rows != right)

@@ -22,7 +22,7 @@ BROKEN = {
     "d.fsync_dir.__code__ = (lambda path: None).__code__",  # wherever it was imported to
     "files are not synced": "import os, stat; os.fsync = lambda file, s=os.fsync: "
     "stat.S_ISDIR(os.fstat(file).st_mode) and s(file)",
-    "the mark stays": "from tierbed.snapshots.store.folder import StoreFolder as F; "
+    "the clean marker stays": "from tierbed.snapshots.store.folder import StoreFolder as F; "
     "F.clear_mark = lambda folder, *more: None",
     "the base is not noted": "from tierbed.snapshots.store.folder import StoreFolder as F; "
     "F.expect_base = lambda folder, *more: None",

@@ -29,7 +29,7 @@ NAMES = ["s{}", "{} of today", "schn\u00e4ppchen-{}", "-{}", "{}" + 150 * "x"]
 
 
 class Recovered(logging.Handler):
-    """Whether the embedding that was opened last found a folder without a mark."""
+    """Whether the embedding that was opened last found a folder without a clean marker."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def connect_all(
     met = threading.Barrier(RANKS)
 
     def start(rank: int) -> Connected | GroupError:
-        def tell(own: bytes) -> list[bytes]:
+        def exchange(own: bytes) -> list[bytes]:
             if own.startswith(b"["):  # its address, before any rank has it
                 for come in strangers:
                     come(opened, tuple(json.loads(own)))
@@ -63,7 +63,7 @@ def connect_all(
             return [places[rank] for rank in range(RANKS)]
 
         try:
-            return connect(rank, RANKS, tell, 60)
+            return connect(rank, RANKS, exchange, 60)
         except GroupError as error:
             return error
 
@@ -108,12 +108,12 @@ class Start:
         self.now = 0.0
         place: Future[tuple[str, int, str]] = Future()
 
-        def tell(own: bytes) -> list[bytes]:
+        def exchange(own: bytes) -> list[bytes]:
             if own:
                 place.set_result(json.loads(own))
             return [own] * 2
 
-        self.outcome = pool.submit(connect, 0, 2, tell, 60)
+        self.outcome = pool.submit(connect, 0, 2, exchange, 60)
         host, port, token = self.place = place.result(60)
         self.address, self.hello = (host, port), HELLO.pack(token.encode(), 1)
 
@@ -214,7 +214,7 @@ def test_an_interrupt_ends_the_wait_for_a_rank_and_closes_the_port(monkeypatch: 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     addresses: list[tuple[str, int]] = []
 
-    def tell(own: bytes) -> list[bytes]:
+    def exchange(own: bytes) -> list[bytes]:
         if own:
             addresses.append(tuple(json.loads(own)[:2]))
         else:
@@ -224,7 +224,7 @@ def test_an_interrupt_ends_the_wait_for_a_rank_and_closes_the_port(monkeypatch: 
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            connect(0, 2, tell, 60)
+            connect(0, 2, exchange, 60)
     finally:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ConnectionRefusedError):

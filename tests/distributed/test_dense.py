@@ -57,8 +57,8 @@ def failing(world: World) -> tuple[str, bool, int]:
     try:
         all_reduce_in_order(world, "grads", grads(world.rank), error)
         text = "nothing raised"
-    except CapacityError as told:
-        text = str(told)
+    except CapacityError as reports:
+        text = str(reports)
     vote = all_reduce_in_order(world, "grads", [], finite=world.rank != 0)
     return text, vote.finite, len(vote.sums)
 

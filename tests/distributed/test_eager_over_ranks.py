@@ -152,7 +152,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all_and_training_goes_on() -> None:
 def refused(world: World) -> str:
     model = Model(world)
     around = DistributedDataParallel(model)
-    with pytest.raises(OptimizerError) as told:
+    with pytest.raises(OptimizerError) as reports:
         EagerOptimizer(torch.optim.Adagrad(around.parameters()), around)
     optimizer = trained(model)
     with pytest.raises(OptimizerError, match=r"clip_grad_norm_ of rows that ranks share.*clip_grad_row_norm"):
@@ -161,12 +161,12 @@ def refused(world: World) -> str:
     model.unused = Model(None).unused
     with pytest.raises(OptimizerError, match="embeddings 'rows', 'unused' have different worlds"):
         trained(model)
-    return str(told.value)
+    return str(reports.value)
 
 
 def test_a_distributed_data_parallel_around_rows_several_worlds_and_clipping_by_one_norm_are_refused() -> None:
     for said in run_ranks(2, refused):
-        assert said.startswith("embedding 'rows' is in the module, a DistributedDataParallel, and its world sees to")
+        assert said.startswith("embedding 'rows' is in the module, a DistributedDataParallel, and its world handles")
 
 
 class Two(nn.Module):
@@ -331,9 +331,9 @@ def amid_row_updates(world: World, path: Path, place: int) -> tuple[list[str], l
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_rows_of_a_half_made_step_are_refused_until_a_snapshot_is_loaded(place: int, tmp_path: Path) -> None:
-    told = run_ranks(2, amid_row_updates, tmp_path, place)
-    assert [said[0] for said, _ in told] == ["fine", "ArithmeticError: stumbled"]
-    for said, steps in told:
+    reports = run_ranks(2, amid_row_updates, tmp_path, place)
+    assert [said[0] for said, _ in reports] == ["fine", "ArithmeticError: stumbled"]
+    for said, steps in reports:
         rows = f"StoreError: rank 1: embedding '{'ab'[place]}', step 3 raised ArithmeticError('stumbled') on this rank"
         assert all(one.startswith(rows) for one in said[1:4])
         assert said[4].startswith(f"StoreError: rank 1: embedding '{'ab'[place]}' failed in the middle of a write")
@@ -359,12 +359,12 @@ def amid_the_dense_step(world: World) -> list[str]:
 
 
 def test_parameters_of_a_half_made_step_are_told_at_the_next_until_a_state_is_loaded() -> None:
-    told = run_ranks(2, amid_the_dense_step)
-    assert [said[0] for said in told] == ["fine", "ArithmeticError: stumbled"]
+    reports = run_ranks(2, amid_the_dense_step)
+    assert [said[0] for said in reports] == ["fine", "ArithmeticError: stumbled"]
     refused = (
         "OptimizerError: rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled') during its updates"
     )
-    assert_all_heard([said[1:] for said in told], [refused, "fine", f"{len(SOME)}"])
+    assert_all_heard([said[1:] for said in reports], [refused, "fine", f"{len(SOME)}"])
 
 
 def what_is_left_of_a_step(world: World) -> int:

@@ -1,4 +1,4 @@
-"""Ranks train to the bits of one process that accumulates the same parts."""
+"""Ranks train with the bits of one process that accumulates the same parts."""
 
 from __future__ import annotations
 

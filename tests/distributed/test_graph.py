@@ -1,4 +1,4 @@
-"""A graph over ranks trains to the bits of one process that accumulates the same parts and takes their mean."""
+"""A graph over ranks trains with the bits of one process that accumulates the same parts and takes their mean."""
 
 from __future__ import annotations
 

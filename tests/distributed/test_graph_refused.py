@@ -68,5 +68,5 @@ def refusal(world: World, kind: str) -> str:
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_a_graph_over_ranks_cannot_hold_is_refused_on_all(kind: str) -> None:
-    for told in run_ranks(2, refusal, kind):
-        assert re.match(REFUSED[kind][1], told), told
+    for reports in run_ranks(2, refusal, kind):
+        assert re.match(REFUSED[kind][1], reports), reports

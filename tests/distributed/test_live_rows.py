@@ -1,4 +1,4 @@
-"""Ranks go on from live rows that are of one instant; where these are not, all go back to one snapshot."""
+"""Ranks go on from live rows that are from the same step; where these are not, all recover from one snapshot."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks(
     alone(tmp_path, store, 2, "base")
     last = alone(tmp_path, store, 1, None) if before == 1 else b"".join(r for _, r, _ in run(2, tmp_path, store, 1))
     whose = "one process" if before == 1 else "2 ranks"
-    told = f"has live rows of {whose}, of step 3, and no snapshot of them"
+    reports = f"has live rows of {whose}, of step 3, and no snapshot of them"
     if now == 1:
-        with pytest.raises(StoreError, match=told):
+        with pytest.raises(StoreError, match=reports):
             opened(None, tmp_path, store).size()
     else:
         for kind, said in run_ranks(now, fails, tmp_path, {"store": store}, {}):
             assert kind == "StoreError"
-            assert told in said
+            assert reports in said
             assert "(its last, 'base', is of step 2): open it with" in said
     again = [trained(None, tmp_path, store, 0)] if before == 1 else run(2, tmp_path, store, 0)
     assert together([rows for rows, _, _ in again], last)
@@ -218,7 +218,7 @@ def mixed_stores(world: World, folder: Path) -> Any:
 
 
 def in_use(world: World, folder: Path) -> list[str]:
-    """A process of its own cannot take what ranks hold; what they hold is told after a close."""
+    """A process of its own cannot take what ranks hold; what they hold is compared after a close."""
     embedding = opened(world, folder)
     embedding.size()
     world.all_bytes("open on all", b"")
@@ -327,7 +327,7 @@ def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(t
         assert "No space left" in error
         assert "create it again" in closed
         assert after == saved
-        assert any("create it again, and it goes back to snapshot 'base'" in line for line in said)
+        assert any("create it again, and it recovers from snapshot 'base'" in line for line in said)
 
 
 def opens_without_a_file(world: World, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""A rank that is lost in a save, a load or a close is named, and costs no snapshot that was there."""
+"""A rank that is lost in a save, a load or a close is named, and loses no earlier snapshot."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
 
 
 def check_saved(folder: Path, store: str, rows: list[dict[str, bytes]]) -> None:
-    """The snapshot that was there is there, a later one is whole or not there, and training goes on."""
+    """The earlier snapshot exists, a later one is whole or not there, and training goes on."""
     for found, expected in zip(run_ranks(2, saved, folder, store), rows, strict=True):
         assert found.items() <= expected.items()
         assert "a" in found

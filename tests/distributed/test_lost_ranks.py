@@ -109,7 +109,7 @@ def test_a_rank_that_closed_its_world_is_named() -> None:
 
 
 def close_and_live(world: World) -> Heard | None:
-    """Rank 1 closes its world amid an exchange, and lives on until the others have told what they heard."""
+    """Rank 1 closes its world during an exchange, and lives on until the others have reported what they received."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
     ones, given = [1] * world.size, torch.full((world.size,), world.rank)
     under_way = world.start("numbers", torch.empty_like(given), given, ones, ones)
@@ -148,14 +148,14 @@ def test_a_rank_that_began_the_call_before_it_closed_is_not_named() -> None:
 
 
 def interrupt(world: World, number: int) -> Heard:
-    """Rank 0 is told to end while it waits for rank 1."""
+    """Rank 0 gets SIGTERM while it waits for rank 1."""
     world.gather(torch.zeros(2))
     if world.rank == 1:
         until_told(world)
         return heard(world, lambda: gather(world))
     came = []
 
-    def tell(*_: object) -> None:
+    def signal_rank(*_: object) -> None:
         came.append(number)
         raise KeyboardInterrupt
 
@@ -165,14 +165,14 @@ def interrupt(world: World, number: int) -> Heard:
         os.kill(os.getpid(), number)
 
     def call() -> None:
-        with pytest.raises(KeyboardInterrupt) as told:
+        with pytest.raises(KeyboardInterrupt) as reports:
             world.gather(torch.zeros(2))
         assert came == [number]
-        assert isinstance(told.value.__context__, GroupError)
-        raise told.value.__context__
+        assert isinstance(reports.value.__context__, GroupError)
+        raise reports.value.__context__
 
     if world.rank == 0:
-        signal.signal(number, tell)
+        signal.signal(number, signal_rank)
         threading.Thread(target=end, args=[calls(world)]).start()
         return heard(world, call)
     return heard(world, lambda: gather(world))
@@ -235,10 +235,10 @@ def forked(world: World) -> str:
         os._exit(0)
     os.close(write)
     with open(read) as pipe:
-        told = pipe.read()
+        reports = pipe.read()
     assert len(world.gather(torch.zeros(2))) == 4
-    return told
+    return reports
 
 
 def test_a_forked_child_of_a_rank_is_refused() -> None:
-    assert all(told.startswith("a forked process uses a world") for told in run_ranks(2, forked))
+    assert all(reports.startswith("a forked process uses a world") for reports in run_ranks(2, forked))

@@ -1,4 +1,4 @@
-"""Mistakes of one rank in calls outside a step, and in dense optimizers, are told to all, and ranks go on together."""
+"""Mistakes of one rank outside a step, and in dense optimizers, are raised on all ranks, and they continue together."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def in_a_thread(world: World) -> str:
 
 
 def test_a_step_of_another_thread_is_refused() -> None:
-    assert all("one thread" in told for told in run_ranks(2, in_a_thread))
+    assert all("one thread" in reports for reports in run_ranks(2, in_a_thread))
 
 
 def forgotten(world: World) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints of a graph over ranks: a run goes on to the bits of one that never stopped, or all ranks refuse it."""
+"""Checkpoints of a graph over ranks: a run goes on with the bits of one that never stopped, or all ranks refuse it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def steps(graph: Rating, ids: torch.Tensor) -> list[float]:
 
 
 def dense(graph: Rating) -> bytes:
-    held = [*(p for p in graph.mlp.parameters())]
-    held += [state[name] for state in graph.dense.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return b"".join(tensor.detach().numpy().tobytes() for tensor in held)
+    found_rows = [*(p for p in graph.mlp.parameters())]
+    found_rows += [state[name] for state in graph.dense.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in found_rows)
 
 
 def rows(graph: Any) -> bytes:

@@ -24,7 +24,7 @@ KEYS = torch.arange(100)
 
 
 def trains(world: World, folder: Path, reads: bool = False) -> int:
-    """Steps, or reads after two steps, until the file `stop` is there. Returns the number of steps."""
+    """Steps, or reads after two steps, until the file `stop` exists. Returns the number of steps."""
     embedding = make(options("host", folder), "sgd", tables=1, world=world)
     train(embedding, KEYS)
     train(embedding, KEYS + 7 * world.rank)
@@ -71,8 +71,8 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
     store = tmp_path / "rows"
     with asked(tmp_path, trains) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
-        told: list[int] = []
-        manifest = request_save(store, "asked", progress=lambda rows, of: told.append(rows))
+        reports: list[int] = []
+        manifest = request_save(store, "asked", progress=lambda rows, of: reports.append(rows))
         assert manifest is not None
         with pytest.raises(SnapshotError, match="asked' exists: choose another name"):
             request_save(store, "asked")
@@ -82,7 +82,7 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
         steps = [answer(pipe) for _, pipe in group]
     assert status is not None
     assert status["ranks"] == 2
-    assert told
+    assert reports
     for name in ("asked", "more"):
         snapshot = Snapshot.open(store / "snapshots" / name)
         snapshot.verify()
@@ -132,7 +132,7 @@ def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> 
 
 
 def trains_both(world: World, folder: Path) -> list[int]:
-    """Steps of two embeddings, until the file `stop` is there. Returns their steps."""
+    """Steps of two embeddings, until the file `stop` exists. Returns their steps."""
     serving._EVERY = 0
     model = Model(folder, ("host", "host"), world)
     model.steps(2)
@@ -146,9 +146,11 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
     stores = [tmp_path / name for name in "ab"]
     with asked(tmp_path, trains_both) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
-        told: list[int] = []
-        assert request_save(stores[0], "asked", progress=lambda rows, of: told.append(rows), stores=stores) is not None
-        assert told[-1] > 0
+        reports: list[int] = []
+        assert (
+            request_save(stores[0], "asked", progress=lambda rows, of: reports.append(rows), stores=stores) is not None
+        )
+        assert reports[-1] > 0
         with pytest.raises(SnapshotError, match="asked' exists"):
             request_save(stores[1], "asked", stores=stores)
         with pytest.raises(StoreError, match=r"does not have .* open; save that store by itself"):

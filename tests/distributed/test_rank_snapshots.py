@@ -213,7 +213,7 @@ def save_over_one_of_the_background(world: World, folder: Path) -> str:
     with opened(world, folder) as embedding:
         step(embedding)
         save: Any = embedding.save_snapshot("s", background=True)
-        save._threads[0].wait()  # written on all ranks, which have not told each other
+        save._threads[0].wait()  # written on all ranks, which have not compared them
         said = fails(lambda: embedding.opened().check_not_saving("saving"), StoreError)
         assert save.wait()
         embedding.save_snapshot("t")
@@ -302,7 +302,7 @@ def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(tmp_path: P
         "where gave int64",
         "keep_last=0",
         "rank 1: part 1 of 2 of a snapshot was not written",
-        "'i' would lack what it goes over",
+        "'i' would lack what it is based on",
         "['i', 's']",
     ]
     assert_all_heard(found, parts)
@@ -379,17 +379,17 @@ def rows_of_a_checkpoint(world: World, folder: Path, store: str | None) -> Rows:
     place = folder / "checkpoint" / "0" / "c"
     with opened(world, None if store is None else folder, store or "host") as embedding:
         step(embedding)
-        held = embedding.opened()
-        held.save_rows(place)
+        kept = embedding.opened()
+        kept.save_rows(place)
         rows = own_rows(embedding)
         step(embedding, 1)
-        held.check_rows(place)
-        held.load_rows(place)
+        kept.check_rows(place)
+        kept.load_rows(place)
         assert own_rows(embedding).tobytes() == rows.tobytes()
         step(embedding, 1)
-        held.load_rows(place, Selection(state=False))
-        held.discard_rows("c")
-        held.load_rows(place)
+        kept.load_rows(place, Selection(state=False))
+        kept.discard_rows("c")
+        kept.load_rows(place)
         return rows
 
 

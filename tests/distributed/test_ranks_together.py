@@ -123,7 +123,7 @@ def at(world: World, path: Path) -> list[int]:
 def test_ranks_that_loaded_some_embeddings_alone_neither_train_nor_close_them_as_one(tmp_path: Path) -> None:
     for said in run_ranks(2, half_loaded, tmp_path):
         assert "no memory is left" in said[0]
-        assert "a load of 2 embeddings raised amid its changes" in said[1]
+        assert "a load of 2 embeddings raised during its changes" in said[1]
     assert run_ranks(2, at, tmp_path) == [[1, 1]] * 2
 
 

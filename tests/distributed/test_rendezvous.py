@@ -21,8 +21,8 @@ def clients() -> list[Store]:
     return [first, *(TCPStore("127.0.0.1", first.port, is_master=False) for _ in range(1, RANKS))]
 
 
-def told(store: Store) -> list[bytes]:
-    """What ranks have told under the name of the last start."""
+def reports(store: Store) -> list[bytes]:
+    """What ranks have sent under the name of the last start."""
     start = store.get("tierbed/start").decode()
     return [store.get(f"{start}/{rank}") for rank in range(1, RANKS)]
 
@@ -36,9 +36,9 @@ def test_a_rank_that_is_early_waits_for_those_of_its_start(last: int) -> None:
             return ranks.submit(of_this_start, stores[rank], rank, RANKS, LONG)
 
         for number in range(3):
-            before = told(stores[last]) if number else []
+            before = reports(stores[last]) if number else []
             early = {rank: begin(rank) for rank in range(RANKS) if rank != last}
-            while number and last == 0 and any(map(bytes.__eq__, before, told(stores[0]))):
+            while number and last == 0 and any(map(bytes.__eq__, before, reports(stores[0]))):
                 pass  # until they have met the start before
             assert not any(one.done() for one in early.values())
             found = {rank: one.result() for rank, one in (early | {last: begin(last)}).items()}

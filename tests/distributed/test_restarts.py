@@ -1,4 +1,4 @@
-"""A job of which torchrun restarts the processes goes on to the bits of one that nobody killed."""
+"""A job of which torchrun restarts the processes goes on with the bits of one that nobody killed."""
 
 from __future__ import annotations
 

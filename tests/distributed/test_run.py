@@ -222,7 +222,7 @@ def test_announcements_that_no_step_can_take_are_let_go() -> None:
 
 
 def refused(world: World, counts: Sequence[int], ahead: Sequence[int], how: str) -> str:
-    """What the run of a rank says, of so many batches and so far ahead."""
+    """What the run of a rank says, of that many batches and so far ahead."""
     try:
         list(Ranked(world).run(loader(world.rank, counts[world.rank]), ahead=ahead[world.rank], uneven=how))
     except TierbedError as error:
@@ -231,13 +231,13 @@ def refused(world: World, counts: Sequence[int], ahead: Sequence[int], how: str)
 
 
 def test_runs_of_different_arguments_are_refused() -> None:
-    for told in run_ranks(2, refused, [2, 2], [0, 1], "stop"):
-        assert told.startswith("run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1")
+    for reports in run_ranks(2, refused, [2, 2], [0, 1], "stop"):
+        assert reports.startswith("run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1")
 
 
 def test_a_rank_that_never_had_a_batch_cannot_join() -> None:
-    for told in run_ranks(2, refused, [2, 0], [1, 1], "join"):
-        assert told.startswith("rank 1: a loader gave no batch at all")
+    for reports in run_ranks(2, refused, [2, 0], [1, 1], "join"):
+        assert reports.startswith("rank 1: a loader gave no batch at all")
 
 
 class Evaluated(Ranked):

@@ -83,7 +83,7 @@ def test_a_store_folder_that_is_gone_keeps_no_snapshot(tmp_path: Path, capsys: p
     assert Cli(tmp_path / "place" / "rows", capsys).json("prune", "--keep-last", "1")["removed"] == ["a", "b", "c"]
 
 
-def held_by_one(world: World, folder: Path) -> list[str]:
+def opened_by_one(world: World, folder: Path) -> list[str]:
     """Rank 0 has closed its share, and rank 1 has not."""
     embedding = opened(world, folder)
     step(embedding, 0)
@@ -100,8 +100,8 @@ def held_by_one(world: World, folder: Path) -> list[str]:
 
 
 def test_a_share_that_a_process_has_open_yet_is_not_given_up(tmp_path: Path) -> None:
-    said, _ = run_ranks(2, held_by_one, tmp_path)
-    assert ["the share of rank 1 of 2, is in use by process" in one for one in said] == [True, True]
+    said, _ = run_ranks(2, opened_by_one, tmp_path)
+    assert ["the shard of rank 1 of 2, is in use by process" in one for one in said] == [True, True]
     found = run(2, tmp_path, "host", 0)
     assert all(before for before, _, _ in found)
 

@@ -28,13 +28,13 @@ PLACES = [IDS, BETWEEN, LOSS, BACKWARD, LATE]
 
 def trained(world: World, steps: list[tuple[int, list[int]]]) -> tuple[list[str], list[float], dict[str, Tensor]]:
     """What steps raise, the losses of the others, and the state. A step: its batch, and where each rank fails."""
-    graph, told, losses = Ranked(world), [], []
+    graph, reports, losses = Ranked(world), [], []
     for step, failing in steps:
         try:
             losses.append(graph(*batch(world.rank, step, failing[world.rank])).item())
         except GroupError as error:
-            told.append(str(error))
-    return told, losses, state(graph)
+            reports.append(str(error))
+    return reports, losses, state(graph)
 
 
 def test_a_failure_at_any_place_of_one_rank_is_raised_on_all_and_costs_nothing() -> None:
@@ -44,16 +44,16 @@ def test_a_failure_at_any_place_of_one_rank_is_raised_on_all_and_costs_nothing()
     failing = [(5, [place if other == rank else NOWHERE for other in range(2)]) for place, rank in failures]
     steps = [*failing, (0, fine), *failing, (1, fine), (2, fine)]
     texts = [f"rank {rank}: ValueError: failed at {place}" for place, rank in failures]
-    for (told, losses, found), expected in zip(run_ranks(2, trained, steps), plain, strict=True):
-        assert told == texts * 2
+    for (reports, losses, found), expected in zip(run_ranks(2, trained, steps), plain, strict=True):
+        assert reports == texts * 2
         assert losses == expected[1]
         assert_equal(found, expected[2])
 
 
 def test_ranks_that_fail_at_several_places_of_one_step_raise_one_error() -> None:
     failing = [BACKWARD, IDS, LOSS]
-    for told, losses, _ in run_ranks(3, trained, [(0, [NOWHERE] * 3), (1, failing), (2, [NOWHERE] * 3)]):
-        assert told == ["rank 1: ValueError: failed at 1"]
+    for reports, losses, _ in run_ranks(3, trained, [(0, [NOWHERE] * 3), (1, failing), (2, [NOWHERE] * 3)]):
+        assert reports == ["rank 1: ValueError: failed at 1"]
         assert len(losses) == 2
 
 
@@ -95,23 +95,23 @@ class Wrong(Ranked):
 
 
 def built(world: World) -> list[str]:
-    graph, told = Wrong(world), []
+    graph, reports = Wrong(world), []
     for step in range(4):
         users, items, y, at = batch(world.rank, step)
         given = {1: at.expand(2), 2: None}.get(step, at) if world.rank == 1 else at
         try:
             graph(users, items, y, given)
-            told.append("fine")
+            reports.append("fine")
         except TierbedError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            reports.append(f"{type(error).__name__}: {error}")
+    return reports
 
 
 def test_a_build_that_raises_on_one_rank_is_told_to_those_that_are_in_their_step() -> None:
-    for told in run_ranks(2, built):
-        assert told[0] == told[3] == "fine"
-        assert told[1] == "GroupError: rank 1: ValueError: two numbers"
-        assert told[2].startswith("GroupError: rank 1: AttributeError: 'NoneType'")
+    for reports in run_ranks(2, built):
+        assert reports[0] == reports[3] == "fine"
+        assert reports[1] == "GroupError: rank 1: ValueError: two numbers"
+        assert reports[2].startswith("GroupError: rank 1: AttributeError: 'NoneType'")
 
 
 def differ(world: World, attribute: str) -> str:
@@ -139,34 +139,34 @@ def differ(world: World, attribute: str) -> str:
     ],
 )
 def test_graphs_that_differ_are_refused_on_all_ranks(attribute: str, text: str) -> None:
-    for told in run_ranks(2, differ, attribute):
-        assert told.startswith(text)
+    for reports in run_ranks(2, differ, attribute):
+        assert reports.startswith(text)
 
 
 def of_many_sizes(world: World) -> tuple[list[str], list[float], bool, dict[str, Tensor]]:
     step_cache.MAX_STATIC_SHAPES = 2  # this process ends with the test
-    graph, told, losses, many = Ranked(world), [], [], False
+    graph, reports, losses, many = Ranked(world), [], [], False
     for step, size in enumerate([5, 6, 7, 8, 8]):
         at = LOSS if step == 3 and world.rank == 1 else NOWHERE
         try:
             losses.append(graph(*batch(world.rank, step, at, size=size)).item())
         except TierbedError as error:
-            told.append(str(error))
+            reports.append(str(error))
         many = many or any(step.fits is not None for step in graph._Graph__steps.all())
-    return told, losses, many, state(graph)
+    return reports, losses, many, state(graph)
 
 
 def test_a_step_of_many_sizes_that_fails_on_one_rank_is_raised_on_all_and_not_run_again() -> None:
     both = run_ranks(2, of_many_sizes)
-    for told, losses, many, found in both:
-        assert told == [f"rank 1: ValueError: failed at {LOSS}"]
+    for reports, losses, many, found in both:
+        assert reports == [f"rank 1: ValueError: failed at {LOSS}"]
         assert len(losses) == 4
-        assert many  # else no step served many sizes, and the test shows nothing
+        assert many  # else no step served dynamic shapes, and the test shows nothing
         assert_equal(found, both[0][3])
 
 
 def amid_updates(world: World) -> list[str]:
-    graph, told, stumbles = Ranked(world), [], False
+    graph, reports, stumbles = Ranked(world), [], False
 
     def hook(*_: object) -> None:
         if stumbles:
@@ -177,21 +177,21 @@ def amid_updates(world: World) -> list[str]:
         stumbles = step == 1 and world.rank == 1
         try:
             graph(*batch(world.rank, step))
-            told.append("fine")
+            reports.append("fine")
         except (TierbedError, ArithmeticError) as error:
-            told.append(str(error))
+            reports.append(str(error))
         if step == 0:
             saved = copy.deepcopy(graph.get_extra_state())
         elif step == 2:
             graph.set_extra_state(saved)
-    return told
+    return reports
 
 
 def test_a_rank_that_fails_amid_the_updates_refuses_further_steps_of_all_until_a_checkpoint_is_loaded() -> None:
-    refused = "rank 1: a step of Ranked raised ArithmeticError('stumbled') amid its updates, which other ranks made; "
-    told = run_ranks(2, amid_updates)
-    assert [*map("".join, zip(*told, strict=True))][:2] == ["finefine", "finestumbled"]
-    for one in told:
+    refused = "rank 1: a step of Ranked raised ArithmeticError('stumbled') during its updates, which other ranks made; "
+    reports = run_ranks(2, amid_updates)
+    assert [*map("".join, zip(*reports, strict=True))][:2] == ["finefine", "finestumbled"]
+    for one in reports:
         assert one[2].startswith(refused)
         assert one[3] == "fine"
 
@@ -253,7 +253,7 @@ def test_rows_that_a_rank_left_behind_amid_the_updates_are_refused_and_never_mar
 
 def closed_amid(world: World, after: str, ahead: int) -> list[str]:
     """Rank 1 closes an embedding in the middle of a step. ahead: how many steps more than the other that one made."""
-    graph, told = Ranked(world), []
+    graph, reports = Ranked(world), []
     graph(*batch(world.rank, 0))
     for number in range(ahead):
         step_alone(graph.users, 2 * number)
@@ -261,7 +261,7 @@ def closed_amid(world: World, after: str, ahead: int) -> list[str]:
 
     def closes(batch_: ShardedBatch, *arguments: Any) -> Any:
         found = plain(batch_, *arguments)
-        if world.rank == 1 and not told and batch_.local.spec.name == "users":
+        if world.rank == 1 and not reports and batch_.local.spec.name == "users":
             graph.users.close()
         return found
 
@@ -269,10 +269,10 @@ def closed_amid(world: World, after: str, ahead: int) -> list[str]:
     for number in (1, 2):
         try:
             graph(*batch(world.rank, number))
-            told.append("fine")
+            reports.append("fine")
         except TierbedError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            reports.append(f"{type(error).__name__}: {error}")
+    return reports
 
 
 @pytest.mark.parametrize(("after", "ahead"), [("gather", 0), ("send", 0), ("send", 3)])
@@ -293,7 +293,7 @@ class Reads(Ranked):
 
 def closed_when_read(world: World) -> list[str]:
     """Rank 1 closes an embedding that the step has read, and needs no more."""
-    graph, told = Reads(world), []
+    graph, reports = Reads(world), []
     for number in range(3):
         step_alone(graph.users, 2 * number)
     graph(*batch(world.rank, 0))
@@ -309,10 +309,10 @@ def closed_when_read(world: World) -> list[str]:
     for number in (1, 2):
         try:
             graph(*batch(world.rank, number))
-            told.append("fine")
+            reports.append("fine")
         except TierbedError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            reports.append(f"{type(error).__name__}: {error}")
+    return reports
 
 
 def test_a_step_that_needs_an_embedding_no_more_which_one_rank_closes_is_made() -> None:
@@ -324,7 +324,7 @@ def test_a_step_that_needs_an_embedding_no_more_which_one_rank_closes_is_made() 
 
 def without_memory(world: World) -> list[str]:
     """A rank that cannot go through the rest of its step ends the group: the others would wait for it."""
-    graph, told = Ranked(world), []
+    graph, reports = Ranked(world), []
 
     def no_memory(*_: Any) -> None:
         raise MemoryError("no more")
@@ -334,11 +334,11 @@ def without_memory(world: World) -> list[str]:
     for number in range(2):
         with pytest.raises(GroupError) as raised:
             graph(*batch(world.rank, number))
-        told.append(str(raised.value))
-    return told
+        reports.append(str(raised.value))
+    return reports
 
 
 def test_a_rank_that_cannot_go_through_its_step_ends_the_group_with_the_reason() -> None:
-    for told in run_ranks(2, without_memory):
-        assert "failed with MemoryError('no more') after MemoryError('no more')" in told[0]
-        assert told[1].startswith("the group of ranks has ended: ")
+    for reports in run_ranks(2, without_memory):
+        assert "failed with MemoryError('no more') after MemoryError('no more')" in reports[0]
+        assert reports[1].startswith("the group of ranks has ended: ")

@@ -88,12 +88,12 @@ def test_rows_by_their_keys(run: Run, ranks: int) -> None:
 
 
 def stepping(world: World) -> list[Any]:
-    embedding, told = rows(world), []
+    embedding, reports = rows(world), []
     step(embedding, [1, 2, world.rank + 10])
     step(embedding, [] if world.rank else [1])  # a rank without ids takes part, and every table counts the step
-    told += [embedding.get([1, 2, 10, 11], 0)[:, 0].tolist(), embedding.metrics()["table"]["step"]]
+    reports += [embedding.get([1, 2, 10, 11], 0)[:, 0].tolist(), embedding.metrics()["table"]["step"]]
     embedding.close()
-    return told
+    return reports
 
 
 @on_both

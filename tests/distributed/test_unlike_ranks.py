@@ -145,7 +145,7 @@ def in_two_threads(world: World) -> dict[str, Tensor]:
             errors.append(str(error))
 
     for _ in range(3):
-        next(run)  # what ranks tell of coming steps is on its way
+        next(run)  # the ids of announced steps are in flight
         thread = Thread(target=reads, name="reader")
         thread.start()
         thread.join()

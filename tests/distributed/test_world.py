@@ -58,7 +58,7 @@ def test_sum_adds_in_the_order_of_ranks(ranks: int) -> None:
         assert numbers == sum(range(ranks))
 
 
-def told(world: World) -> list[list[bytes]]:
+def reports(world: World) -> list[list[bytes]]:
     return [world.all_bytes("names", b"x" * length) for length in (world.rank, 0, 100_000 * (world.size - world.rank))]
 
 
@@ -66,7 +66,7 @@ def told(world: World) -> list[list[bytes]]:
 def test_bytes_of_any_length_reach_every_rank(ranks: int) -> None:
     expected = [[b"x" * rank for rank in range(ranks)], [b""] * ranks]
     expected.append([b"x" * (100_000 * (ranks - rank)) for rank in range(ranks)])
-    assert run_ranks(ranks, told) == [expected] * ranks
+    assert run_ranks(ranks, reports) == [expected] * ranks
 
 
 def exchanged(world: World) -> list[Tensor]:
@@ -175,7 +175,8 @@ def from_two_threads(world: World) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_thread_is_refused_and_the_group_goes_on(ranks: int) -> None:
     assert all(
-        told.startswith("reader uses a world that another thread uses") for told in run_ranks(ranks, from_two_threads)
+        reports.startswith("reader uses a world that another thread uses")
+        for reports in run_ranks(ranks, from_two_threads)
     )
 
 
@@ -228,8 +229,10 @@ def without_gloo(world: World) -> str:
 
 
 def test_a_group_without_gloo_is_refused_with_the_remedy() -> None:
-    for told in run_ranks(2, without_gloo):
-        assert re.match(r"group: its backends are cpu:fake.*through host memory.*cuda:nccl.*backend='gloo'", told), told
+    for reports in run_ranks(2, without_gloo):
+        assert re.match(r"group: its backends are cpu:fake.*through host memory.*cuda:nccl.*backend='gloo'", reports), (
+            reports
+        )
 
 
 def counts_ranks_of_this_host(world: World) -> int:
@@ -262,9 +265,9 @@ def test_arguments_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def made_again(world: World) -> str:
     world.close()
-    with pytest.raises(OptionError) as told:
+    with pytest.raises(OptionError) as reports:
         World()
-    return str(told.value)
+    return str(reports.value)
 
 
 def test_a_second_world_after_the_first_is_refused_not_waited_for() -> None:

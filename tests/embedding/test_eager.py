@@ -1,4 +1,4 @@
-"""Embeddings train in a plain PyTorch loop as in a graph, to the bit, and as `nn.Embedding` does."""
+"""Embeddings train in a plain PyTorch loop as in a graph, bit for bit, and as `nn.Embedding` does."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ Way = Callable[[Ads, torch.optim.Optimizer, Tensor], list[Tensor]]
 def run(way: Way, store_options: Any, optimizer: str, **more: Any) -> tuple[bytes, list[float], list[float], Any]:
     with make(store_options, padding_idx=-1, **more) as rows:
         model = Ads(rows)
-        held = optimizer_of(optimizer, model)
-        losses = way(model, held, batches())
-        state = held.state_dict()["state"]
+        kept = optimizer_of(optimizer, model)
+        losses = way(model, kept, batches())
+        state = kept.state_dict()["state"]
         counts = rows.metrics()["table"]
         return contents(rows).tobytes(), model.score.tolist(), [float(loss) for loss in losses], (state, counts["step"])
 
@@ -168,10 +168,10 @@ def test_a_loop_and_a_graph_take_turns() -> None:
     def run(ways: list[Way]) -> bytes:
         with make(options("cached_host"), padding_idx=-1) as rows:
             model = Ads(rows)
-            held = [optimizer_of("adam", model) for _ in range(2)]
-            held[1].param_groups[0]["lr"] = 0.5
+            kept = [optimizer_of("adam", model) for _ in range(2)]
+            kept[1].param_groups[0]["lr"] = 0.5
             for step, ids in enumerate(batches()):
-                ways[step % len(ways)](model, held[step % 2], ids[None])
+                ways[step % len(ways)](model, kept[step % 2], ids[None])
             return contents(rows).tobytes()
 
     assert run([in_a_graph, in_a_loop]) == run([in_a_graph]) == run([in_a_loop])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierbed
-from support.embeddings import DIM, TABLES, attach, contents, held, make, train
+from support.embeddings import DIM, TABLES, attach, contents, make, rows_by_key, train
 from support.optimizers import OPTIMIZERS
 from support.rows import INITIALIZERS, SPECIAL_KEYS, same_bits
 from support.stores import STORES, options
@@ -124,7 +124,7 @@ def test_put_get_size_and_iteration_agree_with_a_dict(store: str, puts: list[lis
             embedding.put([key for _, key, _ in put], rows, np.array([table for table, *_ in put], np.int64))
             model |= {(table, key): row for (table, key, _), row in zip(put, rows.tolist(), strict=True)}
             assert embedding.size() == len(model)
-            assert held(embedding) == model
+            assert rows_by_key(embedding) == model
         assert embedding.get(keys, tables).tolist() == [(initial | model)[row] for row in every]
 
 
@@ -318,7 +318,7 @@ def test_rows_put_without_an_optimizer_are_trained_from_its_initial_state() -> N
         embedding.put([1, 2], torch.ones(2, DIM))
         attach(embedding, "sgd", weight_decay=0.0)  # it needs no state
         train(embedding, [1], grad=1.0)
-        assert held(embedding) == {(0, 1): [np.float32(0.9)] * DIM, (0, 2): [1.0] * DIM}
+        assert rows_by_key(embedding) == {(0, 1): [np.float32(0.9)] * DIM, (0, 2): [1.0] * DIM}
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -174,7 +174,7 @@ def test_kills_while_it_closes_and_opens_leave_what_was_closed_or_saved(
 ) -> None:
     chance, clean = random.Random(7), 0
     for number in itertools.count():
-        if number >= kills and 0 < clean < number:  # some before the mark of a close and some after it
+        if number >= kills and 0 < clean < number:  # some before the clean marker of a close and some after it
             break
         path, store = tmp_path / str(number // 5), STORES[number % 5]
         events = trainer.train(path, store, end="close", after=(chance.randrange(1, 4), chance.uniform(0, 0.05)))

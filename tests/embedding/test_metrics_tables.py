@@ -182,11 +182,11 @@ def test_a_killed_run_leaves_the_counts_of_its_snapshot(tmp_path: Path, store: s
 
 
 def changed_mark(path: Path, change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """The mark of a closed store, after a change of it."""
-    mark = path / "rows" / "MARK"
-    content: dict[str, Any] = unseal(read_record(mark))
+    """The marker of a closed store, after a change of it."""
+    marker = path / "rows" / "MARK"
+    content: dict[str, Any] = unseal(read_record(marker))
     change(content)
-    mark.write_bytes(seal(content))
+    marker.write_bytes(seal(content))
     return content
 
 
@@ -200,15 +200,15 @@ def test_a_mark_without_counts_of_its_rows_is_made_good_by_reading_them(
     policy = {} if capacity is None else {"eviction": "lru", "capacity": capacity}
     with make(options(store, tmp_path, **policy), "adagrad") as embedding:
         train(embedding, range(69), [number % 3 for number in range(69)])
-    assert changed_mark(tmp_path, lambda mark: None)[FIELD] == [23, 23, 23]
-    changed_mark(tmp_path, lambda mark: mark.pop(FIELD) if wrong is None else mark.update({FIELD: wrong}))
+    assert changed_mark(tmp_path, lambda marker: None)[FIELD] == [23, 23, 23]
+    changed_mark(tmp_path, lambda marker: marker.pop(FIELD) if wrong is None else marker.update({FIELD: wrong}))
     with make(options(store, tmp_path, **policy), "adagrad") as embedding:
         train(embedding, [1, 2, 500, 501], [1, 2, 0, 0])
         embedding.delete([0, 3, 4, 999], [0, 0, 1, 1])
         assert counted(embedding)["rows"] == [23, 22, 23]
         train(embedding, [700], [2])
         assert counted(embedding)["rows"] == [23, 22, 24]
-    assert changed_mark(tmp_path, lambda mark: None)[FIELD] == [23, 22, 24]
+    assert changed_mark(tmp_path, lambda marker: None)[FIELD] == [23, 22, 24]
 
 
 @pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")

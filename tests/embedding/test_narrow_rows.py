@@ -34,8 +34,8 @@ def test_rows_that_are_put_come_back_rounded_to_nearest_even(dtype: torch.dtype,
         assert torch.equal(embedding.get(KEYS, 0), wanted)
         assert torch.equal(embedding(KEYS, 0), wanted)
         assert torch.equal(embedding(KEYS.view(20, 10), 0, pooling="sum"), _sums(wanted))
-        held = {key: row for table, key, row in embedding if table == 0}
-        assert all(torch.equal(held[key], row) for key, row in zip(KEYS.tolist(), wanted, strict=True))
+        stored = {key: row for table, key, row in embedding if table == 0}
+        assert all(torch.equal(stored[key], row) for key, row in zip(KEYS.tolist(), wanted, strict=True))
 
 
 def _sums(rows: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def alone(path: Path) -> None:
 
 
 def load_killed(path: Path) -> None:
-    """Killed in a load of all after the first join: the marks of a are gone, and its rows are not replaced."""
+    """Killed in a load of all after the first join: the clean markers of a are gone, and its rows are not replaced."""
     model = Model(path, TWO)
     model.counts()
     real = StoreFolder.set_base
@@ -91,11 +91,11 @@ def test_a_load_killed_before_it_replaced_rows_that_no_snapshot_has_is_no_recove
 @pytest.mark.parametrize("damage", ["damaged", "missing"])
 def test_a_store_whose_mark_is_lost_is_no_store_by_itself(tmp_path: Path, damage: str) -> None:
     killed(apart, tmp_path)
-    mark = tmp_path / "a" / "MARK"
+    marker = tmp_path / "a" / "MARK"
     if damage == "missing":
-        mark.unlink()
+        marker.unlink()
     else:
-        mark.write_bytes(mark.read_bytes()[:-3] + b"xyz")
+        marker.write_bytes(marker.read_bytes()[:-3] + b"xyz")
     assert killed(at, tmp_path) == [2, 2]
 
 

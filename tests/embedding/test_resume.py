@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import DIM, attach, contents, held, make, train
+from support.embeddings import DIM, attach, contents, make, rows_by_key, train
 from support.killed import embedding_at, holds, remarks, steps
 from support.optimizers import OPTIMIZERS
 from support.small_snapshots import flip_bit
@@ -63,14 +63,14 @@ def test_optimizer_state_and_step_come_back_with_the_rows(tmp_path: Path, optimi
 def test_reading_leaves_a_clean_folder_clean_and_its_rows_alone(tmp_path: Path, store: str) -> None:
     with embedding_at(tmp_path, store) as embedding:
         steps(embedding, 5)
-    mark = (tmp_path / "rows" / "MARK").read_bytes()
+    marker = (tmp_path / "rows" / "MARK").read_bytes()
     for other in (store, "device", "ssd"):
         for optimizer in (None, "adagrad"):
             with embedding_at(tmp_path, other, optimizer, open="error") as embedding:
                 holds(embedding, 5)
-                assert len(held(embedding)) == embedding.size() > 0
+                assert len(rows_by_key(embedding)) == embedding.size() > 0
                 embedding.get(torch.arange(1000))
-            assert other != store or (tmp_path / "rows" / "MARK").read_bytes() == mark
+            assert other != store or (tmp_path / "rows" / "MARK").read_bytes() == marker
     with embedding_at(tmp_path, store, open="error") as embedding:
         holds(embedding, 5)
         steps(embedding, 1)
@@ -105,7 +105,7 @@ def test_a_store_without_state_is_put_to_again(tmp_path: Path) -> None:
     expected = {}
     for key, store in enumerate(STORES):
         with embedding_at(tmp_path, store, None) as embedding:
-            assert held(embedding) == expected
+            assert rows_by_key(embedding) == expected
             embedding.put([key], torch.full((1, DIM), float(key)))
             expected[0, key] = [float(key)] * DIM
 
@@ -250,12 +250,12 @@ def test_rows_that_vanished_behind_a_mark_are_missed(tmp_path: Path, store: str,
 def test_damaged_live_rows_are_never_served(tmp_path: Path, store: str) -> None:
     with embedding_at(tmp_path, store) as embedding:
         steps(embedding, 3)
-        everything = held(embedding)
+        everything = rows_by_key(embedding)
     files = sorted([*tmp_path.glob("rows/live/*.npy"), *tmp_path.glob("rows/live/*/*.sst")])
     flip_bit(files[0], 8 * min(files[0].stat().st_size // 3, 200))  # of a row, and not of what lies behind the last
     with pytest.raises(TierbedError, match="live"), embedding_at(tmp_path, store, None) as embedding:  # noqa: PT012
         embedding.get([key for _, key in everything])
-        held(embedding)
+        rows_by_key(embedding)
     with embedding_at(tmp_path, store, open="fresh") as embedding:
         holds(embedding, 0)
 

@@ -21,8 +21,8 @@ SLOW = pytest.mark.slow
 
 
 def saved(path: Path, name: str) -> list[int | None]:
-    """The step of the snapshot of this name in each store; None where there is none."""
-    listings = [list_snapshots(mark.with_name("snapshots")) for mark in sorted(path.glob("*/MARK"))]
+    """The step of the snapshot of this name in each store; None if there is none."""
+    listings = [list_snapshots(marker.with_name("snapshots")) for marker in sorted(path.glob("*/MARK"))]
     assert not any(listing.damaged for listing in listings)
     steps = [{one.name: one.description["step"] for one in listing.snapshots} for listing in listings]
     return [of_store.get(name) for of_store in steps]
@@ -32,7 +32,7 @@ def save_over(path: Path, stores: tuple[str, ...], kind: str, begin: Callable[[]
     model = Model(path, stores)
     model.steps(1)
     model.save_snapshot("latest")
-    if kind == "incremental":  # it goes over another one
+    if kind == "incremental":  # it is based on another one
         model.save_snapshot("other")
     model.steps(2)
     begin()

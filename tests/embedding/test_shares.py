@@ -1,4 +1,4 @@
-"""A rank's share of a table is a table in a store folder of its own, opened as all ranks decide."""
+"""A rank's shard of a table is a table in a store folder of its own, opened as all ranks decide."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARE = RankShard(1, 3)
 every_kind = pytest.mark.parametrize("store", ["host", "ssd"])
 
 
-def held(
+def open_shard(
     store_options: Any, decide: Callable[[FolderContents], OpenPlan] | None = None, share: RankShard | None = SHARE
 ) -> Any:
     kind, settings = OPTIMIZERS["adam"]
@@ -38,15 +38,15 @@ def held(
     return LocalTableHandle(spec, store_options, rule, torch.device("cpu"), share, decide)
 
 
-def write(held: LocalTableHandle, keys: int) -> None:
-    held.begin_write()
-    held.count_write()
+def write(handle: LocalTableHandle, keys: int) -> None:
+    handle.begin_write()
+    handle.count_write()
     ids = torch.arange(keys)
-    held.table.put(Lookup(ids, torch.zeros(keys, dtype=torch.int64)), np.ones((keys, 5), np.float32))
+    handle.table.put(Lookup(ids, torch.zeros(keys, dtype=torch.int64)), np.ones((keys, 5), np.float32))
 
 
-def rows_of(held: LocalTableHandle) -> NDArray[np.uint64]:
-    keys = [rows["key"].copy() for _, rows in held.table.scan()]
+def rows_of(handle: LocalTableHandle) -> NDArray[np.uint64]:
+    keys = [rows["key"].copy() for _, rows in handle.table.scan()]
     return np.sort(np.concatenate([np.empty(0, np.uint64), *keys]))
 
 
@@ -56,10 +56,14 @@ def test_the_mark_of_a_share_tells_the_run_and_the_count_of_writes(tmp_path: Pat
 
     def decide(what: FolderContents) -> OpenPlan:
         found.append(what)
-        return OpenPlan(what.mark, run="one", writes=0 if what.mark is None else what.mark["share"]["writes"])
+        return OpenPlan(
+            what.clean_marker,
+            run="one",
+            writes=0 if what.clean_marker is None else what.clean_marker["share"]["writes"],
+        )
 
     for writes in (0, 2, 4):
-        share = held(options(store, tmp_path), decide)
+        share = open_shard(options(store, tmp_path), decide)
         assert len(rows_of(share)) == 10 * writes // 2
         for _ in range(2):
             write(share, 5 * (writes + 2))
@@ -76,12 +80,12 @@ def test_the_mark_of_a_share_tells_the_run_and_the_count_of_writes(tmp_path: Pat
 @every_kind
 def test_a_write_without_rows_of_the_share_takes_its_mark_as_well(tmp_path: Path, store: str) -> None:
     def decide(what: FolderContents) -> OpenPlan:
-        return OpenPlan(what.mark, run="one")
+        return OpenPlan(what.clean_marker, run="one")
 
-    share = held(options(store, tmp_path), decide)
+    share = open_shard(options(store, tmp_path), decide)
     write(share, 3)
     share.close()
-    share = held(options(store, tmp_path), decide)
+    share = open_shard(options(store, tmp_path), decide)
     share.begin_write()
     share.count_write()
     folder = share._persistence.folder
@@ -92,22 +96,22 @@ def test_a_write_without_rows_of_the_share_takes_its_mark_as_well(tmp_path: Path
 
 @every_kind
 def test_rows_are_those_of_the_decision_also_where_the_live_rows_are_whole(tmp_path: Path, store: str) -> None:
-    with_all = held(options(store, tmp_path / "all"), share=None)
+    with_all = open_shard(options(store, tmp_path / "all"), share=None)
     ids = torch.arange(40)
     with_all.table.put(Lookup(ids, torch.zeros(40, dtype=torch.int64)), np.ones((40, 5), np.float32))
     with_all.save_snapshot("a", "full", False)
     with_all.close()
     snapshot = Snapshot.open(tmp_path / "all" / "rows" / "snapshots" / "a")
     mine = HashShard(1, 3)
-    share = held(options(store, tmp_path))
+    share = open_shard(options(store, tmp_path))
     write(share, 2)
     share.close()
-    share = held(options(store, tmp_path), lambda what: OpenPlan(snapshot=snapshot.of_part(mine), run="two"))
+    share = open_shard(options(store, tmp_path), lambda what: OpenPlan(snapshot=snapshot.of_part(mine), run="two"))
     keys = np.arange(40).astype(np.uint64)
     assert rows_of(share).tolist() == np.flatnonzero(_core.owners(np.zeros(40, np.uint32), keys, 3) == 1).tolist()
     share.close()
     assert share._persistence.folder.read_mark()["share"] == {"rank": 1, "ranks": 3, "run": "two", "writes": 0}
-    share = held(options(store, tmp_path), lambda what: OpenPlan(run="three"))
+    share = open_shard(options(store, tmp_path), lambda what: OpenPlan(run="three"))
     assert not len(rows_of(share))
     share.close()
 
@@ -116,18 +120,18 @@ def test_an_open_that_ranks_refuse_leaves_the_folder_as_it_was(tmp_path: Path) -
     def refuse(what: FolderContents) -> OpenPlan:
         raise StoreError("rank 0: no")
 
-    share = held(options("host", tmp_path))
+    share = open_shard(options("host", tmp_path))
     write(share, 2)
     share.close()
     with pytest.raises(StoreError, match="rank 0: no"):
-        held(options("host", tmp_path), refuse)
-    share = held(options("host", tmp_path))
+        open_shard(options("host", tmp_path), refuse)
+    share = open_shard(options("host", tmp_path))
     assert len(rows_of(share)) == 2
     share.close()
 
 
 def test_an_evicting_share_has_its_part_of_the_capacity(tmp_path: Path) -> None:
-    share = held(options("host", tmp_path, capacity=10, eviction="lru"))
+    share = open_shard(options("host", tmp_path, capacity=10, eviction="lru"))
     for keys in (2, 3, 4, 9):
         share.table.put(
             Lookup(torch.arange(keys - 2, keys), torch.zeros(2, dtype=torch.int64)), np.ones((2, 5), np.float32)

@@ -53,7 +53,7 @@ def named(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def kept(state: dict[str, Any]) -> Any:
+def reloaded(state: dict[str, Any]) -> Any:
     """A state as a file of torch brings it back."""
     file = io.BytesIO()
     torch.save(state, file)
@@ -79,18 +79,18 @@ def test_rows_without_a_folder_are_in_the_state_and_load_into_any_store(
     first = model(None, "device", optimizer, dtype=dtype)
     train(first.rows, range(20))
     train(first.rows, range(5, 9))
-    held = kept(first.state_dict())
-    assert held["rows.rows.embedding"].shape == (20, first.rows.dim)
-    assert held["rows.rows.embedding"].dtype == dtype
+    stored = reloaded(first.state_dict())
+    assert stored["rows.rows.embedding"].shape == (20, first.rows.dim)
+    assert stored["rows.rows.embedding"].dtype == dtype
     train(first.rows, range(4, 12))
     expected = contents(first.rows).tobytes()
     for store in STORES:
         again = model(tmp_path / store, store, optimizer, dtype=dtype)
-        again.load_state_dict(held)
+        again.load_state_dict(stored)
         train(again.rows, range(4, 12))
         assert contents(again.rows).tobytes() == expected
         train(again.rows, range(30))
-        again.load_state_dict(held)  # into one that was used
+        again.load_state_dict(stored)  # into one that was used
         train(again.rows, range(4, 12))
         assert contents(again.rows).tobytes() == expected
         again.rows.close()
@@ -101,10 +101,10 @@ def test_rows_without_a_folder_are_in_the_state_and_load_into_any_store(
 def test_a_state_of_an_embedding_before_its_optimizer_waits_for_it() -> None:
     first = model(None)
     train(first.rows, range(5))
-    held = kept(first.state_dict())
+    stored = reloaded(first.state_dict())
     train(first.rows, range(3))
     again = Model(make(options("host"), tables=1))
-    again.load_state_dict(held)
+    again.load_state_dict(stored)
     attach(again.rows, "adagrad")
     train(again.rows, range(3))
     assert contents(again.rows).tobytes() == contents(first.rows).tobytes()
@@ -115,15 +115,15 @@ def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_other
 ) -> None:
     first = model(None)
     train(first.rows, range(5))
-    held = kept(first.state_dict())
+    stored = reloaded(first.state_dict())
     other = model(None, dtype=torch.float16)
     train(other.rows, range(5))
     with pytest.raises(RuntimeError, match="rows of embedding 'rows' cannot be loaded: the state holds rows of dtype"):
-        other.load_state_dict(held)
+        other.load_state_dict(stored)
     for use in (lambda: other.rows.get([1], 0), lambda: train(other.rows, [1]), other.rows.size):
         with pytest.raises(SnapshotError, match="cannot be loaded"):
             use()
-    state = {name[5:]: value for name, value in held.items() if name.startswith("rows.")}
+    state = {name[5:]: value for name, value in stored.items() if name.startswith("rows.")}
     with caplog.at_level("WARNING", "tierbed"):
         other.rows.load_state_dict(state, strict=False)
     assert "cannot be loaded" in caplog.text
@@ -133,17 +133,17 @@ def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_other
     other.rows.keep_rows()
     assert other.rows.size() == 5
     for broken, said in (
-        ({"rows.rows.step": held["rows.rows.step"][:2]}, r"rows.step is torch.int64 \[2\]"),
+        ({"rows.rows.step": stored["rows.rows.step"][:2]}, r"rows.step is torch.int64 \[2\]"),
         ({"rows.rows.updates": torch.zeros(5, dtype=torch.int64)}, "count as never written"),
         ({"rows.rows.description": torch.zeros(3, dtype=torch.uint8)}, "description cannot be read"),
-        ({"rows.rows.embedding": held["rows.rows.embedding"].half()}, "is torch.float16"),
+        ({"rows.rows.embedding": stored["rows.rows.embedding"].half()}, "is torch.float16"),
         ({"rows.rows.key": torch.tensor([1, 2, 3, 4, 2])}, "a row is in them twice"),
         ({"rows.rows.updates": torch.tensor([1, 1, 1, 1, -1])}, r"rows\.updates has numbers from -1 to 1"),
         ({"rows.rows.table": torch.tensor([0, 0, 0, 0, 2**32])}, r"rows\.table has numbers from 0 to 4294967296"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            first.load_state_dict({**held, **broken})
-    first.load_state_dict(held)
+            first.load_state_dict({**stored, **broken})
+    first.load_state_dict(stored)
     assert first.rows.size() == 5
 
 
@@ -154,9 +154,9 @@ def test_an_embedding_with_a_folder_names_a_snapshot_that_loads(tmp_path: Path, 
     states, rows = [], []
     for step in (1, 2, 3):
         train(first.rows, range(step, step + 5))
-        states.append(kept(first.state_dict()))
+        states.append(reloaded(first.state_dict()))
         rows.append(contents(first.rows).tobytes())
-        assert named(first.state_dict()) == named(states[-1])  # one snapshot of one instant
+        assert named(first.state_dict()) == named(states[-1])  # one snapshot from the same step
     assert of_states(tmp_path) == [named(state)["snapshot"] for state in states]
     assert first.rows.last_snapshot is None
     for number in (0, 2, 1):
@@ -181,12 +181,12 @@ def test_a_state_s_snapshot_leaves_the_user_s_chain_as_it_is(tmp_path: Path) -> 
     train(first.rows, range(3))
     first.rows.save_snapshot("first", kind="incremental")
     train(first.rows, range(4))
-    held = first.state_dict()
+    stored = first.state_dict()
     train(first.rows, range(2))
     first.rows.save_snapshot("second", kind="incremental")
     found = list_snapshots(tmp_path / "rows/snapshots").snapshots
     chains = {one.name: [link.name for link in one.chain] for one in found}
-    name = named(held)["snapshot"]
+    name = named(stored)["snapshot"]
     assert chains["second"] == ["full", "first", "second"]
     assert chains[name] == [name]
     assert first.rows.last_snapshot == "second"
@@ -196,11 +196,11 @@ def test_a_state_s_snapshot_leaves_the_user_s_chain_as_it_is(tmp_path: Path) -> 
         first.state_dict()
     saving = first.rows.save_snapshot("aside", background=True)
     train(first.rows, range(3))
-    held, rows = first.state_dict(), contents(first.rows).tobytes()
+    stored, rows = first.state_dict(), contents(first.rows).tobytes()
     assert saving is not None
     saving.wait()
     train(first.rows, range(3))
-    first.load_state_dict(held)
+    first.load_state_dict(stored)
     assert contents(first.rows).tobytes() == rows
 
 
@@ -209,7 +209,7 @@ def test_rows_of_another_timeline_at_the_same_step_are_not_those_of_a_state(tmp_
     train(first.rows, range(5))
     first.rows.save_snapshot("one")
     train(first.rows, range(5))
-    held = kept(first.state_dict())
+    stored = reloaded(first.state_dict())
     for _ in range(2):  # so that its snapshot is removed
         train(first.rows, range(5))
         first.state_dict()
@@ -219,7 +219,7 @@ def test_rows_of_another_timeline_at_the_same_step_are_not_those_of_a_state(tmp_
         for _ in range(2 - (other is first)):
             train(other.rows, range(20, 40))
         with pytest.raises(SnapshotError, match=r"rows of step 2.*is of other rows of step 2, snapshot 'state_dict-"):
-            other.load_state_dict(held)
+            other.load_state_dict(stored)
 
 
 WRITES: dict[str, Callable[[MultiTableEmbedding], Any]] = {
@@ -242,11 +242,11 @@ def test_rows_that_were_written_at_the_step_of_a_state_are_replaced(tmp_path: Pa
     first = model(tmp_path, state_dict_snapshots=on)
     train(first.rows, range(5))
     first.rows.save_snapshot("mine")
-    held, rows = kept(first.state_dict()), contents(first.rows).tobytes()
+    stored, rows = reloaded(first.state_dict()), contents(first.rows).tobytes()
     WRITES[kind](first.rows)
-    written, then = kept(first.state_dict()), contents(first.rows).tobytes()
+    written, then = reloaded(first.state_dict()), contents(first.rows).tobytes()
     assert then != rows
-    first.load_state_dict(held)
+    first.load_state_dict(stored)
     assert contents(first.rows).tobytes() == rows
     if on:
         first.load_state_dict(written)
@@ -258,7 +258,7 @@ def test_rows_that_were_written_at_the_step_of_a_state_are_replaced(tmp_path: Pa
 
 
 def test_rows_that_were_closed_are_known_to_be_those_of_a_state(tmp_path: Path) -> None:
-    def mark() -> dict[str, Any]:
+    def marker() -> dict[str, Any]:
         found = FolderState(tmp_path / "rows").read_mark()
         assert found is not None
         return found
@@ -268,23 +268,23 @@ def test_rows_that_were_closed_are_known_to_be_those_of_a_state(tmp_path: Path) 
     first.state_dict()
     train(first.rows, range(5))
     first.rows.close()
-    assert "version" not in mark()  # as of an embedding without states
+    assert "version" not in marker()  # as of an embedding without states
     again = model(tmp_path)
     again.rows.size()
-    held = kept(again.state_dict())
+    stored = reloaded(again.state_dict())
     again.rows.close()
     for _ in range(2):
         third = model(tmp_path)
         before = third.state_dict()
-        third.load_state_dict(held)
+        third.load_state_dict(stored)
         third.rows.size()
-        third.load_state_dict(held)
+        third.load_state_dict(stored)
         third.load_state_dict(before)
         third.rows.close()
     third = model(tmp_path)
     third.rows.put([1], torch.ones(1, third.rows.dim), 0)
     third.rows.close()
-    for state in held, before:
+    for state in stored, before:
         last = model(tmp_path)
         last.load_state_dict(state)
         with pytest.raises(SnapshotError, match=r"which names no snapshot|was made before the embedding was used"):
@@ -293,19 +293,19 @@ def test_rows_that_were_closed_are_known_to_be_those_of_a_state(tmp_path: Path) 
 
 def test_a_state_of_no_rows_deletes_them_or_raises(tmp_path: Path) -> None:
     first = model(tmp_path / "on", state_dict_snapshots=True)
-    empty = kept(first.state_dict())
+    empty = reloaded(first.state_dict())
     train(first.rows, range(5))
-    held, rows = kept(first.state_dict()), contents(first.rows).tobytes()
+    stored, rows = reloaded(first.state_dict()), contents(first.rows).tobytes()
     first.load_state_dict(empty)
     assert first.rows.size() == 0
-    first.load_state_dict(held)
+    first.load_state_dict(stored)
     assert contents(first.rows).tobytes() == rows
     first.rows.close()
     other = model(tmp_path / "off")
-    before = kept(other.state_dict())  # of an embedding that was not used yet
+    before = reloaded(other.state_dict())  # of an embedding that was not used yet
     train(other.rows, range(5))
     old = {**before, "rows._extra_state": torch.tensor([*b'{"step":null,"snapshot":null}'], dtype=torch.uint8)}
-    other.load_state_dict(old)  # tells nothing of rows
+    other.load_state_dict(old)  # says nothing about rows
     assert other.rows.size() == 5
     for state in empty, before:
         with pytest.raises(SnapshotError, match=r'is of no rows.*open="fresh"'):
@@ -320,15 +320,15 @@ def test_the_state_that_a_framework_asks_for_before_it_loads_leaves_what_it_load
     train(first.rows, range(5))
     first.rows.save_snapshot("best")
     train(first.rows, range(5))
-    held, rows = kept(first.state_dict()), contents(first.rows).tobytes()
+    stored, rows = reloaded(first.state_dict()), contents(first.rows).tobytes()
     train(first.rows, range(5))
     first.rows.close()
     first = model(tmp_path, state_dict_snapshots=1)
     first.state_dict()
-    first.load_state_dict(held)
+    first.load_state_dict(stored)
     assert contents(first.rows).tobytes() == rows
     first.rows.load_snapshot("best")
-    best, rows = kept(first.state_dict()), contents(first.rows).tobytes()  # a link, of an old snapshot
+    best, rows = reloaded(first.state_dict()), contents(first.rows).tobytes()  # a link, of an old snapshot
     for name in of_states(tmp_path):
         os.utime(tmp_path / "rows/snapshots" / name, (0, int(name == named(best)["snapshot"])))
     train(first.rows, range(5))
@@ -349,7 +349,7 @@ def test_a_number_of_snapshots_of_states_is_kept_and_the_log_says_what_cannot_lo
     states = []
     for step in range(4):
         train(first.rows, range(step, step + 5))
-        states.append(kept(first.state_dict()))
+        states.append(reloaded(first.state_dict()))
     assert of_states(tmp_path) == [named(state)["snapshot"] for state in states[1:]]
     assert [r.args[2] for r in caplog.records if "no longer load" in r.getMessage()] == [1]  # type: ignore[index]
     with pytest.raises(SnapshotError, match=r"rows of step 4.*of step 1, snapshot 'state_dict-.*which is missing"):
@@ -367,16 +367,16 @@ def test_without_the_option_the_first_state_warns_and_one_of_other_rows_raises_u
 ) -> None:
     first = model(tmp_path / "store")
     train(first.rows, range(5))
-    held = kept(first.state_dict())
+    stored = reloaded(first.state_dict())
     first.state_dict()
     assert ["state_dict_snapshots=True" in record.getMessage() for record in caplog.records] == [True]
-    assert named(held) == {"step": 1, "snapshot": None}
-    first.load_state_dict(held)  # the rows are of that step
+    assert named(stored) == {"step": 1, "snapshot": None}
+    first.load_state_dict(stored)  # the rows are of that step
     train(first.rows, range(5))
     with pytest.raises(
         SnapshotError, match=r"rows of step 2.*of step 1, which names no snapshot.*state_dict_snapshots"
     ):
-        first.load_state_dict(held)
+        first.load_state_dict(stored)
     for use in (
         lambda: first.rows.get([1], 0),
         lambda: first.rows(torch.tensor([1])),
@@ -386,17 +386,17 @@ def test_without_the_option_the_first_state_warns_and_one_of_other_rows_raises_u
     ):
         with pytest.raises(SnapshotError, match="keep_rows"):
             use()
-    assert named(first.state_dict()) == named(held)  # and not the rows that are there
+    assert named(first.state_dict()) == named(stored)  # and not the existing rows
     first.rows.keep_rows()
     train(first.rows, [1])
     first.rows.load_state_dict(
-        {name[5:]: value for name, value in held.items() if name.startswith("rows.")}, strict=False
+        {name[5:]: value for name, value in stored.items() if name.startswith("rows.")}, strict=False
     )
     assert "its rows stay" in caplog.text
     train(first.rows, [1])
     first.rows.save_snapshot("mine")
     with pytest.raises(SnapshotError):
-        first.load_state_dict(held)
+        first.load_state_dict(stored)
     first.rows.load_snapshot("mine")
     train(first.rows, [1])
 
@@ -404,11 +404,11 @@ def test_without_the_option_the_first_state_warns_and_one_of_other_rows_raises_u
 def test_a_new_process_raises_at_the_first_use_of_other_rows(tmp_path: Path) -> None:
     first = model(tmp_path)
     train(first.rows, range(5))
-    held = kept(first.state_dict())
+    stored = reloaded(first.state_dict())
     train(first.rows, range(5))
     first.rows.close()
     again = model(tmp_path)
-    again.load_state_dict(held)
+    again.load_state_dict(stored)
     for _ in range(2):
         with pytest.raises(SnapshotError, match="rows of step 2"):
             train(again.rows, [1])
@@ -420,23 +420,23 @@ def test_a_user_s_snapshot_that_a_state_names_is_loaded_while_it_has_those_rows(
     first = model(tmp_path)
     train(first.rows, range(5))
     first.rows.save_snapshot("best")
-    held, rows = kept(first.state_dict()), contents(first.rows).tobytes()
-    assert named(held) == {"step": 1, "snapshot": "best"}
+    stored, rows = reloaded(first.state_dict()), contents(first.rows).tobytes()
+    assert named(stored) == {"step": 1, "snapshot": "best"}
     first.rows.put([1], torch.ones(1, first.rows.dim), 0)
     first.rows.save_snapshot("put")
-    first.load_state_dict(held)  # the step is the same, the rows are not
+    first.load_state_dict(stored)  # the step is the same, the rows are not
     assert contents(first.rows).tobytes() == rows
     train(first.rows, range(5))
     first.rows.save_snapshot("best", overwrite=True)
     with pytest.raises(SnapshotError, match="'best', which is missing, or has other rows"):
-        first.load_state_dict(held)
+        first.load_state_dict(stored)
 
 
 def test_a_state_without_our_entry_or_with_one_that_says_nothing_raises(tmp_path: Path) -> None:
     first = model(tmp_path)
     train(first.rows, range(5))
-    held = first.state_dict()
-    lacking = {name: value for name, value in held.items() if not name.endswith("_extra_state")}
+    stored = first.state_dict()
+    lacking = {name: value for name, value in stored.items() if not name.endswith("_extra_state")}
     with pytest.raises(RuntimeError, match=r"Missing key.*rows\._extra_state"):
         first.load_state_dict(lacking)
     for load in (lambda: None, lambda: first.load_state_dict(lacking, strict=False)):  # which torch does not pass on
@@ -445,10 +445,10 @@ def test_a_state_without_our_entry_or_with_one_that_says_nothing_raises(tmp_path
             train(first.rows, [1])
         first.rows.keep_rows()
         train(first.rows, [1])
-    first.rows.load_state_dict({"shadow": held["rows.shadow"]}, strict=False)
+    first.rows.load_state_dict({"shadow": stored["rows.shadow"]}, strict=False)
     train(first.rows, [1])
     with pytest.raises(SnapshotError, match="names none"):
-        first.load_state_dict({**held, "rows._extra_state": torch.zeros(3, dtype=torch.uint8)})
+        first.load_state_dict({**stored, "rows._extra_state": torch.zeros(3, dtype=torch.uint8)})
 
 
 def test_where_a_load_stops_no_embedding_of_the_model_goes_on(tmp_path: Path) -> None:
@@ -457,14 +457,14 @@ def test_where_a_load_stops_no_embedding_of_the_model_goes_on(tmp_path: Path) ->
     towers.users.save_snapshot("mine")  # of no rows
     assert json.loads(bytes(towers.state_dict()["users._extra_state"].tolist()))["snapshot"] is None
     list(losses(towers, optimizer, BATCHES[:2]))
-    whole = kept(towers.state_dict())
+    whole = reloaded(towers.state_dict())
     list(losses(towers, optimizer, BATCHES[2:4]))
-    held = kept(towers.state_dict())
+    stored = reloaded(towers.state_dict())
     list(losses(towers, optimizer, BATCHES[4:6]))
-    name = json.loads(bytes(held["users._extra_state"].tolist()))["snapshot"]
+    name = json.loads(bytes(stored["users._extra_state"].tolist()))["snapshot"]
     shutil.rmtree(tmp_path / "users/snapshots" / name)
     with pytest.raises(SnapshotError, match=r"rows of step 6.*of step 4"):
-        towers.load_state_dict(held)  # that of items comes after it
+        towers.load_state_dict(stored)  # that of items comes after it
     for use in (lambda: towers.items.get([1], 0), lambda: list(losses(towers, optimizer, BATCHES[:1]))):
         with pytest.raises(SnapshotError, match=r"a load stopped at embedding 'users'|rows of step 6"):
             use()
@@ -475,7 +475,7 @@ def test_where_a_load_stops_no_embedding_of_the_model_goes_on(tmp_path: Path) ->
     towers.load_state_dict(whole)
     list(losses(towers, optimizer, BATCHES[2:3]))
     with pytest.raises(SnapshotError):
-        towers.load_state_dict(held)
+        towers.load_state_dict(stored)
     for one in towers.users, towers.items:
         one.keep_rows()
     list(losses(towers, optimizer, BATCHES[3:4]))
@@ -484,11 +484,11 @@ def test_where_a_load_stops_no_embedding_of_the_model_goes_on(tmp_path: Path) ->
 def test_rows_that_are_closed_load_no_state(tmp_path: Path) -> None:
     first = model(tmp_path, state_dict_snapshots=True)
     train(first.rows, range(5))
-    held = first.state_dict()
+    stored = first.state_dict()
     train(first.rows, range(5))
     first.rows.close()
     with pytest.raises(ClosedError):
-        first.load_state_dict(held)
+        first.load_state_dict(stored)
 
 
 def test_a_state_of_a_long_name_has_the_size_of_others(tmp_path: Path) -> None:
@@ -510,11 +510,11 @@ def test_states_are_filled_and_loaded_without_a_second_copy_of_all_rows() -> Non
     first, again = model(None), model(None)
     train(first.rows, range(300_000))
     tracemalloc.start()  # of NumPy, and not of torch
-    held = first.state_dict()
-    again.load_state_dict(held)
+    stored = first.state_dict()
+    again.load_state_dict(stored)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < sum(tensor.nbytes for tensor in held.values()) / 2
+    assert peak < sum(tensor.nbytes for tensor in stored.values()) / 2
 
 
 def test_all_of_a_state_dict_is_tensors(tmp_path: Path) -> None:
@@ -530,10 +530,10 @@ def test_a_graph_goes_on_from_its_state(tmp_path: Path, path: str | None) -> Non
     steps(graph, IDS[:2])
     if place is not None:
         graph.save_snapshot("two")
-    held = copy.deepcopy(graph.state_dict())
+    stored = copy.deepcopy(graph.state_dict())
     losses = steps(graph, IDS[2:6])
     for _ in range(2):
-        graph.load_state_dict(held)
+        graph.load_state_dict(stored)
         assert steps(graph, IDS[2:6]) == losses
     graph.save(tmp_path / "best")
     steps(graph, IDS[6:7])
@@ -544,12 +544,12 @@ def test_a_graph_goes_on_from_its_state(tmp_path: Path, path: str | None) -> Non
 def test_a_graph_s_state_of_before_raises_where_rows_are_others(tmp_path: Path) -> None:
     graph = rating("host", tmp_path / "store")
     steps(graph, IDS[:2])
-    held = copy.deepcopy(graph.state_dict())
-    held["_extra_state"][0]["embeddings"] = {"rows": {"step": 2, "snapshot": "one"}}
-    graph.load_state_dict(held)
+    stored = copy.deepcopy(graph.state_dict())
+    stored["_extra_state"][0]["embeddings"] = {"rows": {"step": 2, "snapshot": "one"}}
+    graph.load_state_dict(stored)
     steps(graph, IDS[2:3])
     with pytest.raises(SnapshotError, match="rows of step 3"):
-        graph.load_state_dict(held)
+        graph.load_state_dict(stored)
     with pytest.raises(SnapshotError, match="keep_rows"):
         steps(graph, IDS[3:4])
     graph.keep_rows()

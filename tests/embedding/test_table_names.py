@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.embeddings import DIM, held, train
+from support.embeddings import DIM, rows_by_key, train
 from support.table_names import filled, firsts, opened
 from tierbed import (
     InputError,
@@ -57,7 +57,7 @@ def test_tables_in_another_order_do_not_swap_their_rows(tmp_path: Path, names: t
         shutil.copytree(clean, unclean, ignore=shutil.ignore_patterns("SOCKET"))
     labels = [str(i) if name is None else name for i, name in enumerate(names)]
     both = rf"tables \['a', 'b'\].*{str(labels)[1:-1]}.*stored order"
-    for place in (clean, unclean):  # by the mark, by the snapshot
+    for place in (clean, unclean):  # by the clean marker, by the snapshot
         with opened(place, *names, store=store) as embedding, pytest.raises(StoreError, match=both):
             embedding.get([7], 0)
     with opened(other, *names, store=store) as embedding:
@@ -65,7 +65,7 @@ def test_tables_in_another_order_do_not_swap_their_rows(tmp_path: Path, names: t
         shutil.copytree(clean / "rows" / "snapshots", other / "rows" / "snapshots")
         with pytest.raises(StoreError, match=both):
             embedding.load_snapshot("s")
-        assert list(held(embedding)) == [(0, 1)]
+        assert list(rows_by_key(embedding)) == [(0, 1)]
     with opened(clean, "a", "b", store=store) as embedding:
         assert firsts(embedding) == {0: 1.0, 1: 2.0}
 

@@ -93,7 +93,7 @@ def test_later_saves_of_one_do_not_move_what_all_go_back_to(
     assert model.at() == [4, 4]
     said = remarks(caplog)
     assert len(said) == 1
-    assert "'a' goes back to snapshot 'all', of step 4, and steps 5 to 10 are lost; 'b' goes back" in said[0]
+    assert "'a' recovers from snapshot 'all', of step 4, and steps 5 to 10 are lost; 'b' goes back" in said[0]
     model.steps(2)
     for _ in range(3):  # over the name that the last run gave: at every instant both have rows of one step
         for member in model.members:
@@ -182,9 +182,9 @@ def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, calls: tup
             said = killed_at(path, call, number, save_all, path, stores, kind)
             model = Model(path, stores)
             found = model.at()
-            held = names(path, *"abc"[: len(stores)])
+            kept = names(path, *"abc"[: len(stores)])
             assert found in ([1] * len(stores), [3] * len(stores))
-            assert all(("final" in one) == (found[0] == 3) for one in held), held
+            assert all(("final" in one) == (found[0] == 3) for one in kept), kept
             model.close()
             shutil.rmtree(path.parent)
             if said == "done":
@@ -329,7 +329,7 @@ def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path: P
     model.steps(1)
     marks = model.members[1].opened().folder().path / "MARK"
     marks.rename(marks.with_name("kept"))
-    marks.mkdir()  # so that its mark cannot be written
+    marks.mkdir()  # so that its marker cannot be written
     with pytest.raises(StoreError):
         model.load_snapshot("one")
     marks.rmdir()

@@ -253,11 +253,11 @@ def test_a_backward_pass_that_raised_between_its_updates_leaves_no_rows_to_go_on
 @contextmanager
 def no_marks(store: Path) -> Iterator[None]:
     """A block in which the MARK of a store cannot be written."""
-    mark, kept = store / "MARK", store / "kept"
-    mark.rename(kept)
-    mark.mkdir()
+    marker, kept = store / "MARK", store / "kept"
+    marker.rename(kept)
+    marker.mkdir()
     try:
         yield
     finally:
-        mark.rmdir()
-        kept.rename(mark)
+        marker.rmdir()
+        kept.rename(marker)

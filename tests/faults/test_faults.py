@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import DIM, attach, held, make, train
+from support.embeddings import DIM, attach, make, rows_by_key, train
 from support.limits import file_size_limit
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, SnapshotError, StoreError
@@ -24,7 +24,7 @@ BIG = 40_000  # rows, more than a full disk takes
 
 
 ACTIONS = {
-    "iterate": lambda embedding, name: held(embedding),
+    "iterate": lambda embedding, name: rows_by_key(embedding),
     "save": lambda embedding, name: embedding.save_snapshot(name),
     "load": lambda embedding, name: embedding.load_snapshot("base"),
     "train": lambda embedding, name: train(embedding, list(range(500)), grad=0.0),
@@ -85,13 +85,13 @@ def test_ctrl_c_at_any_instant_leaves_whole_puts(tmp_path: Path, store: str) -> 
             while came < 40:
                 value += 1
                 came += interrupts.cut(partial(put, embedding, range(value % 7, 300), float(value)))
-        rows = held(embedding)
+        rows = rows_by_key(embedding)
         assert len(rows) == embedding.size()
         assert all(len(set(row)) == 1 for row in rows.values()), "a row of two puts"
         # every put covers keys 7 to 299, so that these are of the latest one that took place
         assert len({row[0] for (_, key), row in rows.items() if key >= 7}) == 1
         put(embedding, range(400), -1.0)
-        assert set(map(tuple, held(embedding).values())) == {(-1.0,) * DIM}
+        assert set(map(tuple, rows_by_key(embedding).values())) == {(-1.0,) * DIM}
 
 
 @pytest.mark.parametrize("store", ["device", "host", "cached_host"])
@@ -129,11 +129,11 @@ def test_ctrl_c_in_any_action_loses_no_row(tmp_path: Path, store: str, action: s
             except StoreError:  # a load that was cut between two tables closes the embedding, and says so
                 assert action == "load"
                 embedding = make_it()
-    assert len(held(embedding)) == embedding.size() == 2000
-    assert np.allclose(list(held(embedding).values()), 1.0)
+    assert len(rows_by_key(embedding)) == embedding.size() == 2000
+    assert np.allclose(list(rows_by_key(embedding).values()), 1.0)
     embedding.close()
     with make_it(open="error") as again:
-        assert len(held(again)) == 2000
+        assert len(rows_by_key(again)) == 2000
 
 
 @pytest.mark.parametrize("store", ["host", "cached_host", "ssd_host"])
@@ -151,7 +151,7 @@ def test_a_handler_that_saves_a_checkpoint_never_saves_half_a_put(tmp_path: Path
         signal.signal(signal.SIGTERM, before)
         assert next(saves) == 1
         embedding.load_snapshot("s0")
-        assert len(set(map(tuple, held(embedding).values()))) == 1
+        assert len(set(map(tuple, rows_by_key(embedding).values()))) == 1
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -175,7 +175,7 @@ def test_a_snapshot_or_a_close_beside_a_writing_thread_holds_one_step(tmp_path: 
         for name in ("", *"abc"):
             if name:
                 again.load_snapshot(name)
-            assert len(set(map(tuple, held(again).values()))) == 1
+            assert len(set(map(tuple, rows_by_key(again).values()))) == 1
             assert again.size() == 500
 
 

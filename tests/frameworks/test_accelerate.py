@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
 
 
 def trained(kind: str, path: Path, at: Path) -> list[float]:
-    """Train, save, train on; or, where a save is there, resume."""
+    """Train, save, train on; or resume from a save."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from accelerate import Accelerator

@@ -21,7 +21,7 @@ from tierbed.distributed import World
 
 
 def loop(kind: str, path: Path, at: Path, world: Any = None, optimizer_of: Any = optimizer_of) -> list[float]:
-    """Train, save, train on; or, where a save is there, resume."""
+    """Train, save, train on; or resume from a save."""
     model = TwoTowers(stores(kind, path), world)
     optimizer = optimizer_of(model)
     if not at.exists():
@@ -116,11 +116,11 @@ def wrong(world: World, kind: str, path: Path) -> str:
     model = TwoTowers(stores(kind, path), world)
     optimizer = optimizer_of(model)
     list(losses(model, optimizer, IDS[:2]))
-    held = copy.deepcopy(model.state_dict())
+    kept = copy.deepcopy(model.state_dict())
     list(losses(model, optimizer, IDS[2:3]))
     if world.rank == 1 and kind == "host folder":
-        held["users._extra_state"] = torch.zeros(1024, dtype=torch.uint8)
-    said = fails(lambda: model.load_state_dict(held), (GroupError, RuntimeError))
+        kept["users._extra_state"] = torch.zeros(1024, dtype=torch.uint8)
+    said = fails(lambda: model.load_state_dict(kept), (GroupError, RuntimeError))
     fails(lambda: next(losses(model, optimizer, IDS[2:3])), (GroupError, SnapshotError))
     model.users.keep_rows()
     model.items.keep_rows()
@@ -144,22 +144,22 @@ def written(world: World, path: Path) -> str:
 
     model, optimizer = made(stores("host folder", path))
     list(losses(model, optimizer, IDS[:2]))
-    held, rows = copy.deepcopy(model.state_dict()), model.users.get(range(40))
+    kept, rows = copy.deepcopy(model.state_dict()), model.users.get(range(40))
     for _ in range(2):
         model.users.put([1], torch.ones(1, 4))
-        model.load_state_dict(held)
+        model.load_state_dict(kept)
         assert torch.equal(model.users.get(range(40)), rows)
     model.close()
     model, optimizer = made(options("host", path))  # without the option
     assert torch.equal(model.users.get(range(40)), rows)
     model.users.put([1], torch.ones(1, 4))
-    held = copy.deepcopy(model.state_dict())
-    model.load_state_dict(held)
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict(kept)
     model.close()
     model, optimizer = made(options("host", path))
-    model.load_state_dict(held)
+    model.load_state_dict(kept)
     model.users.put([1], torch.zeros(1, 4))
-    return fails(lambda: model.load_state_dict(held), SnapshotError)
+    return fails(lambda: model.load_state_dict(kept), SnapshotError)
 
 
 def test_ranks_compare_the_versions_of_rows(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch Lightning keeps whole models: `ckpt_path` resumes to the bit, and the best epoch comes back with its rows."""
+"""PyTorch Lightning keeps whole models: `ckpt_path` resumes bit for bit, and the best epoch has its rows."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.golden_checkpoint import Golden, batch, held
+from support.golden_checkpoint import Golden, batch, state_arrays
 from tierbed.graph.state.checkpoint import FORMAT
 
 
@@ -20,7 +20,7 @@ def write(folder: Path) -> None:
     for step in range(1, 4):
         graph(batch(step))
     graph.save(folder)
-    np.savez(f"{folder}.npz", **held(graph))
+    np.savez(f"{folder}.npz", **state_arrays(graph))
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ def run(commands):
 
 def loaded(code: str) -> set[str]:
     """The heavy packages that a new Python has after running `code`."""
-    told = f"{code}\nimport sys\nprint('loaded:', *({HEAVY!r} & sys.modules.keys()))"
-    ran = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    reports = f"{code}\nimport sys\nprint('loaded:', *({HEAVY!r} & sys.modules.keys()))"
+    ran = subprocess.run([sys.executable, "-c", reports], capture_output=True, text=True, check=True)
     return set(ran.stdout.rpartition("loaded:")[2].split())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.embeddings import TABLES, held, make, train
+from support.embeddings import TABLES, make, rows_by_key, train
 from support.examples import examples
 from support.lifecycle_model import Model, NoRoomError, Row, unsigned, written
 from support.rows import SPECIAL_KEYS
@@ -88,7 +88,7 @@ class Checked:
     def check(self) -> None:
         self.calls += 1
         assert written(self.embedding) == self.model.rows
-        assert held(self.embedding) == held(self.plain)
+        assert rows_by_key(self.embedding) == rows_by_key(self.plain)
         assert self.embedding.size() == len(self.model.rows)
         figures = self.embedding.metrics()["table"]
         assert {name: figures[name] for name in self.model.counts} == self.model.counts

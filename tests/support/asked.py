@@ -54,7 +54,7 @@ def _run(way: Callable[..., Any], path: Path, store: str, more: tuple[Any, ...],
 
 
 def trains(embedding: MultiTableEmbedding, pipe: Connection, ahead: int = 0) -> int:
-    """Until it is told to go on; returns the number of steps. It announces so many ahead."""
+    """Until it is asked to continue; returns the number of steps. It announces that many ahead."""
     number = embedding.metrics()["table"]["step"]
     for hinted in range(ahead):
         embedding.prefetch(ids_of(number + hinted + 1), 0)
@@ -66,12 +66,12 @@ def trains(embedding: MultiTableEmbedding, pipe: Connection, ahead: int = 0) -> 
 
 
 def waits(embedding: MultiTableEmbedding, pipe: Connection) -> None:
-    """Until it is told to go on."""
+    """Until it is asked to continue."""
     pipe.poll(None)
 
 
 def fills(embedding: MultiTableEmbedding, pipe: Connection) -> int:
-    """Puts so many rows that they take a while to save, then trains."""
+    """Puts that many rows that they take a while to save, then trains."""
     embedding.put(torch.arange(1000, 400_000), torch.ones(399_000, embedding.dim), 0)
     pipe.send("filled")
     return trains(embedding, pipe)

@@ -24,7 +24,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class Writer:
-    """Keeps what it is given. It reads `allowed` chunks, and the others once it is let go."""
+    """Keeps what it is given. It reads `allowed` chunks, and the others once it is released."""
 
     all: ClassVar[list[Writer]] = []
 

@@ -248,11 +248,11 @@ class Both:
 
     def check(self) -> None:
         slots, tables, keys, dirty = (values.tolist() for values in self.cache.residents())
-        held = {
+        kept = {
             at: (*way.row, way.dirty) for at, way in enumerate(way for ways in self.plain.sets for way in ways) if way
         }
         rows = list(zip(tables, keys, dirty, strict=True))
-        assert {slot: row for slot, row in zip(slots, rows, strict=True) if slot >= 0} == held
+        assert {slot: row for slot, row in zip(slots, rows, strict=True) if slot >= 0} == kept
         beside = [(*way.row, way.dirty) for way in self.plain.overflow.values()]
         assert [row for slot, row in zip(slots, rows, strict=True) if slot < 0] == beside
         metrics = self.cache.metrics()

@@ -1,6 +1,6 @@
 """Which cells of a parametrised test `make test` runs; `make test-slow` runs the others.
 
-`@pairs` keeps so many cells that each value of a parameter meets each value of each other one. `@rotated(name)` keeps
+`@pairs` keeps that many cells that each value of a parameter meets each value of each other one. `@rotated(name)` keeps
 one value of that parameter for each cell of the others, in turn.
 """
 
@@ -17,7 +17,7 @@ rotated = pytest.mark.rotated
 
 EVERY_TIER = {"device", "host", "cached_host", "ssd"}
 
-Cell = dict[str, int]  # by parameter, a number that tells its values apart
+Cell = dict[str, int]  # by parameter, a number that tells apart its values
 Others = tuple[tuple[str, int], ...]
 
 
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             tests[item.parent, item.originalname].append(item)
     for cells in tests.values():
         _mark_subject(cells)
-        _mark_slow([item for item in cells if not {"slow", "gpu"} & {mark.name for mark in item.iter_markers()}])
+        _mark_slow([item for item in cells if not {"slow", "gpu"} & {marker.name for marker in item.iter_markers()}])
 
 
 def _mark_subject(cells: Sequence[pytest.Function]) -> None:

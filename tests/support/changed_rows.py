@@ -73,7 +73,7 @@ Calls = list[tuple[str, list[Row]]]
 
 
 def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int, place: Any = "cpu") -> None:
-    """Rows change, are saved, and change again, in a table with these store options; chunks are of so many rows."""
+    """Rows change, are saved, and change again, in a table with these store options; chunks are of that many rows."""
     with make(how, "adagrad").to(place) as embedding, in_small_chunks(chunk):
         table = embedding._table()
 
@@ -88,7 +88,7 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
 
         go(before)
         table.watch.track_changes(FIRST)
-        held = by_name(contents(embedding))
+        kept = by_name(contents(embedding))
         touched = go(during)
         assert table.watch.changed(SECOND) is None
         failing = table.watch.changed(FIRST)
@@ -97,7 +97,7 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
         touched |= go(after)
         found = table.watch.changed(FIRST)
         assert found is not None
-        now, names = applied(held, found)
+        now, names = applied(kept, found)
         assert now == by_name(contents(embedding))
         assert names <= touched
         table.watch.changes_saved(SECOND)

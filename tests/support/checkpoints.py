@@ -49,10 +49,10 @@ def steps(graph: Rating, ids: Tensor) -> list[float]:
 
 def state(graph: Rating) -> bytes:
     with rows_apart():
-        held = graph.state_dict()
-    extra = held.pop("_extra_state")
-    held.pop("rows._extra_state")
-    return contents(graph.rows).tobytes() + repr((sorted(held.items()), extra)).encode()
+        kept = graph.state_dict()
+    extra = kept.pop("_extra_state")
+    kept.pop("rows._extra_state")
+    return contents(graph.rows).tobytes() + repr((sorted(kept.items()), extra)).encode()
 
 
 def files(folder: Path) -> list[Path]:

@@ -32,8 +32,8 @@ class Ids(Dataset[Tensor]):
 
 
 def loader_of(embedding: MultiTableEmbedding, start: str) -> DataLoader[Tensor]:
-    held, workers = (embedding, 2) if start == "fork" else (None, 1)  # an embedding cannot be pickled
-    return DataLoader(Ids(held), BATCH, num_workers=workers, multiprocessing_context=start)
+    kept, workers = (embedding, 2) if start == "fork" else (None, 1)  # an embedding cannot be pickled
+    return DataLoader(Ids(kept), BATCH, num_workers=workers, multiprocessing_context=start)
 
 
 def batches_of(loader: DataLoader[Tensor]) -> tuple[list[Tensor], list[int]]:

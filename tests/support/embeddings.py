@@ -79,6 +79,6 @@ def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
     return np.concatenate([np.empty(0, table.form.dtype), *(rows.copy() for _, rows in table.scan())])
 
 
-def held(embedding: MultiTableEmbedding) -> dict[tuple[int, int], list[float]]:
+def rows_by_key(embedding: MultiTableEmbedding) -> dict[tuple[int, int], list[float]]:
     """Every row that iteration yields, by (table, key)."""
     return {(table, key): row.tolist() for table, key, row in embedding}

@@ -38,7 +38,7 @@ def batch(step: int) -> Tensor:
     return (torch.arange(16)[:, None] * 7 + step * 5 + torch.arange(2) * 3) % 31
 
 
-def held(graph: Golden) -> dict[str, np.ndarray]:
+def state_arrays(graph: Golden) -> dict[str, np.ndarray]:
     """Parameters and buffers by their names, the first moments of Adam, and all rows."""
     with rows_apart():
         state = graph.state_dict()

@@ -46,7 +46,7 @@ pytree.register_pytree_node(
 
 
 def jagged(total: int, batch: int = 6, features: int = 3, weighted: bool = False, seed: int = 0) -> Jagged:
-    """Random bags with so many ids in all, each below 100."""
+    """Random bags with that many ids in all, each below 100."""
     generator = torch.Generator().manual_seed(1000 * seed + total)
     ends = torch.sort(torch.randint(0, total + 1, (features * batch - 1,), generator=generator)).values
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends, torch.tensor([total])])

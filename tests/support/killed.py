@@ -173,7 +173,7 @@ class Trainer(Warm):
         after: Any = None,
         ahead: int = 0,
     ) -> list[str]:
-        """What the run did, as 'step 3' and 'saved 3'. It announces so many steps `ahead`.
+        """What the run did, as 'step 3' and 'saved 3'. It announces that many steps `ahead`.
 
         end: "kill" after the last step, "exit", "_exit", "error", "fork"; or one that `after` a number of events, and
         each of some waits in seconds, is sent a signal: "any" saves every fourth step until it is killed, "close"
@@ -191,7 +191,7 @@ def trainer() -> Trainer:
 
 
 def returned_until_killed(save: Callable[[Path, int], None], path: Path, seed: int) -> list[int]:
-    """The steps that a process told which runs `save`, and which is killed at an instant that depends on the seed."""
+    """The steps that a process reported which runs `save`, and is killed at an instant that depends on the seed."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:

@@ -14,13 +14,13 @@ def descriptors(spare: int) -> Iterator[None]:
     """No more than `spare` files can be opened while the block runs."""
     gc.collect()  # which would close what garbage holds meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(spare)]
+    kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(spare)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
     gaps: list[int] = []
     with contextlib.suppress(OSError):
         while True:
             gaps.append(os.open("/dev/null", os.O_RDONLY))
-    for descriptor in held:
+    for descriptor in kept:
         os.close(descriptor)
     try:
         yield

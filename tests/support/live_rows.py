@@ -55,7 +55,7 @@ def remarks_of(name: str = "tierbed") -> list[str]:
 
 
 def trained(world: World | None, folder: Path, store: str, steps: int, killed: int | None = None, **more: Any) -> Any:
-    """Train so many steps more. Returns what this rank found at the open, its rows in the end, and what was logged.
+    """Train that many steps more. Returns what this rank found at the open, its rows in the end, and what was logged.
 
     killed: the rank that ends without closing.
     """
@@ -73,7 +73,7 @@ def trained(world: World | None, folder: Path, store: str, steps: int, killed: i
 
 
 def run(ranks: int, folder: Path, store: str, steps: int, **more: Any) -> list[tuple[bytes, bytes, list[str]]]:
-    """`trained` on so many ranks."""
+    """`trained` on that many ranks."""
     return run_ranks(ranks, _run, folder, store, steps, more)
 
 
@@ -82,12 +82,12 @@ def _run(world: World, folder: Path, store: str, steps: int, more: dict[str, Any
 
 
 def left_open(embedding: Any) -> None:
-    """As a kill leaves it: no mark comes back."""
-    embedding.opened().own_table.failure = RuntimeError("killed")  # closes without a mark
+    """As a kill leaves it: no clean marker comes back."""
+    embedding.opened().own_table.failure = RuntimeError("killed")  # closes without a clean marker
 
 
 def alone(folder: Path, store: str, steps: int, save: str | None, **more: Any) -> bytes:
-    """One process trains so many steps and saves. Returns its rows."""
+    """One process trains that many steps and saves. Returns its rows."""
     with opened(None, folder, store, **more) as embedding:
         begun = embedding.opened().own_table.step
         for number in range(begun, begun + steps):

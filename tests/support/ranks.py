@@ -74,10 +74,10 @@ def fails(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception]
     return str(raised.value)
 
 
-def assert_all_heard(told: Sequence[Sequence[str]], parts: Sequence[str]) -> None:
-    """Each rank was told the same, and of each message this part."""
-    assert all(of_rank == told[0] for of_rank in told)
-    for said, part in zip(told[0], parts, strict=True):
+def assert_all_heard(reports: Sequence[Sequence[str]], parts: Sequence[str]) -> None:
+    """Each rank reports the same, and of each message this part."""
+    assert all(of_rank == reports[0] for of_rank in reports)
+    for said, part in zip(reports[0], parts, strict=True):
         assert part in said
 
 

@@ -33,7 +33,7 @@ def keys_from(first: int, count: int) -> list[tuple[int, int]]:
 
 
 def read_all(tier: RocksDB, names: list[tuple[int, int]]) -> list[int | None]:
-    """The first word of each row, None where it is not held."""
+    """The first word of each row, None if it is not held."""
     rows = Rows(names)
     found = tier.read(rows.tables, rows.keys, rows.lines)
     return [int(words[0]) if there else None for words, there in zip(rows.stored, found, strict=True)]

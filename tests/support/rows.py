@@ -46,7 +46,7 @@ class Table:
         types: tuple[str, str] = ("float32", "float32"),
         narrow_states: int = 0,
     ) -> None:
-        """Each state is as wide as the embedding where `state_widths` does not tell.
+        """Each state is as wide as the embedding where `state_widths` does not say.
 
         types: of embedding and of the first `narrow_states` states.
         """
@@ -150,13 +150,13 @@ class Table:
 
     def decoded(self, words: NDArray[np.generic]) -> NDArray[np.float32]:
         """[n, dim and all states], the numbers of the words [n, width] of lines."""
-        held = np.ascontiguousarray(words).view(np.uint8)
+        kept = np.ascontiguousarray(words).view(np.uint8)
         parts = []
         for field in self.form.fields:
             dtype = NUMBERS[field.type]
             end = field.begin + field.count * dtype.itemsize
-            parts.append(widened(np.ascontiguousarray(held[:, field.begin : end]).view(dtype), field.type))
-            assert not held[:, end : field.end].any(), "padding is not zeros"
+            parts.append(widened(np.ascontiguousarray(kept[:, field.begin : end]).view(dtype), field.type))
+            assert not kept[:, end : field.end].any(), "padding is not zeros"
         return np.concatenate(parts, 1)
 
     def records(self, lines: NDArray[np.uint64]) -> NDArray[np.uint32]:
@@ -169,7 +169,7 @@ class Table:
 
 
 def same_bits(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-    """Equal to the bit, the sign of zero included; shows the first difference."""
+    """Equal bit for bit, the sign of zero included; shows the first difference."""
     assert actual.dtype == expected.dtype == np.float32
     assert actual.shape == expected.shape
     differ = np.argwhere(actual.view(np.uint32) != expected.view(np.uint32))

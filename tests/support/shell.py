@@ -35,7 +35,7 @@ class Cli:
         return json.loads(out)
 
     def says(self, command: str, *arguments: str, code: int = 0) -> str:
-        """What a run prints that ends with a code, without a word on stderr."""
+        """What a run prints that ends with a code, with nothing on stderr."""
         found, out, err = self.run(command, *arguments)
         assert (found, err) == (code, "")
         return out

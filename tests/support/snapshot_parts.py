@@ -18,13 +18,13 @@ def save_in_parts(
     folder: Path, description: dict[str, Any], chunks: Iterable[Chunk], parts: int, overwrite: bool = False
 ) -> Manifest:
     """Write a full snapshot, one part after the other."""
-    held = list(chunks)
+    kept = list(chunks)
     with new_snapshot(folder, description, overwrite):
         place = place_of(folder)
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
-            files.append(write_shard(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in held]))
-        return commit(place, description, sum(len(rows) for _, rows in held), files)
+            files.append(write_shard(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in kept]))
+        return commit(place, description, sum(len(rows) for _, rows in kept), files)
 
 
 def save_changes_in_parts(
@@ -32,12 +32,12 @@ def save_changes_in_parts(
 ) -> Manifest:
     """Write an incremental snapshot, one part after the other."""
     check_parent(folder, parent, description)
-    held = list(changes)
+    kept = list(changes)
     with new_snapshot(folder, description):
         place = place_of(folder)
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
-            own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in held]
+            own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
             files.append(write_shard_delta(place, description, part, own))
         return commit(place, description, rows, files, parent)
 

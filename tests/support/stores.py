@@ -15,7 +15,7 @@ ONE_SET_MB = 0.01  # less than two sets of 64 rows, whatever the optimizer
 def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB, **more: Any) -> Any:
     """Store options by the short name of a store.
 
-    Unless told otherwise, budgets hold one set of the cache, rows that give way soon go down to the disk, and RocksDB
+    Unless given, budgets hold one set of the cache, rows that is evicted soon go down to the disk, and RocksDB
     has two shards, which open in half the time.
     """
     if store == "device":

@@ -115,7 +115,7 @@ class Model:
             self.forget(np.flatnonzero((self.updates > 0) & (self._ages(self.step) > life)))
 
     def put(self, places: Places, rows: NDArray[np.float32]) -> None:
-        """Of a place given twice the last row stands, and it counts as one write."""
+        """Of a place given twice the last row wins, and it counts as one write."""
         values = self.values[places]
         if self.step:
             self._catch_up(values, places)
@@ -126,17 +126,17 @@ class Model:
         self.last[places] = self.step
 
     def forget(self, places: Places) -> int:
-        """Rows that leave are as if they had never been; how many were there."""
+        """Rows that leave are as if they had never been; how many existed."""
         count = int((self.updates[np.unique(places)] > 0).sum())
         self.values[places], self.updates[places], self.last[places] = self.initial[places], 0, 0
         return count
 
     def contents(self) -> NDArray[np.void]:
         """Every written row, as a scan yields it."""
-        held = ORDER[self.updates[ORDER] > 0]
-        rows = np.empty(len(held), row_dtype(self.values.shape[1]))
-        rows["table"], rows["key"], rows["values"] = NUMBERS[held], KEYS[held], self.values[held]
-        rows["updates"], rows["step"] = self.updates[held], self.last[held]
+        stored = ORDER[self.updates[ORDER] > 0]
+        rows = np.empty(len(stored), row_dtype(self.values.shape[1]))
+        rows["table"], rows["key"], rows["values"] = NUMBERS[stored], KEYS[stored], self.values[stored]
+        rows["updates"], rows["step"] = self.updates[stored], self.last[stored]
         return rows
 
     def _catch_up(self, values: NDArray[np.float32], places: Places) -> None:
@@ -159,7 +159,7 @@ class Model:
         return np.array(draws) / 2**53 < rule
 
     def _lowest(self, needed: int, asked: NDArray[np.bool_], now: int) -> Places:
-        """Who makes room: at least `needed` rows that the batch did not ask for. Raises Full."""
+        """The rows that make room: at least `needed` rows that the batch did not ask for. Raises Full."""
         updates, ages = self.updates.astype(np.float64), self._ages(now)
         ranks = {
             "lru": self.last,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from support.embeddings import DIM, attach, held
+from support.embeddings import DIM, attach, rows_by_key
 from support.stores import options
 from tierbed import MultiTableEmbedding, make_normal_initializer, make_table_options
 
@@ -30,4 +30,4 @@ def filled(path: Path | None, *names: str | None, store: str = "host") -> MultiT
 
 def firsts(embedding: MultiTableEmbedding) -> dict[int, float]:
     """The first number of row 7 of each table that has it."""
-    return {table: row[0] for (table, key), row in held(embedding).items() if key == 7}
+    return {table: row[0] for (table, key), row in rows_by_key(embedding).items() if key == 7}

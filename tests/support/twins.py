@@ -45,7 +45,7 @@ class Twins:
         return said
 
     def train_until_it_fails(self, times: int) -> None:
-        """Rows go down in the background, so the step that is told of it is a later one."""
+        """Rows go down in the background, so the step that raises it is a later one."""
         failures = 0
         while failures < times:
             if said := self.train():

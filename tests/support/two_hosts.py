@@ -74,7 +74,7 @@ def _ranks_on_hosts(function: Callable[..., Any], ranks: int, cut: int, timeout:
         hosts = Hosts()
     except (OSError, AssertionError, subprocess.CalledProcessError):
         return None
-    told, ready = os.pipe()
+    reports, ready = os.pipe()
     place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": LINK}  # rank 0 has the store
     pipes = []
     for rank in range(ranks):
@@ -84,7 +84,7 @@ def _ranks_on_hosts(function: Callable[..., Any], ranks: int, cut: int, timeout:
         pipes.append(ours)
     os.close(ready)
     for _ in range(ranks):
-        assert os.read(told, 1), "the ranks ended before the link was cut"
+        assert os.read(reports, 1), "the ranks ended before the link was cut"
     hosts.cut(cut)
     return [answer(pipe) for pipe in pipes]
 

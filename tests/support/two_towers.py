@@ -1,4 +1,4 @@
-"""A model of two embeddings and a dense part, trained by a plain loop or a framework: its losses tell its rows."""
+"""A model of two embeddings and a dense part, trained by a plain loop or a framework: its losses show its rows."""
 
 from __future__ import annotations
 

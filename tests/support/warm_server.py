@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from support.places import TESTS
 
-LONGEST = 1 << 16  # message
+MAX_SECONDS = 1 << 16  # message
 LONG = [
     "tierbed.engine.optim.adagrad",
     "tierbed.engine.optim.sgd",
@@ -103,7 +103,7 @@ def _import_from(path: Sequence[str]) -> None:
 class _Order:
     connection: socket.socket
     child: int
-    ended: int  # the descriptor that tells
+    ended: int  # the descriptor that reports
 
     def close(self) -> None:
         self.connection.close()
@@ -149,7 +149,7 @@ class _Loop:
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         message, files = b"", []
         if user == os.getuid():
-            message, files, *_ = socket.recv_fds(connection, LONGEST, 16, socket.MSG_CMSG_CLOEXEC)
+            message, files, *_ = socket.recv_fds(connection, MAX_SECONDS, 16, socket.MSG_CMSG_CLOEXEC)
         if not message:
             connection.close()
             return ()
@@ -173,17 +173,17 @@ class _Loop:
 
     def _add(self, order: _Order) -> None:
         self._orders.add(order)
-        self._watch(order.ended, partial(self._tell_end, order))
+        self._watch(order.ended, partial(self._send_end, order))
         self._watch(order.connection.fileno(), partial(self._leave, order))
-        self._tell(order, order.child)
+        self._send(order, order.child)
 
-    def _tell_end(self, order: _Order) -> None:
+    def _send_end(self, order: _Order) -> None:
         self._selector.unregister(order.ended)
         end = os.waitid(os.P_PID, order.child, os.WEXITED | os.WNOWAIT)
         assert end is not None
-        self._tell(order, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+        self._send(order, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
 
-    def _tell(self, order: _Order, number: int) -> None:
+    def _send(self, order: _Order, number: int) -> None:
         with contextlib.suppress(ConnectionError):  # a client that is gone is left
             order.connection.send(b"%d" % number)
 
@@ -192,7 +192,7 @@ class _Loop:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(order.child, signal.SIGKILL)  # until it is reaped, no other group has its number
         os.waitpid(order.child, 0)
-        with contextlib.suppress(KeyError):  # it was told
+        with contextlib.suppress(KeyError):  # it received
             self._selector.unregister(order.ended)
         self._selector.unregister(order.connection.fileno())
         self._orders.remove(order)

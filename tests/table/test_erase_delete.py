@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.embeddings import ask_to_leave, contents, held, make, train
+from support.embeddings import ask_to_leave, contents, make, rows_by_key, train
 from support.examples import examples
 from support.stores import STORES, options
 from tierbed import CapacityError, ClosedError, InputError, MultiTableEmbedding, StoreError
@@ -31,14 +31,14 @@ def test_deleted_rows_are_like_rows_that_were_never_seen(tmp_path: Path, store: 
         initial = embedding.get(np.arange(100), 1)
         train(embedding, range(100), 1)
         train(embedding, range(100), 1)
-        kept = held(embedding)
+        kept = rows_by_key(embedding)
         assert embedding.delete([3, 3, 50, 200, -1], 1) == 2
         assert embedding.delete([3, 50], 1) == 0
         assert embedding.delete([4], 0) == 0
         assert embedding.size() == 98
         assert embedding.metrics()["table"]["deleted"] == 2
         assert torch.equal(embedding.get([3, 50], 1), initial[[3, 50]])
-        assert held(embedding) == {row: values for row, values in kept.items() if row[1] not in (3, 50)}
+        assert rows_by_key(embedding) == {row: values for row, values in kept.items() if row[1] not in (3, 50)}
         never._table().step = 2
         assert torch.equal(train(embedding, [3, 50], 1), train(never, [3, 50], 1))
         rows = contents(embedding)
@@ -67,8 +67,8 @@ def test_any_order_of_deletes_and_steps(
                         known = torch.tensor([key for _, key in there]), torch.tensor([table for table, _ in there])
                         one.put(known[0], torch.tensor(list(there.values())), known[1])
                     assert torch.equal(train(embedding, keys, tables), train(one, keys, tables))
-                    there = held(one)
-            assert held(embedding) == there
+                    there = rows_by_key(one)
+            assert rows_by_key(embedding) == there
             assert embedding.size() == len(there)
 
 
@@ -83,11 +83,11 @@ def test_deleted_rows_stay_away_across_runs_and_snapshots(tmp_path: Path, store:
         embedding.save_snapshot("odd")
     with make(how, "adagrad") as embedding:
         assert embedding.size() == 100
-        assert {key for _, key in held(embedding)} == set(range(1, 200, 2))
+        assert {key for _, key in rows_by_key(embedding)} == set(range(1, 200, 2))
         assert embedding.delete(np.arange(200), 0) == 100
         assert (embedding.size(), len(contents(embedding))) == (0, 0)
         embedding.load_snapshot("odd")
-        assert {key for _, key in held(embedding)} == set(range(1, 200, 2))
+        assert {key for _, key in rows_by_key(embedding)} == set(range(1, 200, 2))
         embedding.load_snapshot("all")
         assert contents(embedding).tobytes() == everything
         assert embedding.size() == 200
@@ -252,10 +252,10 @@ def test_a_memory_error_before_rows_leave_is_tried_again() -> None:
 def test_a_table_that_was_closed_goes_at_once() -> None:
     embedding = make(options("host"), "sgd")
     train(embedding, range(5))
-    held = weakref.ref(embedding._table())
+    table = weakref.ref(embedding._table())
     gc.disable()
     try:
         embedding.close()
-        assert held() is None
+        assert table() is None
     finally:
         gc.enable()

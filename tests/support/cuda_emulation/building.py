@@ -48,7 +48,7 @@ def _compiled(text: str, *options: str) -> Path:
 
 
 def _make(path: Path, make: Callable[[Path], object]) -> None:
-    """Make a file that is not there. It gets its name when it is whole, since others may make the same."""
+    """Make a missing file. It gets its name when it is whole, since others may make the same."""
     if path.exists():
         path.touch()
         return

@@ -1,7 +1,7 @@
 // Enough of CUDA for the kernels of a GPU to run on a CPU: blocks, warps of 32 lanes, collectives, atomics.
 //
 // A lane runs until it ends or waits in a collective, which completes when every lane of its mask has come. A few warps
-// are resident at a time; with a seed, blocks start and lanes run in a random order, and lanes also give way before
+// are resident at a time; with a seed, blocks start and lanes run in a random order, and lanes also yield before
 // atomics, so that a result that depends on any order shows. A collective that can never complete (a lane of its mask
 // has ended, or waits with another mask) is an error. emulation.cpp has what runs the lanes.
 //

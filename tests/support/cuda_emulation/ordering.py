@@ -1,4 +1,4 @@
-"""An emulated device on which each thread is a stream, and which tells what would race on two real ones.
+"""An emulated device on which each thread is a stream, and which reports what would race on two real ones.
 
 Work runs at once, but is taken for ordered only where a real device has it so: within a thread, and by `mark` and
 `follow`. Two uses of the same memory, one of which writes, must be ordered; a kernel writes what its parameters do not
@@ -43,7 +43,7 @@ class Memory:
 
 
 class OrderedDevice(EmulatedDevice):
-    """Use it within `watch`. `races` and `unkept` tell what was wrong."""
+    """Use it within `watch`. `races` and `unkept` report what was wrong."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
