@@ -160,7 +160,8 @@ def _accept_ranks(
     strangers.update(guest.host for guest in guests.values())
     unknown = _describe(strangers, listener)
     if missing := [rank for rank in ranks if rank not in found]:
-        raise GroupError(f"ranks {missing} did not connect in time{unknown and '; ' + unknown}", missing)
+        remedy = unknown or "see the logs of these ranks"
+        raise GroupError(f"ranks {missing} did not connect in time; {remedy}", missing)
     if unknown:
         logging.getLogger("tierbed").warning("start of the world: %s", unknown)
     for connection in guests:

@@ -75,7 +75,7 @@ class ModelSnapshots:
     def _stored(self) -> list[SavedRows]:
         found = self._snapshot_embeddings()
         if not found:
-            raise SnapshotError("there is no embedding whose rows could be saved or loaded")
+            raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return found
 
     def _handles(self, for_load: bool = False) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The store of an embedding that trains alone is what it was before embeddings were trained together."""
+"""Stores of embeddings that train alone are what they were before embeddings were trained together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from support.embeddings import contents
+from support.golden_ranks import Trained
 from support.golden_store import embedding_in, step, write_store
 from support.places import GOLDEN
+from support.ranks import run_ranks
+from tierbed.distributed import World
+from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots.files.format import MANIFEST
 
@@ -49,3 +53,40 @@ def test_it_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
         assert contents(found).tobytes() == contents(made).tobytes()
         found.load_snapshot("one")
         found.save_snapshot("three", "incremental")
+
+
+@pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
+@pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
+def test_a_store_on_ssd_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
+    shutil.copytree(GOLDEN / "ssd-2" / store, tmp_path / "before" / "rows")
+    before, now = Trained(tmp_path / "before"), Trained(tmp_path / "now")
+    now.write()
+    with before.rows, now.rows:
+        assert before.rows.size() > 0
+        assert before.rows.metrics()["table"]["step"] == count
+        for number in range(count + 1, 4):
+            before.step(number)
+        assert before.contents() == now.contents()
+
+
+def opened_over_ranks(world: World, folder: Path) -> tuple[int, bytes, bytes]:
+    """The step at which rows of before open, and all rows, of these and of the store of today."""
+    before, now = Trained(folder / "before", world), Trained(folder / "now", world)
+    now.write()
+    with before.rows, now.rows:
+        before.rows.size()
+        count = int(before.rows.metrics()["table"]["step"])
+        for number in range(count + 1, 4):
+            before.step(number)
+        return count, before.contents(), now.contents()
+
+
+@pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
+def test_a_store_of_two_ranks_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
+    shutil.copytree(GOLDEN / "ranks-2" / store, tmp_path / "before" / "rows")
+    for step_count, before, now in run_ranks(2, opened_over_ranks, tmp_path):
+        assert (step_count, before) == (count, now)
+    for name in ("one", "two"):
+        snapshot = tmp_path / "now" / "rows" / "snapshots" / name
+        golden = GOLDEN / "ranks-2" / "closed" / "snapshots" / name
+        assert files(snapshot) == files(golden)
