@@ -180,7 +180,7 @@ def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere
     saved = alone(live, "host", 2, "base", snapshot_path=place)
     run(2, live, "host", 1, snapshot_path=place)
     (live / "rows" / "ranks").rename(tmp_path / "of another host")
-    with pytest.raises(StoreError, match=r"live rows of 2 ranks, and none of their shares is here: open it where"):
+    with pytest.raises(StoreError, match=r"live rows of 2 ranks, and none of their shards is here: open it where"):
         opened(None, live, snapshot_path=place).size()
     for folder in (live, place):
         cli = Cli(folder / "rows", capsys, "store")

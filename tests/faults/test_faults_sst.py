@@ -69,7 +69,7 @@ def test_a_damaged_store_that_cannot_be_opened_can_be_begun_anew(tmp_path: Path)
     file = newest(tmp_path)
     flip_bit(file, 8 * (file.stat().st_size // 3))
     policy = {"capacity": 10_000, "eviction": "lru"}  # knows every row, so that opening reads all
-    with pytest.raises(StoreError, match="marked clean and cannot be read") as said:
+    with pytest.raises(StoreError, match="a clean marker and cannot be read") as said:
         make(options("ssd", tmp_path, **policy), "adam", tables=1).size()
     with make(options("ssd", tmp_path, open="fresh", **policy), "adam", tables=1) as embedding:
         train(embedding, KEYS)
@@ -83,7 +83,7 @@ def test_a_cut_file_is_missed_at_once(tmp_path: Path, rest: float) -> None:
     file = newest(tmp_path)
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * rest)])
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"rows' are marked clean and cannot be read.*tierbed snapshot load"):
+        with pytest.raises(StoreError, match=r"rows' have a clean marker and cannot be read.*tierbed snapshot load"):
             make(options("ssd", tmp_path), "adam", tables=1).size()
     goes_back_to_the_snapshot(tmp_path, "ssd", saved)
 
