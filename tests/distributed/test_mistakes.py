@@ -196,7 +196,7 @@ def cannot_connect(world: World) -> tuple[str, list[int]]:
         raise GroupError(f"rank 1 cannot reach rank {other}: set GLOO_SOCKET_IFNAME", [other])
 
     if world.rank == 1:
-        peer_monitor._reached = no_way  # type: ignore[assignment]  # this process ends with the test
+        peer_monitor._connect_to = no_way  # type: ignore[assignment]  # this process ends with the test
     with pytest.raises(GroupError) as error:
         World(timeout=10)
     return str(error.value), list(error.value.ranks)
