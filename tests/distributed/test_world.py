@@ -155,7 +155,7 @@ def test_a_tensor_of_any_dtype_layout_or_shape_is_sent_or_refused_on_all_ranks(r
         assert gathered[6].tolist() == [bool(rank) for rank in range(ranks) for _ in range(2)]
 
 
-def from_two_threads(world: World) -> str:
+def from_two_threads(world: World) -> list[str]:
     world.sum(torch.tensor(1))
     raised = []
 
