@@ -116,7 +116,7 @@ class TableModule(ModelSnapshots, nn.Module):
                 [table.table_options() for table in tables],
                 stores[group],
                 padding_idx=padding_idx,
-                # initial rows of one seed, table and key are alike in all embeddings
+                # with one seed for all, the same key would have the same initial row in several embeddings
                 seed=(seed + crc32(self._seed_name(group, first).encode())) % 2**63,
                 output_dtype=output_dtype,
                 world=world,
@@ -264,7 +264,7 @@ class TableCollection(TableModule):
     def _adopt_shared(
         self, share: TableCollection, config: EmbeddingConfig, output_dtype: torch.dtype, state_dtype: torch.dtype
     ) -> None:
-        """Look up a table where `share` has it. OptionError if this collection describes it otherwise."""
+        """Look up a table in the embedding of `share`. OptionError if the two configs of the table differ."""
         if share.key_type != self.key_type:
             raise OptionError(f"key_type={self.key_type}: the tables of share have ids of {share.key_type}; give that")
         theirs = next(one for one in share.configs if one.name == config.name)
@@ -272,12 +272,12 @@ class TableCollection(TableModule):
             if getattr(config, fact) != getattr(theirs, fact):
                 raise OptionError(
                     f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(theirs, fact)!r} in share, "
-                    f"{share.name!r}; give the same, or another name for a table of its own"
+                    f"{share.name!r}; give the same, or another name for a separate table"
                 )
         if config.table_options() != theirs.table_options():
             raise OptionError(
                 f"table {config.name!r}: new rows or bad_ids differ from those in share, {share.name!r}; give the same "
-                "initializer, range and bad_ids, or another name for a table of its own"
+                "initializer, range and bad_ids, or another name for a separate table"
             )
         embedding = share.embedding_of(config.name)
         if embedding.output_dtype != output_dtype:

@@ -227,7 +227,7 @@ class TableBatchedEmbeddingBags(TableModule):
         )
         clip = _checked_clip(gradient_clipping, max_gradient)
         caching = Caching(parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm"), cache_load_factor)
-        output, place = parse_dtype(output_dtype), device_of(tables[0].compute, device)
+        output, run_on = parse_dtype(output_dtype), device_of(tables[0].compute, device)
         # autograd reaches lookups through it; it has no elements, so optimizers of the dense part leave it alone
         self.anchor = nn.Parameter(torch.zeros(0))
         dense = self._settings.make_optimizer([self.anchor])
@@ -250,7 +250,7 @@ class TableBatchedEmbeddingBags(TableModule):
             [(numbers[group], table) for group, table in map(self.location_of, self.features)],
             POOLING[self.pooling_mode],
         )
-        self.to(place)
+        self.to(run_on)
 
     def _seed_name(self, group: str, first: Table) -> str:
         return first.name  # initial rows do not depend on where they live
@@ -405,8 +405,8 @@ class TableBatchedEmbeddingBags(TableModule):
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
         if sizes is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError(
-                "batch_size_per_feature_per_rank: PoolingMode.NONE returns a row for each index, whatever the bags; "
-                "leave it out"
+                "batch_size_per_feature_per_rank: PoolingMode.NONE returns a row for each index and has no bags; leave "
+                "it out"
             )
         return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, self.anchor.device)
 

@@ -198,14 +198,14 @@ def device_of(compute: ComputeDevice, device: Any) -> torch.device:
     kind = compute.name.lower()
     if device is not None:
         try:
-            found = torch.device(device)
+            given = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise OptionError(f"device={device!r}: {error}; give a torch.device, or leave it out") from None
-        if found.type != kind:
+        if given.type != kind:
             raise OptionError(
                 f"device={device!r}: embedding_specs say ComputeDevice.{compute.name}; give such a device"
             )
-        return found
+        return given
     if kind == "cpu" or torch.cuda.is_available():
         return torch.device(kind)
     log.warning("ComputeDevice.CUDA: torch sees no GPU, so tables are looked up on the CPU, with the same results")

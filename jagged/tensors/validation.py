@@ -85,13 +85,13 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends])  # F.pad would make the sizes of a trace static
 
 
-def check_ascending(offsets: Sequence[int], count: int, where: Sequence[str] | None = None) -> None:
-    """InputError unless offsets ascend from 0 to `count`, the number of values. where: the name of each bag."""
+def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str] | None = None) -> None:
+    """InputError unless offsets ascend from 0 to `count`, the number of values. bag_names: for the error."""
     if offsets[0] != 0:
         raise InputError(f"offsets[0]={offsets[0]}: give offsets that begin with 0")
     for bag, (begin, end) in enumerate(pairwise(offsets)):
         if end < begin:
-            name = f" of {where[bag]}" if where else ""
+            name = f" of {bag_names[bag]}" if bag_names else ""
             raise InputError(
                 f"lengths[{bag}]={end - begin}{name}: offsets {begin}, {end} descend; give lengths of 0 or more"
             )

@@ -98,7 +98,7 @@ def test_a_table_batched_embedding_comes_back_whole(tmp_path: Path, kind: str) -
     assert passes(again, range(5, 10)) == expected
 
 
-def test_a_save_that_is_asked_for_amid_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
+def test_a_save_during_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
     """Two embeddings are updated one after the other; a save of another process comes in between."""
     made = batched("host folder", tmp_path)
     passes(made, range(2))
