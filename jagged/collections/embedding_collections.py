@@ -120,7 +120,7 @@ class EmbeddingBagCollection(TableCollection):
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
         """Add a feature of a table to the first lookup that can take it. Returns the number of the lookup."""
-        embedding, table = self.location_of(config.name)
+        embedding, table = self.table_location(config.name)
         pooling = config.pooling.value.lower()
         candidates = (one for one in self._lookups if (one.embedding, one.pooling) == (embedding, pooling))
         lookup = next((one for one in candidates if feature not in one.features), None)
@@ -301,7 +301,7 @@ class EmbeddingCollection(TableCollection):
             one.check_bags()
         ids = {feature: self._ids(batch, feature) for feature in self._features}
         for config, names in zip(self.configs, self._names, strict=True):
-            embedding, table = self.embedding_of(config.name), self.location_of(config.name)[1]
+            embedding, table = self.embedding_of(config.name), self.table_location(config.name)[1]
             for feature, name in zip(config.feature_names, names, strict=True):
                 yield name, embedding, table, ids[feature]
 

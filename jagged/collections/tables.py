@@ -166,9 +166,9 @@ class TableModule(ModelSnapshots, nn.Module):
 
         InputError.
         """
-        return self.embedding(self.location_of(table)[0])
+        return self.embedding(self.table_location(table)[0])
 
-    def location_of(self, table: int | str) -> tuple[str, int]:
+    def table_location(self, table: int | str) -> tuple[str, int]:
         """The name of a table's embedding, and the table's number in it. InputError."""
         number = table_number(table, self._tables)
         if number is None:
@@ -289,7 +289,7 @@ class TableCollection(TableModule):
                 f"state_dtype={state_dtype}: the tables of share keep state of torch.{embedding.spec.state_dtype}; "
                 "give that"
             )
-        self._locations[config.name] = share.location_of(config.name)
+        self._locations[config.name] = share.table_location(config.name)
         if embedding.name not in self._shared:
             self._shared.append(embedding.name)
             self.embeddings[embedding.name] = embedding

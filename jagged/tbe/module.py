@@ -247,7 +247,7 @@ class TableBatchedEmbeddingBags(TableModule):
         self._splitter = CallSplitter(
             name,
             [embedding.spec for embedding in self.each()],
-            [(numbers[group], table) for group, table in map(self.location_of, self.features)],
+            [(numbers[group], table) for group, table in map(self.table_location, self.features)],
             POOLING[self.pooling_mode],
         )
         self.to(run_on)
@@ -330,7 +330,7 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         copies: list[Tensor] = []
         for table in self.tables:
-            group, number = self.location_of(table.name)
+            group, number = self.table_location(table.name)
             remedy = (
                 f"split_embedding_weights of {self.name!r} copies rows, so a write into those of table {table.name!r} "
                 f"changes no stored row; call embedding_of({table.name!r}).put(torch.arange({table.num_embeddings}), "

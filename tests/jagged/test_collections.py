@@ -145,7 +145,7 @@ def test_tables_of_one_dim_and_group_share_an_embedding() -> None:
     with EmbeddingBagCollection(tables, STORE, name="e") as made:
         assert [*made.embeddings] == ["e-d4", "e-d4-slow", "e-d2"]
         assert made.embedding_of("a") is made.embedding_of("c") is not made.embedding_of("b")
-        assert made.location_of("c") == ("e-d4", 1)
+        assert made.table_location("c") == ("e-d4", 1)
         keys = ["a", "b", "c", "d"]
         features = KeyedJaggedTensor(keys, torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
         rows = made(features)

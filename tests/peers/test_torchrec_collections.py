@@ -182,7 +182,7 @@ def test_a_mean_with_weights_has_the_gradients_of_plain_torch(case: Drawn, mean:
         leaf = case.batch.weights.clone().requires_grad_()
         rows = {
             config.name: ours.embedding_of(config.name)
-            .get(torch.arange(config.num_embeddings), ours.location_of(config.name)[1])
+            .get(torch.arange(config.num_embeddings), ours.table_location(config.name)[1])
             .requires_grad_()
             for config in tables
         }
@@ -212,7 +212,7 @@ def test_a_mean_with_weights_has_the_gradients_of_plain_torch(case: Drawn, mean:
             grad = rows[config.name].grad
             expected_rows = rows[config.name].detach() - (0 if grad is None else grad)
             now = ours.embedding_of(config.name).get(
-                torch.arange(config.num_embeddings), ours.location_of(config.name)[1]
+                torch.arange(config.num_embeddings), ours.table_location(config.name)[1]
             )
             largest = max(1.0, float(expected_rows.abs().max()))
             torch.testing.assert_close(now, expected_rows, rtol=0, atol=2e-6 * largest)
