@@ -86,8 +86,8 @@ class KeyedRows(SavedRows):
             values = rows_from(self.spec, rows, wanted.ids.shape)
             if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
                 raise InputError(
-                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row; leave it "
-                    "out"
+                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row; leave "
+                    "it out"
                 )
             check_range(self.spec, wanted.ids, values)
             check_legal(self.spec, wanted)

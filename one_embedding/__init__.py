@@ -1,6 +1,6 @@
-"""OneFlow's `one_embedding` on tierbed: its names and arguments; docs/oneflow.md has what differs.
+"""OneFlow's `one_embedding` on tierbed, with its names and arguments; docs/oneflow.md lists the differences.
 
-A name is resolved at its first use, so that importing this package loads neither torch nor the engine.
+A name is imported at its first use, so importing this package loads neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker knows the names by the imports above, and that there are no others
+if not TYPE_CHECKING:  # type checkers see the imports above, and refuse other names
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         attribute = _ALIASES.get(name, name)
         module = _MODULES.get(attribute, "..engine.options.initializers")
-        found = globals()[name] = getattr(import_module(module, __package__), attribute)
-        return found
+        value = globals()[name] = getattr(import_module(module, __package__), attribute)
+        return value
 
 
 def __dir__() -> list[str]:

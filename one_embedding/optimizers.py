@@ -16,11 +16,11 @@ from ..engine.optim import CatchUpAdam
 
 
 class Optimizer(EagerOptimizer):
-    """An ordinary optimizer whose `step()` updates the rows of `embeddings` as well, in a plain PyTorch loop.
+    """An optimizer for a plain PyTorch loop, whose `step()` also updates the rows of `embeddings`.
 
-    optimizer: of torch.optim or tierbed.engine.optim; it holds the parameters of all embeddings, and any others.
-    embeddings: a list of embeddings. Methods and errors are those of `EagerOptimizer`; OptimizerError also for what is
-    no list of embeddings.
+    optimizer: of torch.optim or tierbed.optim, over the parameters of all embeddings and any others. embeddings: a list
+    of embeddings. Methods and errors are those of `EagerOptimizer`; OptimizerError also if `embeddings` is not such a
+    list.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, embeddings: Sequence[MultiTableMultiColumnEmbedding]) -> None:
@@ -43,10 +43,10 @@ def SmartDecayAdam(
     contiguous_params: bool = False,
     fused: bool = False,
 ) -> CatchUpAdam:
-    """A `CatchUpAdam`, which serves the same end as OneFlow's SmartDecayAdam by another formula.
+    """A `CatchUpAdam`, which has the purpose of OneFlow's SmartDecayAdam but another formula.
 
-    contiguous_params, fused: how OneFlow lays out and launches the steps of dense parameters; they change no number.
-    Raises OptimizerError for a weight decay, amsgrad, and steps without bias correction.
+    contiguous_params, fused: how OneFlow stores and updates dense parameters; they change no result. Raises
+    OptimizerError for a weight decay, amsgrad, and do_bias_correction=False.
     """
     refusals: tuple[tuple[str, Any, Any, str], ...] = (
         ("weight_decay", weight_decay, 0, "it would move rows that no step touched"),

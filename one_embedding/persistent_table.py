@@ -1,4 +1,4 @@
-"""Readers and writers of snapshots whose store folder comes in a list, as OneFlow's `one_embedding` has it."""
+"""Readers and writers of snapshots with OneFlow's signatures, which take the store folder in a list."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_persistent_table_writer(
     *,
     description: Mapping[str, Any] | None = None,
 ) -> PersistentTableWriter:
-    """A writer that makes snapshot `snapshot_name` of rows given as NumPy arrays.
+    """A writer of snapshot `snapshot_name`, which takes rows as NumPy arrays.
 
     paths: the store folder, `<persistent_path>/<embedding name>`, by itself or as the one item of a list. The other
     arguments and errors are those of `tierbed.snapshots.exchange.make_persistent_table_writer`; OptionError for paths
@@ -74,17 +74,16 @@ def make_persistent_table_writer(
 
 
 def _store_folder(paths: Any) -> Path:
-    """Of OneFlow's list with a folder for each rank. Raises OptionError."""
+    """The one store folder of `paths`; OneFlow has a list with a folder for each rank. Raises OptionError."""
     given = list(paths) if isinstance(paths, (list, tuple)) else [paths]
     if len(given) != 1 or not isinstance(given[0], (str, os.PathLike)):
         raise OptionError(
-            f"paths={paths!r}: an embedding has one store folder, whatever trains it; give "
-            "[<persistent_path>/<embedding name>]"
+            f"paths={paths!r}: an embedding has one store folder; give [<persistent_path>/<embedding name>]"
         )
     folder = Path(given[0])
     if re.fullmatch(r"\d+-\d+", folder.name) and not folder.exists():
         raise OptionError(
-            f"paths={paths!r}: there is no folder {folder.name!r}, which is how OneFlow names the one of a rank; give "
-            "[<persistent_path>/<embedding name>]"
+            f"paths={paths!r}: there is no folder {folder.name!r}, which is OneFlow's name for the folder of a rank; "
+            "give [<persistent_path>/<embedding name>]"
         )
     return folder

@@ -1,4 +1,4 @@
-"""Tables as TorchRec describes them: a config for each, with the features that look it up."""
+"""TorchRec's configs: a table, and the features that look it up."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from ...engine.options.table_names import is_table_name
 
 @unique
 class PoolingType(Enum):
-    """How the rows of a bag become one."""
+    """How the rows of a bag are pooled."""
 
     SUM = "SUM"
     MEAN = "MEAN"
     NONE = "NONE"  # of configs of an EmbeddingCollection, which pools nothing
 
 
-# what TorchRec's configs have and this one has no use for: the value that asks for nothing, and why no other is taken
+# fields of TorchRec's configs that are refused: the default, which is allowed, and why no other value is
 _UNUSED: dict[str, tuple[Any, str]] = {
-    "num_embeddings_post_pruning": (None, "rows are hashed, and none is stored that was never trained"),
-    "need_pos": (False, "PositionWeighted gives weights by position to any feature"),
+    "num_embeddings_post_pruning": (None, "only rows that were trained are stored"),
+    "need_pos": (False, "PositionWeighted weights any feature by position"),
     "input_dim": (None, "ids are hashed; num_embeddings=None takes any id of 64 bits"),
-    "total_num_buckets": (None, "rows are in buckets by their hash already"),
+    "total_num_buckets": (None, "the store has its own hash partitions"),
     "use_virtual_table": (False, "every table is one; num_embeddings=None takes any id of 64 bits"),
     "virtual_table_eviction_policy": (None, "store_options have eviction, admission and ttl_steps"),
     "enable_embedding_update": (False, "put and load_snapshot write rows of any table"),
-    "stash_weights": (False, "the store holds what memory does not"),
+    "stash_weights": (False, "the store keeps the rows that memory has no room for"),
 }
 
-# by what TorchRec's DataType has as a value, and by torch's own name
+# by the value of TorchRec's DataType, and by torch's name
 _DATA_TYPES = {
     name: dtype
     for value, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16), ("FP16", torch.float16))
@@ -52,14 +52,9 @@ _DATA_TYPES = {
 }
 
 
-def suffix_of(dtype: torch.dtype) -> str:
-    """What the names of embeddings with rows of `dtype` have behind their dim."""
-    return "" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
-
-
 @dataclass(kw_only=True)
-class _Other:
-    """Fields of TorchRec's configs that are refused unless they ask for nothing."""
+class _RefusedFields:
+    """Fields of TorchRec's configs that are refused unless they have their defaults."""
 
     num_embeddings_post_pruning: int | None = None
     init_fn: Any = None
@@ -73,18 +68,18 @@ class _Other:
 
 
 @dataclass
-class EmbeddingConfig(_Other):
+class EmbeddingConfig(_RefusedFields):
     """One table.
 
     num_embeddings: ids are 0 to num_embeddings - 1, and another raises InputError; None takes any id of 64 bits.
-    embedding_dim: numbers of a row, 1 or more. name: of the table. data_type: of the numbers of a stored row: FP32,
-    BF16 or FP16, as text, of torch or TorchRec's. feature_names: the features that look it up; none means one of the
-    table's name. weight_init_min, weight_init_max: the range of new rows, uniform; otherwise
-    +-sqrt(1 / num_embeddings), or normal(0, 0.05) where that is None. initializer: how new rows begin instead, from a
+    embedding_dim: numbers of a row, 1 or more. name: of the table. data_type: of stored numbers, FP32, BF16 or FP16:
+    as text, torch's dtype or TorchRec's DataType. feature_names: the features that look the table up; an empty list is
+    one feature with the table's name. weight_init_min, weight_init_max: the range of new rows, uniform. The default is
+    +-sqrt(1 / num_embeddings), or normal(0, 0.05) if num_embeddings is None. initializer: of new rows instead, from a
     `make_*_initializer`. group: tables of one dim, data_type and group share an embedding, and so an optimizer.
-    bad_ids: "raise", or "drop" to take ids beyond num_embeddings as padding and count them.
+    bad_ids: "raise", or "drop" to take ids out of bounds as padding and count them.
 
-    The other fields of TorchRec's configs are there, and raise OptionError where they ask for something.
+    The other fields of TorchRec's configs are accepted with their defaults, and raise OptionError otherwise.
     """
 
     num_embeddings: int | None
@@ -104,7 +99,7 @@ class EmbeddingConfig(_Other):
             raise OptionError(f"{where}: name={self.name!r}; give printable characters that are not all digits")
         if self.num_embeddings is not None and as_int(self.num_embeddings, 1, 2**64) is None:
             raise OptionError(
-                f"{where}: num_embeddings={self.num_embeddings!r}; give how many ids there are, or None for any id"
+                f"{where}: num_embeddings={self.num_embeddings!r}; give the number of ids, or None for any id"
             )
         if as_int(self.embedding_dim, 1) is None:
             raise OptionError(f"{where}: embedding_dim={self.embedding_dim!r}; give a whole number from 1 on")
@@ -116,7 +111,7 @@ class EmbeddingConfig(_Other):
             raise OptionError(f"{where}: feature_names={self.feature_names} has one twice; name each once")
         if self.group and (not is_folder_name(self.group) or "." in self.group):
             raise OptionError(f"{where}: group={self.group!r}; give printable characters without slashes and dots")
-        self.table_options()  # reports an initializer, a range or bad_ids that cannot be
+        self.table_options()  # raises for a wrong initializer, range or bad_ids
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,17 +146,17 @@ class EmbeddingConfig(_Other):
             )
         if self.init_fn is not None:
             raise OptionError(
-                f"{where}: init_fn={self.init_fn!r}; new rows are made one by one, each from its id: give "
-                "initializer=make_normal_initializer(...) or its like"
+                f"{where}: init_fn={self.init_fn!r}; each new row is initialized alone, from its id: give "
+                "initializer=make_normal_initializer(...), or another make_*_initializer"
             )
-        for name, (nothing, reason) in _UNUSED.items():
-            if (given := getattr(self, name)) != nothing:
-                raise OptionError(f"{where}: {name}={given!r} has no meaning here: {reason}; leave it out")
+        for name, (default, reason) in _UNUSED.items():
+            if (given := getattr(self, name)) != default:
+                raise OptionError(f"{where}: {name}={given!r} is not supported: {reason}; leave it out")
 
 
 @dataclass
 class EmbeddingBagConfig(EmbeddingConfig):
-    """One table whose rows are pooled, by sum or mean of a bag. Its other fields are those of an EmbeddingConfig."""
+    """One table whose rows are pooled, by sum or mean of a bag. The other fields are those of an EmbeddingConfig."""
 
     pooling: PoolingType = PoolingType.SUM
 
@@ -177,7 +172,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
 
 def config_of(given: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
-    """A user's config, or TorchRec's, as one of `kind`. OptionError."""
+    """A config of `kind`, from a user's config or TorchRec's. OptionError."""
     pools = issubclass(kind, EmbeddingBagConfig)
     if (
         not hasattr(given, "num_embeddings")
@@ -192,8 +187,8 @@ def config_of(given: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
         return given
     ours = {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
     if not isinstance(given, EmbeddingConfig):
-        # TorchRec makes an init_fn of its own range, where it was given none
-        made = ours.get("init_fn")
-        if isinstance(made, partial) and made.func is nn.init.uniform_ and set(made.keywords) == {"a", "b"}:
-            ours |= {"init_fn": None, "weight_init_min": made.keywords["a"], "weight_init_max": made.keywords["b"]}
+        # without an init_fn from its user, TorchRec sets one from its range
+        init = ours.get("init_fn")
+        if isinstance(init, partial) and init.func is nn.init.uniform_ and set(init.keywords) == {"a", "b"}:
+            ours |= {"init_fn": None, "weight_init_min": init.keywords["a"], "weight_init_max": init.keywords["b"]}
     return kind(**ours)

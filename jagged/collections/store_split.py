@@ -1,4 +1,4 @@
-"""The stores of a collection's embeddings: one that they share, divided between them, or one for each by name."""
+"""The stores of a module's embeddings: one store divided between them, or one for each by name."""
 
 from __future__ import annotations
 
@@ -19,82 +19,79 @@ from ...engine.options.store_options import (
 from ...engine.store.rocksdb import SHARDS, WRITE_BUFFER_BYTES
 
 MB = 1 << 20
-MEMTABLES, LEAST_MEMTABLE = 12, 64 << 10  # of a shard of RocksDB, and bytes of one, as rocksdb_options.cpp has them
-MOST_STATES = 2  # floats of an optimizer's state for each float of a row, at most
+MEMTABLES, MIN_MEMTABLE = 12, 64 << 10  # memtables of one RocksDB database, and bytes of one, as rocksdb_options.cpp
+MAX_STATES = 2  # floats of an optimizer's state for each float of a row
 BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_cache_mb")
 
 
 class StoreRequest(NamedTuple):
-    """What an embedding asks of a store: the dim of its rows, and how many its tables have, None where unknown.
-
-    `itemsize`: bytes of a number of the embedding.
-    """
+    """What an embedding stores."""
 
     dim: int
-    rows: int | None = None
-    itemsize: int = 4
+    rows: int | None = None  # of all its tables; None: unknown
+    itemsize: int = 4  # bytes of a number of the embedding
 
 
-def stores_of(store_options: Mapping[str, Any], needs: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
+def stores_of(store_options: Mapping[str, Any], requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
     """The store options of each embedding, by its name.
 
-    store_options: of a store, from a `make_*_store_options`; it is divided by `divided`. Or a mapping of such options
-    by the name of an embedding, which are taken as they are. OptionError.
+    store_options: of one store, from a `make_*_store_options`, which `divided` divides; or a mapping of such options by
+    the name of an embedding. OptionError.
     """
     if isinstance(store_options, StoreOptions) or not isinstance(store_options, Mapping):
-        return divided(store_options_from_dict(store_options), needs)
+        return divided(store_options_from_dict(store_options), requests)
     if isinstance(store_options.get("store"), str):
-        return divided(store_options_from_dict(store_options), needs)
+        return divided(store_options_from_dict(store_options), requests)
     given = {str(name): options for name, options in store_options.items()}
-    names = ", ".join(map(repr, needs))
+    names = ", ".join(map(repr, requests))
     for name in given:
-        if name not in needs:
-            near = difflib.get_close_matches(name, needs, 1)
+        if name not in requests:
+            near = difflib.get_close_matches(name, requests, 1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise OptionError(f"store_options[{name!r}]: there is no such embedding; {meant}give options for {names}")
-    missing = [name for name in needs if name not in given]
+    missing = [name for name in requests if name not in given]
     if missing:
         raise OptionError(
             f"store_options has none for embedding {', '.join(map(repr, missing))}; give options for each of {names}, "
             "or one store for all, which is divided"
         )
-    return {name: store_options_from_dict(given[name], f"store_options[{name!r}]") for name in needs}
+    return {name: store_options_from_dict(given[name], f"store_options[{name!r}]") for name in requests}
 
 
-def divided(options: StoreOptions, needs: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
-    """One store's options divided between embeddings, whose parts never add up to more than the whole.
+def divided(options: StoreOptions, requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
+    """One store's options divided between embeddings. The parts never add up to more than the whole.
 
-    Memory goes by the bytes of their rows, `capacity` by their number; where the number of one is unknown, all get
-    equal parts. Budgets of 0 stay 0. RocksDB's write buffers are divided too, down to their least size, unless
-    `rocksdb_options` names one. An embedding alone has all of it. Raises OptionError where the whole is too small, and
-    for "auto", which one embedding can have.
+    Memory is divided by the bytes of their rows, `capacity` by their number; if the number of one is unknown, all get
+    equal parts. Budgets of 0 stay 0. RocksDB's write buffers are divided too, down to their minimum, unless
+    `rocksdb_options` sets their size. A single embedding gets everything. Raises OptionError if the whole is too small,
+    and for "auto" with several embeddings.
     """
-    if len(needs) == 1:
-        return dict.fromkeys(needs, options)
-    known = all(need.rows is not None for need in needs.values())
-    rows = [need.rows or 0 if known else 1 for need in needs.values()]
-    sizes = [need.rows * _row_bytes(need) if known and need.rows else 1 for need in needs.values()]
-    parts: list[dict[str, Any]] = [{} for _ in needs]
+    if len(requests) == 1:
+        return dict.fromkeys(requests, options)
+    known = all(request.rows is not None for request in requests.values())
+    rows = [request.rows or 0 if known else 1 for request in requests.values()]
+    sizes = [request.rows * _row_bytes(request) if known and request.rows else 1 for request in requests.values()]
+    parts: list[dict[str, Any]] = [{} for _ in requests]
     if isinstance(options, CachedHostMemOptions):
         for budget in BUDGETS:
-            _divide_budget(budget, options, needs, sizes, parts)
+            _divide_budget(budget, options, requests, sizes, parts)
     if options.capacity is not None:
         shares = _shares(options.capacity, rows, [1] * len(rows))
         if shares is None:
             raise OptionError(
-                f"capacity={options.capacity} is divided between {len(needs)} embeddings, {', '.join(needs)}; give at "
-                f"least {len(needs)}, or store_options for each by its name"
+                f"capacity={options.capacity} is divided between {len(requests)} embeddings, {', '.join(requests)}; "
+                f"give at least {len(requests)}, or store_options for each by its name"
             )
         for part, share in zip(parts, shares, strict=True):
             part["capacity"] = share
     if isinstance(options, CachedSsdOptions):
         _divide_write_buffers(options, sizes, parts)
-    return {name: replace(options, **part) for name, part in zip(needs, parts, strict=True)}
+    return {name: replace(options, **part) for name, part in zip(requests, parts, strict=True)}
 
 
 def stores_text(stores: Mapping[str, StoreOptions]) -> str:
-    """The division as a table, a line for each embedding and the sum of each column that all of them have."""
-    from rich import box  # imported late, since it takes a while
+    """The division as a table: one line for each embedding, and the sum of each column."""
+    from rich import box  # slow to import
     from rich.console import Console
     from rich.table import Table
 
@@ -102,25 +99,25 @@ def stores_text(stores: Mapping[str, StoreOptions]) -> str:
     table = Table("embedding", "store", box=box.SIMPLE_HEAD, show_footer=len(stores) > 1)
     for name in columns:
         values = [options.get(name) for options in stores.values()]
-        whole = all(isinstance(value, (int, float)) for value in values)
-        table.add_column(name, _shown(sum(values)) if whole else "", justify="right")
+        has_sum = all(isinstance(value, (int, float)) for value in values)
+        table.add_column(name, _cell(sum(values)) if has_sum else "", justify="right")
     for embedding, options in stores.items():
-        table.add_row(embedding, options.store, *(_shown(options.get(name)) for name in columns))
+        table.add_row(embedding, options.store, *(_cell(options.get(name)) for name in columns))
     console = Console(width=10_000, color_system=None, emoji=False, markup=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
 
 
-def _row_bytes(need: StoreRequest, states: int = 0) -> int:
-    """Of a row in a cache, with so many float32 of state for each number of its own; its metadata included."""
-    return (need.dim * (need.itemsize + 4 * states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
+def _row_bytes(request: StoreRequest, states: int = 0) -> int:
+    """Bytes of a row in a cache, metadata included. states: floats of state for each number of the embedding."""
+    return (request.dim * (request.itemsize + 4 * states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
 
 
 def _divide_budget(
     budget: str,
     options: StoreOptions,
-    needs: Mapping[str, StoreRequest],
+    requests: Mapping[str, StoreRequest],
     sizes: Sequence[int],
     parts: list[dict[str, Any]],
 ) -> None:
@@ -129,16 +126,16 @@ def _divide_budget(
         return
     if whole == "auto":
         raise OptionError(
-            f"{budget}='auto' is for one embedding, and {len(needs)} share the store: {', '.join(needs)}; give a "
+            f"{budget}='auto' is for one embedding, and {len(requests)} share the store: {', '.join(requests)}; give a "
             "number of MiB, which is divided, or store_options for each by its name"
         )
-    a_set = WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one
-    least = [max(a_set * _row_bytes(need, MOST_STATES), 1) for need in needs.values()]
-    shares = _shares(int(whole * MB), sizes, least)
+    rows = WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one set
+    minimum = [max(rows * _row_bytes(request, MAX_STATES), 1) for request in requests.values()]
+    shares = _shares(int(whole * MB), sizes, minimum)
     if shares is None:
         raise OptionError(
-            f"{budget}={whole} is divided between {len(needs)} embeddings, {', '.join(needs)}, which need "
-            f"{sum(least) / MB:.3g} MiB at least; give more, or store_options for each by its name"
+            f"{budget}={whole} is divided between {len(requests)} embeddings, {', '.join(requests)}, which need "
+            f"{sum(minimum) / MB:.3g} MiB at least; give more, or store_options for each by its name"
         )
     for part, share in zip(parts, shares, strict=True):
         part[budget] = share / MB
@@ -149,32 +146,32 @@ def _divide_write_buffers(options: CachedSsdOptions, sizes: Sequence[int], parts
     if any(name in ("write_buffer_size", "db_write_buffer_size") for name, _ in parse_rocksdb_options(text)):
         return
     memtables = MEMTABLES * (options.shards or SHARDS)
-    least = [memtables * LEAST_MEMTABLE] * len(sizes)
-    shares = _shares(max(WRITE_BUFFER_BYTES, sum(least)), sizes, least)
+    minimum = [memtables * MIN_MEMTABLE] * len(sizes)
+    shares = _shares(max(WRITE_BUFFER_BYTES, sum(minimum)), sizes, minimum)
     assert shares is not None
     for part, share in zip(parts, shares, strict=True):
         part["rocksdb_options"] = f"write_buffer_size={share // memtables};{text}".rstrip(";")
 
 
-def _shares(whole: int, weights: Sequence[int], least: Sequence[int]) -> list[int] | None:
-    """The whole in proportion to the weights, none below its least; None where the whole is less than these."""
-    if sum(least) > whole:
+def _shares(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
+    """The whole in proportion to the weights, each share at least its minimum; None if the whole has not enough."""
+    if sum(minimum) > whole:
         return None
-    raised: set[int] = set()  # those whose part would be below their least
+    raised: set[int] = set()  # the shares that would be below their minimum
     while True:
-        left = whole - sum(least[i] for i in raised)
+        left = whole - sum(minimum[i] for i in raised)
         total = sum(weight for i, weight in enumerate(weights) if i not in raised)
         shares = [
-            least[i] if i in raised else left * weight // total if total else left // (len(weights) - len(raised))
+            minimum[i] if i in raised else left * weight // total if total else left // (len(weights) - len(raised))
             for i, weight in enumerate(weights)
         ]
-        low = {i for i, share in enumerate(shares) if share < least[i]}
+        low = {i for i, share in enumerate(shares) if share < minimum[i]}
         if not low:
             return shares
         raised |= low
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

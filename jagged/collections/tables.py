@@ -1,12 +1,13 @@
-"""The tables of a collection: which embedding has each, and their stores."""
+"""Named tables in embeddings: what collections and the table-batched embedding share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -18,17 +19,189 @@ from ...embedding.model_snapshots import ModelSnapshots
 from ...embedding.saved_rows import SavedRows
 from ...embedding.training_group import train_together
 from ...engine.errors import InputError, OptionError
+from ...engine.options.initializers import AnyTableOptions
 from ...engine.options.store_options import StoreOptions
-from ...engine.options.table_spec import check_state_dtype
-from .configs import EmbeddingConfig, config_of, suffix_of
-from .other_types import warn_of_other_types
+from ...engine.options.table_names import choices, names_in, table_number
+from ...engine.options.table_spec import DTYPES, check_state_dtype
+from ...snapshots.store.folder_state import FolderState
+from .configs import EmbeddingConfig, config_of
 from .store_split import StoreRequest, stores_of, stores_text
 
+log = logging.getLogger("tierbed")
 
-class TableCollection(ModelSnapshots, nn.Module):
-    """Tables in embeddings, one for each dim and group: `<name>-d<dim>`, and `-<group>` after it where there is one.
 
-    tables, store_options, name, key_type, seed, output_dtype, share, world, state_dtype: as of a collection.
+class Table(Protocol):
+    """A table before its embedding is made. Tables of one dim, dtype and group share an embedding."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_embeddings(self) -> int | None: ...
+
+    @property
+    def embedding_dim(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def group(self) -> str: ...
+
+    def table_options(self) -> AnyTableOptions: ...
+
+
+T = TypeVar("T", bound=Table)
+
+
+def embedding_name(module: str, table: Table, dtype: torch.dtype) -> str:
+    """The name of the embedding that has a table, if its rows are of `dtype`."""
+    width = "" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
+    return f"{module}-d{table.embedding_dim}{width}{f'-{table.group}' if table.group else ''}"
+
+
+def group_tables(module: str, tables: Iterable[T]) -> dict[str, list[T]]:
+    """The tables of each embedding, by its name."""
+    groups: dict[str, list[T]] = {}
+    for table in tables:
+        groups.setdefault(embedding_name(module, table, table.dtype), []).append(table)
+    return groups
+
+
+def store_requests(groups: Mapping[str, Sequence[Table]]) -> dict[str, StoreRequest]:
+    """What each embedding requests of the store that they share."""
+    requests = {}
+    for group, tables in groups.items():
+        rows = [table.num_embeddings for table in tables if table.num_embeddings is not None]
+        count = sum(rows) if len(rows) == len(tables) else None
+        requests[group] = StoreRequest(tables[0].embedding_dim, count, tables[0].dtype.itemsize)
+    return requests
+
+
+class TableModule(ModelSnapshots, nn.Module):
+    """A module of named tables, each in one of its `embeddings`."""
+
+    def __init__(self, name: str, tables: Sequence[str]) -> None:
+        super().__init__()
+        self.name = name
+        self.embeddings = nn.ModuleDict()
+        self._tables = list(tables)
+        self._locations: dict[str, tuple[str, int]] = {}  # of each table: its embedding, and its number in it
+        self._shared: list[str] = []  # the embeddings of another collection
+
+    def _make_embeddings(
+        self,
+        groups: Mapping[str, Sequence[Table]],
+        stores: Mapping[str, StoreOptions],
+        key_type: torch.dtype,
+        padding_idx: int | None,
+        seed: int,
+        output_dtype: torch.dtype,
+        world: World | None,
+        state_dtype: torch.dtype,
+    ) -> None:
+        """Make the embedding of each group, and let all of them be trained together."""
+        for group, tables in groups.items():
+            first = tables[0]
+            if "." in group:
+                raise OptionError(f"name={self.name!r}: it names modules; use no dots")
+            if group in self.embeddings:
+                raise OptionError(f"name={self.name!r}: share has an embedding {group!r} too; give another name")
+            self._warn_of_other_dtypes(group, tables, stores[group], {*groups, *self._shared})
+            self.embeddings[group] = MultiTableEmbedding(
+                group,
+                first.embedding_dim,
+                first.dtype,
+                key_type,
+                [table.table_options() for table in tables],
+                stores[group],
+                padding_idx=padding_idx,
+                # with one seed for all, the same key would have the same initial row in several embeddings
+                seed=(seed + crc32(self._seed_name(group, first).encode())) % 2**63,
+                output_dtype=output_dtype,
+                world=world,
+                state_dtype=state_dtype,
+            )
+            self._locations |= {table.name: (group, number) for number, table in enumerate(tables)}
+        train_together(self.embeddings[group] for group in groups)
+
+    def _seed_name(self, group: str, first: Table) -> str:
+        """The name that an embedding's initial rows depend on."""
+        return group
+
+    def _warn_of_other_dtypes(self, group: str, tables: Sequence[Table], options: StoreOptions, used: set[str]) -> None:
+        """Log that an embedding starts empty, if only rows of another dtype are stored for its tables."""
+        if options.persistent_path is None or options.open == "fresh":
+            return
+        path = Path(options.persistent_path)
+        if (path / group).exists():
+            return
+        for other in {embedding_name(self.name, tables[0], dtype) for dtype in DTYPES} - used:
+            if (path / other).exists() and _may_have(path / other, {table.name for table in tables}):
+                log.warning(
+                    "embedding %r starts empty, and %s has rows of another dtype: to keep them, copy a snapshot of "
+                    "them to %s, and load it by embedding_of(table).load_snapshot(name, convert=True)",
+                    group,
+                    path / other,
+                    path / group / "snapshots",
+                )
+
+    def _snapshot_embeddings(self) -> list[SavedRows]:
+        return [embedding for embedding in self.each() if embedding.name not in self._shared]
+
+    def each(self) -> Iterator[MultiTableEmbedding]:
+        """The embeddings, those of shared tables too."""
+        return iter(cast(Iterable[MultiTableEmbedding], self.embeddings.values()))
+
+    def embedding(self, name: str) -> MultiTableEmbedding:
+        """The embedding of this name."""
+        return cast(MultiTableEmbedding, self.embeddings[name])
+
+    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
+        """A block of a call that all ranks make: an exception on one rank is raised on every rank."""
+        return next(self.each()).raise_on_all_ranks()
+
+    def embedding_of(self, table: int | str) -> MultiTableEmbedding:
+        """The embedding that has a table, by the table's name or number: for put, get, snapshots and optimizers.
+
+        InputError.
+        """
+        return self.embedding(self.table_location(table)[0])
+
+    def table_location(self, table: int | str) -> tuple[str, int]:
+        """The name of a table's embedding, and the table's number in it. InputError."""
+        number = table_number(table, self._tables)
+        if number is None:
+            raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
+        return self._locations[self._tables[number]]
+
+    def stores(self) -> None:
+        """Print how the store is divided between the embeddings."""
+        print(stores_text({embedding.name: embedding.store_options for embedding in self.each()}))
+
+    def close(self) -> None:
+        """Flush and close the stores of its embeddings, but those that it shares. May be called again.
+
+        A later lookup raises ClosedError.
+        """
+        with ExitStack() as stack:  # closes all, also if one of them raises
+            for embedding in self.each():
+                if embedding.name not in self._shared:
+                    stack.callback(embedding.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TableCollection(TableModule):
+    """Tables of configs, in an embedding for each dim, data_type and group.
+
+    tables, store_options, name, key_type, seed, output_dtype, share, device, world, state_dtype: as of a collection.
     """
 
     def __init__(
@@ -41,95 +214,44 @@ class TableCollection(ModelSnapshots, nn.Module):
         seed: int,
         output_dtype: torch.dtype,
         share: TableCollection | None,
+        device: None,
+        world: World | None,
+        state_dtype: torch.dtype,
         padding_idx: int | None = None,
-        world: World | None = None,
-        state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        if device is not None:
+            raise OptionError(
+                f"device={device!r}: store_options say where rows are, and .to(device) where lookups run; leave it out"
+            )
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list of {kind.__name__}")
-        self.name, self.key_type = name, key_type
-        self.configs = [config_of(table, kind) for table in tables]
-        self._check_names()
-        self._at: dict[str, tuple[str, int]] = {}  # of each table: its embedding, and its number there
-        self.embeddings = nn.ModuleDict()
-        self._stores: dict[str, StoreOptions] = {}
-        self._shared: list[str] = []  # the embeddings of another collection
-        own = [config for config in self.configs if share is None or not share.has(config.name)]
-        if share is not None:
-            self._take(share, [config for config in self.configs if config not in own], output_dtype, state_dtype)
+        if share is not None and not isinstance(share, TableCollection):
+            raise OptionError(f"share={type(share).__name__}: give a collection")
+        configs = [config_of(table, kind) for table in tables]
+        names = [config.name for config in configs]
+        if repeated := next((one for one in names if names.count(one) > 1), None):
+            raise OptionError(f"tables: {names.count(repeated)} have name={repeated!r}; give each its own name")
+        super().__init__(name, names)
+        self.configs, self.key_type = configs, key_type
+        for config in configs:
+            if share is not None and config.name in share._locations:
+                self._adopt_shared(share, config, output_dtype, state_dtype)
+        own = [config for config in configs if config.name not in self._locations]
         if not own:
             if store_options is not None:
                 raise OptionError("store_options: share has every table, with its store; leave store_options out")
             return
         if store_options is None:
-            names = ", ".join(config.name for config in own)
-            raise OptionError(f"store_options=None: nothing says where table {names} is; give store options")
-        parts: dict[str, list[EmbeddingConfig]] = {}
-        for config in own:
-            parts.setdefault(_embedding_name(name, config, config.dtype), []).append(config)
-        needs = {
-            part: StoreRequest(configs[0].embedding_dim, _rows(configs), configs[0].dtype.itemsize)
-            for part, configs in parts.items()
-        }
-        self._stores = stores_of(store_options, needs)
-        for part, configs in parts.items():
-            if "." in part or part in self.embeddings:
-                raise OptionError(f"name={name!r}: {part!r} is taken or has a dot; give another name, without dots")
-            warn_of_other_types(
-                partial(_embedding_name, name, configs[0]),
-                configs[0].dtype,
-                self._stores[part],
-                used={*parts, *self._shared},
-                tables=[config.name for config in configs],
+            raise OptionError(
+                f"store_options=None: nothing says where table {', '.join(one.name for one in own)} is; give store "
+                "options"
             )
-            self.embeddings[part] = MultiTableEmbedding(
-                part,
-                configs[0].embedding_dim,
-                configs[0].dtype,
-                key_type,
-                [config.table_options() for config in configs],
-                self._stores[part],
-                padding_idx=padding_idx,
-                # rows of one seed, table and key begin alike in all embeddings
-                seed=(seed + crc32(part.encode())) % 2**63,
-                output_dtype=output_dtype,
-                world=world,
-                state_dtype=state_dtype,
-            )
-            self._at |= {config.name: (part, number) for number, config in enumerate(configs)}
-        train_together(self.embeddings[part] for part in parts)
-
-    def _snapshot_embeddings(self) -> list[SavedRows]:
-        return [embedding for name, embedding in self.embeddings.items() if name not in self._shared]  # type: ignore[misc]
-
-    def told(self) -> AbstractContextManager[None]:
-        """A block of a call of all ranks: what it raises on one of them is raised on all."""
-        embedding: Any = next(iter(self.embeddings.values()))
-        block: AbstractContextManager[None] = embedding.raise_on_all_ranks()
-        return block
-
-    def has(self, table: str) -> bool:
-        """Whether there is a table of this name."""
-        return table in self._at
-
-    def embedding_of(self, table: str) -> MultiTableEmbedding:
-        """The embedding that has a table: its `parameters()` are what an optimizer of the table takes. InputError."""
-        embedding: Any = self.embeddings[self.place_of(table)[0]]
-        return embedding
-
-    def place_of(self, table: str) -> tuple[str, int]:
-        """The name of a table's embedding, and the table's number there. InputError."""
-        if table not in self._at:
-            raise InputError(f"table={table!r}: there is none of that name; give one of {', '.join(self._at)}")
-        return self._at[table]
-
-    def stores(self) -> None:
-        """Print how the store is divided between the embeddings."""
-        print(stores_text(self._stores))
+        groups = group_tables(name, own)
+        stores = stores_of(store_options, store_requests(groups))
+        self._make_embeddings(groups, stores, key_type, padding_idx, seed, output_dtype, world, state_dtype)
 
     def ids_of(self, values: Tensor) -> Tensor:
-        """Ids as `key_type`. InputError for what is no integer."""
+        """Ids as `key_type`. InputError for values that are not integers, or wider than `key_type`."""
         if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
             raise InputError(f"values of {self.name!r}: {values.dtype}; give ids of an integer dtype")
         if values.dtype.itemsize > self.key_type.itemsize:
@@ -139,106 +261,66 @@ class TableCollection(ModelSnapshots, nn.Module):
             )
         return values if values.dtype == self.key_type else values.to(self.key_type)
 
-    def close(self) -> None:
-        """Close the stores of its own embeddings, not of those that it shares. May be called again."""
-        with ExitStack() as stack:  # an error in one leaves none open
-            for name, embedding in self.embeddings.items():
-                if name not in self._shared:
-                    stack.callback(embedding.close)  # type: ignore[arg-type]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def _adopt_shared(
+        self, share: TableCollection, config: EmbeddingConfig, output_dtype: torch.dtype, state_dtype: torch.dtype
     ) -> None:
-        self.close()
-
-    def _take(
-        self,
-        share: TableCollection,
-        configs: Sequence[EmbeddingConfig],
-        output_dtype: torch.dtype,
-        state_dtype: torch.dtype,
-    ) -> None:
-        """Look up tables that `share` has there. OptionError where a config says something else than its own."""
-        if not isinstance(share, TableCollection):
-            raise OptionError(f"share={type(share).__name__}: give a collection")
+        """Look up a table in the embedding of `share`. OptionError if the two configs of the table differ."""
         if share.key_type != self.key_type:
             raise OptionError(f"key_type={self.key_type}: the tables of share have ids of {share.key_type}; give that")
-        theirs = {config.name: config for config in share.configs}
-        for config in configs:
-            there, (part, number) = theirs[config.name], share.place_of(config.name)
-            for fact in ("num_embeddings", "embedding_dim", "dtype", "group"):
-                if getattr(config, fact) != getattr(there, fact):
-                    raise OptionError(
-                        f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(there, fact)!r} where "
-                        f"it is shared from, {share.name!r}; give the same, or another name for a table of its own"
-                    )
-            if config.table_options() != there.table_options():
+        theirs = next(one for one in share.configs if one.name == config.name)
+        for fact in ("num_embeddings", "embedding_dim", "dtype", "group"):
+            if getattr(config, fact) != getattr(theirs, fact):
                 raise OptionError(
-                    f"table {config.name!r}: new rows or bad_ids are not as where it is shared from, {share.name!r}; "
-                    "give the same initializer, range and bad_ids, or another name for a table of its own"
+                    f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(theirs, fact)!r} in share, "
+                    f"{share.name!r}; give the same, or another name for a separate table"
                 )
-            dtype = share.embedding_of(config.name).output_dtype
-            if dtype != output_dtype:
-                raise OptionError(f"output_dtype={output_dtype}: the tables of share return {dtype}; give that")
-            of_state = share.embedding_of(config.name).spec.state_dtype
-            if check_state_dtype(state_dtype) != of_state:
-                raise OptionError(
-                    f"state_dtype={state_dtype}: the tables of share keep state of torch.{of_state}; give that"
-                )
-            self.embeddings[part] = share.embeddings[part]
-            self._shared.append(part)
-            self._stores |= {part: share._stores[part]}
-            self._at[config.name] = part, number
-
-    def _check_names(self) -> None:
-        names = [config.name for config in self.configs]
-        for name in names:
-            if names.count(name) > 1:
-                raise OptionError(f"tables: {names.count(name)} are called {name!r}; give each a name of its own")
-
-
-def refuse_device(device: Any) -> None:
-    """OptionError for TorchRec's argument of a collection that says where its tables are."""
-    if device is not None:
-        raise OptionError(
-            f"device={device!r}: store_options say where rows are, and .to(device) where lookups run; leave it out"
-        )
+        if config.table_options() != theirs.table_options():
+            raise OptionError(
+                f"table {config.name!r}: new rows or bad_ids differ from those in share, {share.name!r}; give the same "
+                "initializer, range and bad_ids, or another name for a separate table"
+            )
+        embedding = share.embedding_of(config.name)
+        if embedding.output_dtype != output_dtype:
+            raise OptionError(
+                f"output_dtype={output_dtype}: the tables of share return {embedding.output_dtype}; give that"
+            )
+        if check_state_dtype(state_dtype) != embedding.spec.state_dtype:
+            raise OptionError(
+                f"state_dtype={state_dtype}: the tables of share keep state of torch.{embedding.spec.state_dtype}; "
+                "give that"
+            )
+        self._locations[config.name] = share.table_location(config.name)
+        if embedding.name not in self._shared:
+            self._shared.append(embedding.name)
+            self.embeddings[embedding.name] = embedding
 
 
-def _embedding_name(name: str, config: EmbeddingConfig, dtype: torch.dtype) -> str:
-    """What a collection calls the embedding of a table, if its rows are of `dtype`."""
-    group = f"-{config.group}" if config.group else ""
-    return f"{name}-d{config.embedding_dim}{suffix_of(dtype)}{group}"
-
-
-def _rows(configs: Sequence[EmbeddingConfig]) -> int | None:
-    """How many rows tables may have, together; None where one may have any number."""
-    rows = [config.num_embeddings for config in configs]
-    return None if None in rows else sum(count for count in rows if count is not None)
+def _may_have(folder: Path, tables: set[str]) -> bool:
+    """Whether a store's live rows may be of one of the tables. It is not known without a clean marker, or of names."""
+    marker = FolderState(folder).read_mark()
+    names = () if marker is None or "tables" not in marker else names_in(marker)
+    return not names or None in names or not tables.isdisjoint(names)
 
 
 def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
-    """What the features of each table are called in a result: feature@table, where two tables have the feature.
+    """For each table the names of its features in a result: feature@table if two tables have the feature.
 
-    OptionError where two are called alike.
+    OptionError if two names are the same.
     """
     every = [feature for config in configs for feature in config.feature_names]
-    made = [
+    names = [
         [f"{feature}@{config.name}" if every.count(feature) > 1 else feature for feature in config.feature_names]
         for config in configs
     ]
-    flat = [name for names in made for name in names]
+    flat = [name for of_table in names for name in of_table]
     for name in flat:
         if flat.count(name) > 1:
             raise OptionError(f"feature_names: two results would be called {name!r}; give the feature another name")
-    return made
+    return names
 
 
-def numbers_of(features: Sequence[str], keys: Sequence[str]) -> list[int]:
-    """Where features are among the keys of a batch. KeyError for one that is not there."""
+def numbers_of(features: Iterable[str], keys: Sequence[str]) -> list[int]:
+    """The positions of features among the keys of a batch. KeyError for a feature that is missing."""
     at = {key: number for number, key in enumerate(keys)}
     for feature in features:
         if feature not in at:

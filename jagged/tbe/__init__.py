@@ -1,1 +1,1 @@
-"""FBGEMM's table-batched embedding by its own words."""
+"""FBGEMM's table-batched embedding, API-compatible."""

@@ -1,4 +1,4 @@
-"""The arguments of a call of a table-batched embedding: checked, split by embedding, or refused with the reason."""
+"""Arguments of a table-batched embedding and of its calls: FBGEMM's that are refused, and checks of the others."""
 
 from __future__ import annotations
 
@@ -14,67 +14,63 @@ from torch import Tensor
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
 
-_MEMORY = "a cache takes the rows that the coming batches need by itself, whatever is announced"
-_EXPERT = "it is FBGEMM's own plumbing, and tierbed has none of it; leave it out"
+_PREFETCH = "a cache keeps the rows of announced batches by itself; call prefetch"
+_INTERNAL = "it configures FBGEMM's internals, which tierbed does not have; leave it out"
+_STREAMING = "save incremental snapshots of the changed rows (docs/snapshots.md)"
+_OUTPUT = "the output is a new tensor; copy it to where you need it"
 
-# by name: FBGEMM's default, which is what tierbed does, and why there is nothing else
+# by name: FBGEMM's default, which is what tierbed does, and why nothing else is taken
 CONSTRUCTOR: dict[str, tuple[Any, str]] = {
-    "cache_sets": (0, "sets of a cache follow from its memory; give cache_load_factor, or store_options"),
+    "cache_sets": (0, "the memory of a cache decides its number of sets; give cache_load_factor, or store_options"),
     "cache_reserved_memory": (0.0, "a cache takes no more than its budget; give cache_load_factor, or store_options"),
-    "cache_precision": (None, "rows of a cache are those below it, of weights_precision; leave it out"),
+    "cache_precision": (None, "a cache has rows of weights_precision, as the tier below; leave it out"),
     "enforce_hbm": (False, "give EmbeddingLocation.DEVICE for rows in the memory of the device"),
     "record_cache_metrics": (None, "each store counts hits and misses; read metrics()"),
     "gather_uvm_cache_stats": (False, "each store counts hits and misses; read metrics()"),
-    "stochastic_rounding": (True, "rows of 16 bits are always rounded by chance in training; leave it out"),
-    "ensemble_mode": (None, "it is of ENSEMBLE_ROWWISE_ADAGRAD, which is not built; leave it out"),
-    "emainplace_mode": (None, "it is of EMAINPLACE_ROWWISE_ADAGRAD, which is not built; leave it out"),
+    "stochastic_rounding": (True, "training always rounds rows of 16 bits stochastically; leave it out"),
+    "ensemble_mode": (None, "it is of ENSEMBLE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
+    "emainplace_mode": (None, "it is of EMAINPLACE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
     "counter_based_regularization": (
         None,
-        "no optimizer weighs rows by a counter; give weight_decay_mode=WeightDecayMode.DECOUPLE",
+        "decay does not depend on how often a row was used; give weight_decay_mode=WeightDecayMode.DECOUPLE",
     ),
     "cowclip_regularization": (
         None,
         "no optimizer clips by the norm of a row; give gradient_clipping=True with max_gradient",
     ),
-    "uvm_non_rowwise_momentum": (False, "a row and its state are one line of memory, in every store; leave it out"),
-    "use_experimental_tbe": (False, "there is one implementation; leave it out"),
-    "prefetch_pipeline": (False, f"{_MEMORY}; call prefetch"),
+    "uvm_non_rowwise_momentum": (False, "a row and its state are stored together; leave it out"),
+    "use_experimental_tbe": (False, "tierbed has one implementation; leave it out"),
+    "prefetch_pipeline": (False, _PREFETCH),
     "stats_reporter_config": (None, "read metrics(), or give MetricsCollector the module's embeddings"),
-    "multipass_prefetch_config": (None, f"{_MEMORY}; call prefetch"),
-    "global_weight_decay": (
-        None,
-        "rows that no batch has do not decay; give weight_decay_mode=WeightDecayMode.DECOUPLE",
-    ),
+    "multipass_prefetch_config": (None, _PREFETCH),
+    "global_weight_decay": (None, "only rows of a batch decay; give weight_decay_mode=WeightDecayMode.DECOUPLE"),
     "uvm_host_mapped": (False, "a GPU reads page-locked memory of the host; leave it out"),
-    "extra_optimizer_config": (None, _EXPERT),
-    "tbe_input_multiplexer_config": (None, _EXPERT),
+    "extra_optimizer_config": (None, _INTERNAL),
+    "tbe_input_multiplexer_config": (None, _INTERNAL),
     "embedding_table_index_type": (torch.int64, "indices of int32 and of int64 are taken in every call; leave it out"),
     "embedding_table_offset_type": (torch.int64, "offsets of int32 and of int64 are taken in every call; leave it out"),
-    "embedding_shard_info": (None, "tables are whole, in one process; leave it out"),
-    "enable_raw_embedding_streaming": (False, "save incremental snapshots of the changed rows (docs/snapshots.md)"),
-    "res_params": (None, "save incremental snapshots of the changed rows (docs/snapshots.md)"),
-    "is_qr_tbe": (False, _EXPERT),
-    "preallocated_host_buffers": (None, _EXPERT),
+    "embedding_shard_info": (None, "rows are spread over ranks by their hash; give world=, or leave it out"),
+    "enable_raw_embedding_streaming": (False, _STREAMING),
+    "res_params": (None, _STREAMING),
+    "is_qr_tbe": (False, _INTERNAL),
+    "preallocated_host_buffers": (None, _INTERNAL),
 }
 
 CALL: dict[str, tuple[Any, str]] = {
-    "feature_requires_grad": (
-        None,
-        "the gradient of weights is computed where they require it; detach those of the other features",
-    ),
-    "total_unique_indices": (None, "it is of OptimType.NONE, which is not built; leave it out"),
-    "forward_stream": (None, "a table orders its own streams with those that it is used on; leave it out"),
-    "hash_zch_identities": (None, _EXPERT),
-    "hash_zch_runtime_meta": (None, _EXPERT),
-    "vbe_output": (None, "the output is a new tensor; copy it where it is wanted"),
-    "vbe_output_offsets": (None, "the output is a new tensor; copy it where it is wanted"),
+    "feature_requires_grad": (None, "weights get a gradient if they require it; detach those of other features"),
+    "total_unique_indices": (None, "it is of OptimType.NONE, which is not supported; leave it out"),
+    "forward_stream": (None, "a table synchronises its own streams with the caller's; leave it out"),
+    "hash_zch_identities": (None, _INTERNAL),
+    "hash_zch_runtime_meta": (None, _INTERNAL),
+    "vbe_output": (None, _OUTPUT),
+    "vbe_output_offsets": (None, _OUTPUT),
 }
 
 
 def refuse(given: Mapping[str, Any], known: Mapping[str, tuple[Any, str]], others: Iterable[str]) -> None:
-    """OptionError for an argument that has no meaning here, but at FBGEMM's default, and for an unknown one.
+    """OptionError for an argument that is refused, unless it has FBGEMM's default, and for an unknown one.
 
-    others: the names of the arguments that there are.
+    others: the names of the supported arguments.
     """
     for name, value in given.items():
         if name not in known:
@@ -88,7 +84,7 @@ def refuse(given: Mapping[str, Any], known: Mapping[str, tuple[Any, str]], other
 
 
 def refuse_call(given: Mapping[str, Any], others: Iterable[str]) -> None:
-    """InputError for an argument of a call that has no meaning here."""
+    """InputError for an argument of a call that is refused or unknown."""
     try:
         refuse(given, CALL, others)
     except OptionError as error:
@@ -101,11 +97,11 @@ class TBECall(NamedTuple):
     indices: Tensor  # int64 [n]
     offsets: Tensor  # int64 [bags + 1]
     weights: Tensor | None  # float32 [n]
-    sizes: list[list[int]] | None  # how many bags each feature has for each rank; None: all features have as many
-    batch: int  # bags of each feature, where sizes is None
+    sizes: list[list[int]] | None  # how many bags each feature has for each rank; None: all features have `batch`
+    batch: int  # bags of each feature if sizes is None
 
     def bags(self, features: int) -> list[int]:
-        """For each feature its first bag, and the end of the last."""
+        """The first bag of each feature, and the number of all bags."""
         if self.sizes is None:
             return [self.batch * feature for feature in range(features + 1)]
         return [0, *accumulate(sum(of_ranks) for of_ranks in self.sizes)]
@@ -114,7 +110,7 @@ class TBECall(NamedTuple):
 def checked_call(
     name: str, features: int, indices: Any, offsets: Any, weights: Any, sizes: Any, device: torch.device
 ) -> TBECall:
-    """The arguments of a call, with integers as int64 and weights as float32. InputError."""
+    """The checked arguments of a call, integers as int64 and weights as float32. InputError."""
     ids, bounds = _integers(name, "indices", indices, device), _integers(name, "offsets", offsets, device)
     if weights is not None:
         if not isinstance(weights, Tensor) or not weights.is_floating_point() or weights.shape != ids.shape:
@@ -125,7 +121,7 @@ def checked_call(
     if sizes is None:
         if bags < 0 or bags % features:
             raise InputError(
-                f"offsets of {name!r}: {bags + 1} of them; give features * batch + 1 for {features} features, or "
+                f"offsets of {name!r}: got {bags + 1}; give features * batch + 1 for {features} features, or "
                 "batch_size_per_feature_per_rank"
             )
         return TBECall(ids, bounds, weights, None, bags // features)
@@ -138,12 +134,12 @@ def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list
         got = type(sizes).__name__ if not isinstance(sizes, (list, tuple)) else f"{len(sizes)} lists"
         raise InputError(f"{where}: got {got}; give a list of batch sizes, one for each rank, for each of {features}")
     if any(not isinstance(one, (list, tuple)) or len(one) != len(sizes[0]) or not one for one in sizes):
-        raise InputError(f"{where}: {sizes!r}; give each feature as many batch sizes as there are ranks")
+        raise InputError(f"{where}: {sizes!r}; give each feature one batch size for each rank")
     if any(as_int(size, 0) is None for one in sizes for size in one):
         raise InputError(f"{where}: {sizes!r}; give whole numbers >= 0")
     given = [[int(size) for size in one] for one in sizes]
     if (total := sum(map(sum, given))) != bags:
-        raise InputError(f"{where}: {total} bags, and offsets make {bags}; give offsets of {total + 1}")
+        raise InputError(f"{where}: {total} bags, and offsets have {bags}; give {total + 1} offsets")
     return given
 
 
@@ -164,34 +160,37 @@ def _on(name: str, argument: str, given: Tensor, device: torch.device) -> Tensor
 
 
 class FeatureSlice(NamedTuple):
-    """The bags of some features alone."""
+    """The bags of some features."""
 
     indices: Tensor
     offsets: Tensor
     weights: Tensor | None
-    ids: list[int]  # how many ids each of the features has
+    counts: list[int]  # how many indices each of the features has
 
 
-def taken_out(name: str, call: TBECall, features: Sequence[int], bags: Sequence[int]) -> FeatureSlice:
-    """The bags of `features`, ascending, one after another; bags: as `TBECall.bags`. Waits for a GPU. InputError."""
+def select_features(name: str, call: TBECall, features: Sequence[int], bags: Sequence[int]) -> FeatureSlice:
+    """The bags of `features`, ascending, one feature after another. Waits for a GPU. InputError.
+
+    bags: of all features, as `TBECall.bags`.
+    """
     bounds = call.offsets[torch.tensor(bags, device=call.offsets.device)].tolist()
     if bounds[0] != 0 or bounds[-1] != call.indices.shape[0] or bounds != sorted(bounds):
         raise InputError(
-            f"offsets of {name!r}: {bounds} where features begin and end; give ascending offsets from 0 to "
+            f"offsets of {name!r}: features begin and end at {bounds}; give ascending offsets from 0 to "
             f"{call.indices.shape[0]}, the number of indices"
         )
-    ids = [bounds[feature + 1] - bounds[feature] for feature in features]
+    counts = [bounds[feature + 1] - bounds[feature] for feature in features]
     if len(features) == len(bags) - 1:
-        return FeatureSlice(call.indices, call.offsets, call.weights, ids)
+        return FeatureSlice(call.indices, call.offsets, call.weights, counts)
 
-    def chosen(values: Tensor) -> Tensor:
+    def select(values: Tensor) -> Tensor:
         return torch.cat([values[bounds[feature] : bounds[feature + 1]] for feature in features])
 
-    starts = [0, *accumulate(ids)]
-    pieces = [
+    starts = [*accumulate(counts, initial=0)]
+    offsets = [
         call.offsets[bags[feature] : bags[feature + 1]] + (start - bounds[feature])
         for feature, start in zip(features, starts, strict=False)
     ]
-    offsets = torch.cat([*pieces, call.offsets.new_tensor(starts[-1:])])
-    weights = None if call.weights is None else chosen(call.weights)
-    return FeatureSlice(chosen(call.indices), offsets, weights, ids)
+    offsets.append(call.offsets.new_tensor(starts[-1:]))
+    weights = None if call.weights is None else select(call.weights)
+    return FeatureSlice(select(call.indices), torch.cat(offsets), weights, counts)

@@ -1,4 +1,4 @@
-"""A call of a table-batched embedding: a lookup of each embedding, one output, the update in backward."""
+"""A call of a table-batched embedding: one lookup of each embedding, one output, the update in backward."""
 
 from __future__ import annotations
 
@@ -18,106 +18,106 @@ from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup, check_lookup, check_weights
 from ...engine.options.table_spec import TableSpec
 from ...engine.signals import uninterrupted
-from .call_arguments import TBECall, taken_out
-from .specs import EmbeddingGroup
+from ..tensors.keyed_tensor import ColumnOrder
+from .call_arguments import TBECall, select_features
 
 
 class EmbeddingCall(NamedTuple):
-    """What a call asks of one embedding."""
+    """The lookup that a call makes in one embedding."""
 
     lookup: Lookup
     weights: Tensor | None
-    ids: list[int]  # how many indices each feature has, where the output needs it
+    counts: list[int]  # how many indices each feature has; empty if the output does not depend on it
+
+
+class _FeatureGroup(NamedTuple):
+    """The features that look up one embedding."""
+
+    spec: TableSpec
+    features: list[int]  # ascending
+    tables: list[int]  # the table of each feature, by its number in the embedding
 
 
 class CallSplitter:
-    """How calls are divided between embeddings.
+    """Splits a call into a lookup of each embedding, and joins what these return.
 
-    parts: the tables and features of each embedding. specs: the embeddings' specs, which have the dims. pooling: "sum"
-    or "mean"; None returns a row for each index.
+    specs: of the embeddings. locations: for each feature the number of its embedding, and of its table there.
+    pooling: "sum" or "mean"; None returns a row for each index.
     """
 
     def __init__(
-        self, name: str, parts: Sequence[EmbeddingGroup], specs: Sequence[TableSpec], pooling: str | None
+        self, name: str, specs: Sequence[TableSpec], locations: Sequence[tuple[int, int]], pooling: str | None
     ) -> None:
-        self._name, self._parts, self._specs, self._pooling = name, parts, specs, pooling
-        self._table_ids: dict[tuple[int, torch.device], Tensor] = {}  # of each part's features
-        self._features = sum(len(part.features) for part in parts)
-        of = {feature: at for at, part in enumerate(parts) for feature in part.features}
-        self._part_of = [of[feature] for feature in range(self._features)]
-        self._runs: list[list[int]] = [[] for _ in parts]  # of each part, columns of features that are neighbours
-        self._order: list[int] = []  # the parts of these runs, from left to right
-        for at in self._part_of:
-            if not self._order or self._order[-1] != at:
-                self._order.append(at)
-                self._runs[at].append(0)
-            self._runs[at][-1] += specs[at].dim
+        self._name, self._pooling = name, pooling
+        self._embedding_of = [embedding for embedding, _ in locations]
+        self._groups = []
+        for number, spec in enumerate(specs):
+            features = [feature for feature, embedding in enumerate(self._embedding_of) if embedding == number]
+            self._groups.append(_FeatureGroup(spec, features, [locations[feature][1] for feature in features]))
+        self._columns = ColumnOrder(self._embedding_of, [spec.dim for spec in specs])
+        self._table_ids: dict[tuple[int, torch.device], Tensor] = {}  # of each group's features
 
-    def asked(self, call: TBECall) -> list[EmbeddingCall]:
-        """What the call asks of each embedding. InputError."""
+    def split(self, call: TBECall) -> list[EmbeddingCall]:
+        """The lookup of each embedding. InputError."""
         if call.sizes is None and self._pooling is not None:
-            return [self._of_features(at, call) for at in range(len(self._parts))]
-        return [self._of_piece(at, call) for at in range(len(self._parts))]
+            return [self._bags_of_all(number, group, call) for number, group in enumerate(self._groups)]
+        return [self._selected(group, call) for group in self._groups]
 
-    def joined(self, call: TBECall, asked: Sequence[EmbeddingCall], found: Sequence[Tensor]) -> Tensor:
-        """One output of what the embeddings returned."""
+    def join(self, call: TBECall, calls: Sequence[EmbeddingCall], results: Sequence[Tensor]) -> Tensor:
+        """One output of the results of all embeddings."""
         if self._pooling is None:
-            return self._in_order(found, [one.ids for one in asked])
+            return self._by_feature(results, [one.counts for one in calls])
         if call.sizes is not None:
-            return self._of_ranks(call.sizes, found)
-        flat = [rows.flatten(1) for rows in found]
-        if len(flat) == 1:
-            return flat[0]
-        pieces = [iter(rows.split(runs, 1)) for rows, runs in zip(flat, self._runs, strict=True)]
-        return torch.cat([next(pieces[at]) for at in self._order], 1)
+            return self._by_rank(call.sizes, results)
+        return self._columns.join([rows.flatten(1) for rows in results])
 
-    def _of_features(self, at: int, call: TBECall) -> EmbeddingCall:
-        part, spec, device = self._parts[at], self._specs[at], call.indices.device
-        if (at, device) not in self._table_ids:
+    def _bags_of_all(self, number: int, group: _FeatureGroup, call: TBECall) -> EmbeddingCall:
+        """The call as it is, of which the lookup takes the bags of its features."""
+        device, features = call.indices.device, len(self._embedding_of)
+        if (number, device) not in self._table_ids:
             with torch.inference_mode(False):  # autograd saves it in later calls
-                self._table_ids[at, device] = torch.tensor(part.table_of, device=device)
-        table_ids = self._table_ids[at, device]
-        lookup = check_lookup(spec, call.indices, table_ids, call.offsets, self._pooling, part.features, self._features)
-        check_weights(spec, lookup, call.weights)
+                self._table_ids[number, device] = torch.tensor(group.tables, device=device)
+        tables = self._table_ids[number, device]
+        lookup = check_lookup(group.spec, call.indices, tables, call.offsets, self._pooling, group.features, features)
+        check_weights(group.spec, lookup, call.weights)
         return EmbeddingCall(lookup, call.weights, [])
 
-    def _of_piece(self, at: int, call: TBECall) -> EmbeddingCall:
-        """The bags, or the indices, of the part's features alone, with a table id for each."""
-        part, spec = self._parts[at], self._specs[at]
-        bags = call.bags(self._features)
-        piece = taken_out(self._name, call, part.features, bags)
-        device = call.indices.device
-        counts = piece.ids if self._pooling is None else [bags[f + 1] - bags[f] for f in part.features]
-        table_ids = torch.tensor(part.table_of, device=device).repeat_interleave(
+    def _selected(self, group: _FeatureGroup, call: TBECall) -> EmbeddingCall:
+        """The bags, or the indices, of the group's features alone, with a table id for each."""
+        bags = call.bags(len(self._embedding_of))
+        chosen = select_features(self._name, call, group.features, bags)
+        is_pooled, device = self._pooling is not None, call.indices.device
+        counts = [bags[feature + 1] - bags[feature] for feature in group.features] if is_pooled else chosen.counts
+        tables = torch.tensor(group.tables, device=device).repeat_interleave(
             torch.tensor(counts, device=device), output_size=sum(counts)
         )
-        offsets = None if self._pooling is None else piece.offsets
-        lookup = check_lookup(spec, piece.indices, table_ids, offsets, self._pooling)
-        check_weights(spec, lookup, piece.weights)
-        return EmbeddingCall(lookup, piece.weights, piece.ids)
+        offsets = chosen.offsets if is_pooled else None
+        lookup = check_lookup(group.spec, chosen.indices, tables, offsets, self._pooling)
+        check_weights(group.spec, lookup, chosen.weights)
+        return EmbeddingCall(lookup, chosen.weights, chosen.counts)
 
-    def _in_order(self, found: Sequence[Tensor], counts: Sequence[list[int]]) -> Tensor:
-        """Rows of features, put in the order of the features. counts: how many each feature of a part has."""
-        if len(found) == 1:
-            return found[0]
-        pieces = [iter(rows.split(of_part)) for rows, of_part in zip(found, counts, strict=True)]
-        return torch.cat([next(pieces[at]) for at in self._part_of])
+    def _by_feature(self, results: Sequence[Tensor], counts: Sequence[list[int]]) -> Tensor:
+        """Rows in the order of the features. counts: how many rows each feature of an embedding has."""
+        if len(results) == 1:
+            return results[0]
+        parts = [iter(rows.split(of_group)) for rows, of_group in zip(results, counts, strict=True)]
+        return torch.cat([next(parts[embedding]) for embedding in self._embedding_of])
 
-    def _of_ranks(self, sizes: list[list[int]], found: Sequence[Tensor]) -> Tensor:
-        """The bags [bags, dim] of each part in one dimension, rank by rank, in each feature by feature."""
+    def _by_rank(self, sizes: list[list[int]], results: Sequence[Tensor]) -> Tensor:
+        """The bags [bags, dim] of each embedding in one dimension: rank by rank, and feature by feature within."""
         ranks = len(sizes[0])
-        if len(found) == 1 and ranks == 1:
-            return found[0].flatten()
-        pieces: list[list[Tensor]] = [[] for _ in sizes]
-        for part, rows in zip(self._parts, found, strict=True):
-            of_part = iter(rows.split([size for feature in part.features for size in sizes[feature]]))
-            for feature in part.features:
-                pieces[feature] = [next(of_part).flatten() for _ in range(ranks)]
-        return torch.cat([of_feature[rank] for rank in range(ranks) for of_feature in pieces])
+        if len(results) == 1 and ranks == 1:
+            return results[0].flatten()
+        parts: list[list[Tensor]] = [[] for _ in sizes]
+        for group, rows in zip(self._groups, results, strict=True):
+            of_group = iter(rows.split([size for feature in group.features for size in sizes[feature]]))
+            for feature in group.features:
+                parts[feature] = [next(of_group).flatten() for _ in range(ranks)]
+        return torch.cat([of_feature[rank] for rank in range(ranks) for of_feature in parts])
 
 
-class Trainer:
-    """How the rows of an embedding are updated.
+class FusedUpdater:
+    """Looks up an embedding, and updates its rows in backward.
 
     clip: to which magnitude each element of a result's gradient is clamped, before anything is summed; None is no
     bound.
@@ -127,7 +127,7 @@ class Trainer:
         self.embedding, self.optimizer, self.clip = embedding, optimizer, clip
 
     def look_up(self, anchor: Tensor, lookup: Lookup, weights: Tensor | None) -> Tensor:
-        """The result of a checked lookup, whose backward updates rows where `anchor` requires grad."""
+        """The result of a checked lookup, whose backward updates rows if `anchor` requires grad."""
         if anchor.requires_grad and torch.is_grad_enabled():
             refuse_lookup(self.embedding.name)
             if self.embedding.group is not None:
@@ -136,11 +136,11 @@ class Trainer:
         return output
 
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, of_weights: bool) -> Tensor | None:
-        """Update the rows of a lookup, each once. The gradient of the weights is that of the rows as they were."""
+        """Update each row of a lookup once. Returns the gradient of the weights, by the rows before the update."""
         embedding = self.embedding
         with exclusive_step([embedding], "a TableBatchedEmbeddingBags"), uninterrupted():
             if embedding.row_optimizer is not self.optimizer:
-                embedding.use_optimizer(self.optimizer)  # something else trained the embedding since
+                embedding.use_optimizer(self.optimizer)  # something else has trained the embedding since
             try:
                 pinned = embedding.pin([lookup])
                 if embedding.group is not None:
@@ -152,49 +152,49 @@ class Trainer:
                 if embedding.group is not None:
                     embedding.group.fail_pass()
                 raise
-            increment_version(embedding.shadow)  # so that a backward that needs the rows as they were says so
+            increment_version(embedding.shadow)  # a later backward that needs the rows as they were raises
         return weights_grad
 
     def _weights_grad(self, pinned: Any, grad: Tensor) -> Tensor:
-        """The gradient of the weights. What this rank alone raises is raised on those that wait for its gradients."""
+        """The gradient of the weights. An error of this rank alone is raised on the ranks that wait for gradients."""
         world = self.embedding.world
         try:
-            found: Tensor = pinned.weights_grad(0, grad)
+            weights_grad: Tensor = pinned.weights_grad(0, grad)
         except Exception as error:
             if world is not None and world.must_report(error):
                 pinned.send_nothing()
                 world.handshake(f"a step of embedding {self.embedding.name!r}", error)
             raise
-        return found
+        return weights_grad
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, trainer: Trainer, lookup: Lookup) -> Tensor:
-        ctx.trainer, ctx.pooling, ctx.places = trainer, lookup.pooling, lookup.places
+    def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, updater: FusedUpdater, lookup: Lookup) -> Tensor:
+        ctx.updater, ctx.pooling, ctx.places = updater, lookup.pooling, lookup.places
         needs_rows = ctx.needs_input_grad[1]
-        ctx.save_for_backward(trainer.embedding.shadow if needs_rows else None, anchor, weights, *lookup.tensors)
-        return trainer.embedding.read(lookup, weights)
+        ctx.save_for_backward(updater.embedding.shadow if needs_rows else None, anchor, weights, *lookup.tensors)
+        return updater.embedding.read(lookup, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _, anchor, weights, ids, table_ids, offsets = ctx.saved_tensors
-        trainer: Trainer = ctx.trainer
+        updater: FusedUpdater = ctx.updater
         lookup = Lookup(ids, table_ids, offsets, ctx.pooling, ctx.places)
-        if trainer.clip is not None:
-            grad = grad.clamp(-trainer.clip, trainer.clip)
+        if updater.clip is not None:
+            grad = grad.clamp(-updater.clip, updater.clip)
         of_weights = ctx.needs_input_grad[1]
         if ctx.needs_input_grad[0] and _is_reached(anchor):
-            return None, trainer.update(lookup, grad, weights, of_weights), None, None
-        return None, trainer.embedding.read_weights_grad(lookup, grad) if of_weights else None, None, None
+            return None, updater.update(lookup, grad, weights, of_weights), None, None
+        return None, updater.embedding.read_weights_grad(lookup, grad) if of_weights else None, None, None
 
 
 def _is_reached(anchor: Tensor) -> bool:
-    """Whether the backward pass under way trains: torch.autograd.grad of other tensors does not. GraphError."""
+    """Whether the current backward pass reaches `anchor`; torch.autograd.grad of other tensors does not. GraphError."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor).node))
-    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
+    except RuntimeError:  # torch raises it if the gradient of the leaf itself is requested
         raise GraphError(
             "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and "
             "no tensor holds their gradients; call backward(), or leave the anchor out"

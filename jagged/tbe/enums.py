@@ -1,4 +1,4 @@
-"""The words of FBGEMM's table-batched embedding, by its names and values; FBGEMM's own are taken by value."""
+"""FBGEMM's enums, with its names and values. Members of FBGEMM's own enums are taken by value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...engine.options.lookup import OUTPUT_DTYPES
 
 
 class EmbeddingLocation(IntEnum):
-    """Where a table lives: in which store, `TableBatchedEmbeddingBags` says."""
+    """Where a table lives; `TableBatchedEmbeddingBags` has the store of each location."""
 
     DEVICE = 0
     MANAGED = 1
@@ -22,7 +22,7 @@ class EmbeddingLocation(IntEnum):
 
 
 class ComputeDevice(IntEnum):
-    """What looks tables up."""
+    """The kind of device that looks tables up."""
 
     CPU = 0
     CUDA = 1
@@ -30,7 +30,7 @@ class ComputeDevice(IntEnum):
 
 
 class PoolingMode(IntEnum):
-    """What becomes of the rows of a bag."""
+    """How the rows of a bag are pooled."""
 
     SUM = 0
     MEAN = 1
@@ -38,7 +38,7 @@ class PoolingMode(IntEnum):
 
 
 class BoundsCheckMode(IntEnum):
-    """What becomes of an id that its table has no row for. Those of V2 mean the same as those without."""
+    """What a lookup does with an index out of its table's bounds. V2_* are the same as those without V2."""
 
     FATAL = 0
     WARNING = 1
@@ -50,7 +50,7 @@ class BoundsCheckMode(IntEnum):
 
 
 class WeightDecayMode(IntEnum):
-    """What weight decay changes."""
+    """How weight decay is applied."""
 
     NONE = 0
     L2 = 1
@@ -61,7 +61,7 @@ class WeightDecayMode(IntEnum):
 
 
 class CacheAlgorithm(Enum):
-    """Which row of a cache gives way."""
+    """Which row a cache evicts."""
 
     LRU = 0
     LFU = 1
@@ -92,15 +92,15 @@ class OptimType(Enum):
 E = TypeVar("E", bound=Enum)
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the value of a SparseType
-_FBGEMMS = {"EmbOptimType": "OptimType"}  # a class of its own name
+_RENAMED = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
 
 
-def taken(kind: type[E], given: Any, argument: str) -> E:
-    """The member that is meant: one of ours, FBGEMM's of the same class, or its value. OptionError."""
+def parse_enum(kind: type[E], given: Any, argument: str) -> E:
+    """A member of `kind`: given as one, as FBGEMM's of the same class, or as its value. OptionError."""
     if isinstance(given, kind):
         return given
-    own = type(given).__name__
-    value = given.value if isinstance(given, Enum) and _FBGEMMS.get(own, own) == kind.__name__ else given
+    theirs = type(given).__name__
+    value = given.value if isinstance(given, Enum) and _RENAMED.get(theirs, theirs) == kind.__name__ else given
     try:
         if isinstance(value, (Enum, bool)):
             raise ValueError
@@ -110,8 +110,8 @@ def taken(kind: type[E], given: Any, argument: str) -> E:
         raise OptionError(f"{argument}={given!r}: give one of {names}") from None
 
 
-def taken_dtype(given: Any, argument: str = "output_dtype") -> torch.dtype:
-    """The dtype that is meant: of torch, or a member or value of FBGEMM's SparseType. OptionError."""
+def parse_dtype(given: Any, argument: str = "output_dtype") -> torch.dtype:
+    """A dtype: given as torch's, or as a member or value of FBGEMM's SparseType. OptionError."""
     value = given.value if isinstance(given, Enum) else given
     dtype = _DTYPES.get(value) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:

@@ -1,4 +1,4 @@
-"""FBGEMM's optimizers as those of tierbed: which there are, and how their numbers are read and changed."""
+"""FBGEMM's optimizers on tierbed's: which are supported, and how their numbers are checked and changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...engine.optim.partial_rowwise_adam import PartialRowWiseAdam
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
 from ...engine.row_format import LAST_STEP
-from .enums import OptimType, WeightDecayMode, taken_dtype
+from .enums import OptimType, WeightDecayMode, parse_dtype
 
 _NEAREST = {
     OptimType.SGD: OptimType.EXACT_SGD,
@@ -31,7 +31,7 @@ _NEAREST = {
     OptimType.EMAINPLACE_ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
 }
 _OF_ADAM = ("eps", "beta1", "beta2", "weight_decay")
-# the numbers that each optimizer has beside the learning rate
+# the numbers that each optimizer has in addition to the learning rate
 _NUMBERS: dict[OptimType, tuple[str, ...]] = {
     OptimType.EXACT_SGD: (),
     OptimType.EXACT_ADAGRAD: ("eps",),
@@ -42,7 +42,7 @@ _NUMBERS: dict[OptimType, tuple[str, ...]] = {
     OptimType.PARTIAL_ROWWISE_LAMB: _OF_ADAM,
     OptimType.LARS_SGD: ("momentum", "eta", "weight_decay"),
 }
-# those that FBGEMM has by Adam's numbers, and decays by weight_decay alone, decoupled or as a part of LAMB's step
+# optimizers with Adam's numbers; FBGEMM decays by weight_decay in any mode, decoupled or within LAMB's step
 _LIKE_ADAM: dict[OptimType, Callable[..., torch.optim.Optimizer]] = {
     OptimType.ADAM: torch.optim.AdamW,
     OptimType.PARTIAL_ROWWISE_ADAM: PartialRowWiseAdam,
@@ -58,7 +58,7 @@ DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "m
 
 @dataclass(frozen=True)
 class Settings:
-    """An optimizer and its numbers, checked: those that it has not are FBGEMM's defaults."""
+    """An optimizer and its numbers, checked: numbers that it lacks must be FBGEMM's defaults."""
 
     optimizer: OptimType
     learning_rate: float
@@ -70,12 +70,12 @@ class Settings:
         name, has = self.optimizer.name, _NUMBERS.get(self.optimizer)
         if self.optimizer is OptimType.NONE:
             raise OptionError(
-                "optimizer=OptimType.NONE would return sparse gradients of rows, which no tensor holds here; use "
-                "EmbeddingBagCollection with an EagerOptimizer, and the nearest that updates in backward is EXACT_SGD"
+                "optimizer=OptimType.NONE would return sparse gradients of rows, which no tensor holds here; use an "
+                "EmbeddingBagCollection with an EagerOptimizer, or the nearest, OptimType.EXACT_SGD"
             )
         if has is None:
             nearest = _NEAREST[self.optimizer].name
-            raise OptionError(f"optimizer=OptimType.{name} is not built; the nearest is OptimType.{nearest}")
+            raise OptionError(f"optimizer=OptimType.{name} is not supported; the nearest is OptimType.{nearest}")
         for number, value in {"learning_rate": self.learning_rate, **self.numbers}.items():
             if as_number(value) is None:
                 raise OptionError(f"{number}={value!r}: give a number")
@@ -100,17 +100,17 @@ class Settings:
                 "WeightDecayMode.L2 or WeightDecayMode.DECOUPLE"
             )
 
-    def made(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over the parameters of embeddings. OptionError for numbers that it cannot have."""
+    def make_optimizer(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these shadow parameters. OptionError for numbers that it refuses."""
         try:
-            optimizer = self._made(shadows)
+            optimizer = self._build(shadows)
         except (ValueError, OptimizerError) as error:
             raise OptionError(f"optimizer=OptimType.{self.optimizer.name}: {error}") from None
         if self.max_norm:
             optimizer.param_groups[0]["max_row_norm"] = float(self.max_norm)
         return optimizer
 
-    def _made(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def _build(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         x, lr = self.numbers, float(self.learning_rate)
         if self.optimizer is OptimType.EXACT_SGD:
             return torch.optim.SGD(shadows, lr)
@@ -124,7 +124,7 @@ class Settings:
         return RowWiseAdagrad(shadows, lr, x["eps"], x["weight_decay"], mode)
 
     def change(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
-        """Write numbers by FBGEMM's names, `lr` among them, to the optimizer's param group. OptionError, and none is.
+        """Write numbers by FBGEMM's names, and `lr`, to the optimizer's param group. OptionError, and none is written.
 
         The optimizer checks their values at its next step.
         """
@@ -145,7 +145,7 @@ class Settings:
 
 
 class ShiftedOptimizer(RowOptimizer):
-    """A row optimizer whose rule counts steps from another number than the embedding. `shift`: of its step 0."""
+    """A row optimizer whose rule counts steps from another number. shift: what it adds to the embedding's step."""
 
     shift = 0
 
@@ -154,15 +154,15 @@ class ShiftedOptimizer(RowOptimizer):
 
 
 def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:
-    """The dtype of states that every element has, of FBGEMM's {"momentum1": dtype, "momentum2": dtype}. OptionError."""
-    widths = rows.row_state(2).widths  # a dim of 1 does not tell which states are of elements
+    """The dtype of states of elements, from FBGEMM's {"momentum1": dtype, "momentum2": dtype}. OptionError."""
+    widths = rows.row_state(2).widths  # with a dim of 1, states of elements and of rows have the same width
     dtypes = {f"momentum{number}": torch.float32 for number in range(1, len(widths) + 1)}
     if given is None:
         return torch.float32
     if not isinstance(given, Mapping) or not given.keys() <= dtypes.keys():
         names = f"dtypes by the names {', '.join(dtypes)}" if dtypes else "none, since the optimizer has no state"
         raise OptionError(f"optimizer_state_dtypes={given!r}: give {names}")
-    dtypes |= {name: taken_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in given.items()}
+    dtypes |= {name: parse_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in given.items()}
     of_elements: set[torch.dtype] = set()
     for (name, dtype), width in zip(dtypes.items(), widths, strict=True):
         if width > 1:
@@ -177,5 +177,5 @@ def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:
 
 
 def checked_step(step: Any) -> int:
-    """A number of steps that were taken. OptionError."""
+    """A number of past steps. OptionError."""
     return int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)

@@ -1,12 +1,11 @@
-"""What a table-batched embedding is made of: its tables, features and embeddings, and what it does with bad indices."""
+"""The tables, features and stores of a table-batched embedding, and what it does with indices out of bounds."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from ...engine._core import WAYS
 from ...engine.cache.memory_split import LINE_OVERHEAD_BYTES, MB
 from ...engine.checks import as_int, as_number
 from ...engine.errors import OptionError
+from ...engine.options.initializers import AnyTableOptions, make_constant_initializer, make_table_options
 from ...engine.options.store_options import (
     StoreOptions,
     make_cached_host_mem_store_options,
@@ -22,20 +22,19 @@ from ...engine.options.store_options import (
     make_host_mem_store_options,
 )
 from ...engine.options.table_names import check_distinct, check_table_name
-from ...engine.options.table_spec import check_name
-from ..collections.configs import suffix_of
-from ..collections.other_types import warn_of_other_types
-from ..collections.store_split import StoreRequest, stores_of
-from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, taken
+from ..collections.store_split import stores_of
+from ..collections.tables import store_requests
+from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, parse_enum
 
 log = logging.getLogger("tierbed")
 
 _BAD_IDS = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
+ZEROS = make_constant_initializer(0.0)  # rows begin as zeros, as FBGEMM's
 LOAD_FACTOR = 0.2  # FBGEMM's default
 
 
 class Bounds:
-    """A bounds check mode: the options of a table that follow from it, and its warning."""
+    """A bounds check mode: the table options that it means, and its warning."""
 
     def __init__(self, mode: BoundsCheckMode, name: str) -> None:
         self._name = name
@@ -44,11 +43,11 @@ class Bounds:
         self._calls = 0
 
     def options(self, rows: int) -> dict[str, Any]:
-        """Of a table of so many rows, what `make_table_options` takes."""
+        """Arguments of `make_table_options` for a table of this many rows."""
         return {} if self._mode == "NONE" else {"ids": rows, "bad_ids": _BAD_IDS[self._mode]}
 
-    def warn(self, embeddings: Sequence[MultiTableEmbedding]) -> None:
-        """Log, once, which tables dropped indices. A GPU tells at calls 1, 2, 4, 8 and so on, as each has to wait."""
+    def warn(self, embeddings: Iterable[MultiTableEmbedding]) -> None:
+        """Log once which tables dropped indices. On a GPU it checks at calls 1, 2, 4, 8, ..., since a check waits."""
         if not self._warns:
             return
         self._calls += 1
@@ -61,29 +60,31 @@ class Bounds:
                 self._warns = False
                 log.warning(
                     "TableBatchedEmbeddingBags %r: indices of table %s were negative or beyond its rows, and were "
-                    "dropped; metrics() counts them from here on without a warning",
+                    "dropped; metrics() counts them, and there is no further warning",
                     self._name,
                     ", ".join(map(repr, tables)),
                 )
 
 
-class EmbeddingSpec(NamedTuple):
+@dataclass(frozen=True)
+class EmbeddingSpec:
     """One of `embedding_specs`, checked."""
 
-    rows: int
-    dim: int
+    name: str
+    num_embeddings: int
+    embedding_dim: int
     location: EmbeddingLocation
     compute: ComputeDevice
-    name: str
+    dtype: torch.dtype  # of stored rows
+    bounds: Bounds
+    by_location: bool  # whether tables of other locations are in other embeddings
 
+    @property
+    def group(self) -> str:
+        return self.location.name.lower() if self.by_location else ""
 
-class EmbeddingGroup(NamedTuple):
-    """The tables and the features of one embedding."""
-
-    name: str
-    tables: list[int]  # by their places in embedding_specs
-    features: list[int]  # that look these tables up, ascending
-    table_of: list[int]  # for each of the features, its table's number in the embedding
+    def table_options(self, initializer: Mapping[str, Any] = ZEROS) -> AnyTableOptions:
+        return make_table_options(initializer, self.name, **self.bounds.options(self.num_embeddings))
 
 
 @dataclass(frozen=True)
@@ -99,20 +100,22 @@ class Caching:
             raise OptionError(f"cache_load_factor={self.load_factor!r}: give a number > 0 and <= 1")
 
     def refuse(self, why: str) -> None:
-        """OptionError where an argument was given, and there is no cache that it could be of."""
+        """OptionError for an argument of the cache, if there is none. why: the reason and the remedy."""
         if self.algorithm is not CacheAlgorithm.LRU:
             raise OptionError(f"cache_algorithm=CacheAlgorithm.{self.algorithm.name}: {why}")
         if self.load_factor != LOAD_FACTOR:
             raise OptionError(f"cache_load_factor={self.load_factor!r}: {why}")
 
-    def budget_mb(self, rows: int, words: int) -> float:
-        """MiB of a cache for the load factor's share of rows of so many words, state included."""
-        row_bytes = (4 * words + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
+    def budget_mb(self, rows: int, width: int) -> float:
+        """MiB of a cache for `load_factor` of the rows. width: 4-byte words of a row, state included."""
+        row_bytes = (4 * width + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
         sets = -int(-self.load_factor * rows // WAYS)
         return max(sets, 1) * WAYS * row_bytes / MB
 
 
-def checked_tables(embedding_specs: Any, table_names: Any) -> list[EmbeddingSpec]:
+def checked_specs(
+    embedding_specs: Any, table_names: Any, dtype: torch.dtype, bounds: Bounds, by_location: bool
+) -> list[EmbeddingSpec]:
     """The tables of `embedding_specs`: (rows, dim, location, compute device) each. OptionError."""
     if not isinstance(embedding_specs, (list, tuple)) or not embedding_specs:
         raise OptionError(f"embedding_specs={embedding_specs!r}: give a list of (rows, dim, location, compute device)")
@@ -122,31 +125,29 @@ def checked_tables(embedding_specs: Any, table_names: Any) -> list[EmbeddingSpec
     if None in [check_table_name(name) for name in names]:
         raise OptionError(f"table_names={table_names!r}: give a name for each table, or None for table-0, table-1, ...")
     check_distinct(names)
-    tables = [_table(f"embedding_specs[{i}]", spec, names[i]) for i, spec in enumerate(embedding_specs)]
-    for i, table in enumerate(tables):
-        if table.compute is not tables[0].compute:
+    tables = []
+    for number, (name, spec) in enumerate(zip(names, embedding_specs, strict=True)):
+        where = f"embedding_specs[{number}]"
+        if not isinstance(spec, (list, tuple)) or len(spec) != 4:
+            raise OptionError(f"{where}={spec!r}: give (rows, dim, location, compute device)")
+        rows, dim = as_int(spec[0], 1, (1 << 63) - 1), as_int(spec[1], 1, 1 << 16)
+        if rows is None or dim is None:
+            raise OptionError(f"{where}={spec!r}: give a whole number of rows > 0, and a dim from 1 to 65536")
+        location = parse_enum(EmbeddingLocation, spec[2], f"{where}: location")
+        compute = parse_enum(ComputeDevice, spec[3], f"{where}: compute device")
+        if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
+            raise OptionError(f"{where}: no store is on MTIA; give CPU or CUDA, and a location on it")
+        tables.append(EmbeddingSpec(name, rows, dim, location, compute, dtype, bounds, by_location))
+        if compute is not tables[0].compute:
             raise OptionError(
-                f"embedding_specs[0] is looked up by {tables[0].compute.name} and embedding_specs[{i}] by "
-                f"{table.compute.name}; give all tables one ComputeDevice, or make a module for each"
+                f"embedding_specs[0] is looked up by {tables[0].compute.name} and {where} by {compute.name}; give all "
+                "tables one ComputeDevice, or make a module for each"
             )
     return tables
 
 
-def _table(where: str, spec: Any, name: str) -> EmbeddingSpec:
-    if not isinstance(spec, (list, tuple)) or len(spec) != 4:
-        raise OptionError(f"{where}={spec!r}: give (rows, dim, location, compute device)")
-    rows, dim = as_int(spec[0], 1, (1 << 63) - 1), as_int(spec[1], 1, 1 << 16)
-    if rows is None or dim is None:
-        raise OptionError(f"{where}={spec!r}: give a whole number of rows > 0, and a dim from 1 to 65536")
-    location = taken(EmbeddingLocation, spec[2], f"{where}: location")
-    compute = taken(ComputeDevice, spec[3], f"{where}: compute device")
-    if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
-        raise OptionError(f"{where}: tables live on CPUs and CUDA devices, and not on MTIA; give another place")
-    return EmbeddingSpec(rows, dim, location, compute, name)
-
-
 def checked_features(feature_table_map: Any, tables: int) -> list[int]:
-    """For each feature the table that it looks up. OptionError."""
+    """The table of each feature, by its number. OptionError."""
     if feature_table_map is None:
         return list(range(tables))
     given = feature_table_map if isinstance(feature_table_map, (list, tuple)) else [None]
@@ -161,87 +162,51 @@ def checked_features(feature_table_map: Any, tables: int) -> list[int]:
     return features
 
 
-def embedding_name(name: str, table: EmbeddingSpec, by_location: bool, dtype: torch.dtype) -> str:
-    """What the embedding of a table is called, if its rows are of `dtype`."""
-    place = f"-{table.location.name.lower()}" if by_location else ""
-    return f"{name}-d{table.dim}{suffix_of(dtype)}{place}"
-
-
-def parts_of(
-    name: Any, tables: Sequence[EmbeddingSpec], features: Sequence[int], by_location: bool, dtype: torch.dtype
-) -> list[EmbeddingGroup]:
-    """The embeddings of rows of `dtype`: one for each dim, and with `by_location` for each location. OptionError."""
-    if "." in check_name(name):
-        raise OptionError(f"name={name!r}: it names modules; use no dots")
-    parts: dict[str, EmbeddingGroup] = {}
-    for number, table in enumerate(tables):
-        own = embedding_name(name, table, by_location, dtype)
-        parts.setdefault(own, EmbeddingGroup(own, [], [], [])).tables.append(number)
-    for part in parts.values():
-        for feature, number in enumerate(features):
-            if number in part.tables:
-                part.features.append(feature)
-                part.table_of.append(part.tables.index(number))
-    return list(parts.values())
-
-
 def stores_for(
-    name: str,
-    parts: Sequence[EmbeddingGroup],
-    tables: Sequence[EmbeddingSpec],
+    groups: Mapping[str, Sequence[EmbeddingSpec]],
     store_options: Mapping[str, Any] | None,
     caching: Caching,
-    words: Mapping[int, int],
-    dtype: torch.dtype,
+    widths: Mapping[int, int],
 ) -> dict[str, StoreOptions]:
-    """The store of each embedding, by its name: what its location means, or its part of `store_options`.
+    """The store of each embedding, by its name: of its location, or its part of `store_options`. OptionError.
 
-    words: by dim, those of a row, state included. dtype: of its embedding.
+    groups: the tables of each embedding. widths: by dim, the 4-byte words of a row, state included.
     """
-    cached = [table for table in tables if table.location is EmbeddingLocation.MANAGED_CACHING]
     if store_options is not None:
-        caching.refuse("store_options stands in the place of all locations; give it cache_policy and a budget there")
-        rows = {part.name: sum(tables[number].rows for number in part.tables) for part in parts}
-        needs = {part.name: StoreRequest(tables[part.tables[0]].dim, rows[part.name], dtype.itemsize) for part in parts}
-        stores = stores_of(store_options, needs)
-        for part in parts:
-            named = partial(embedding_name, name, tables[part.tables[0]], False)
-            warn_of_other_types(named, dtype, stores[part.name])
-        return stores
-    if not cached:
+        caching.refuse("store_options replace all locations; give them cache_policy and a budget")
+        return stores_of(store_options, store_requests(groups))
+    if all(tables[0].location is not EmbeddingLocation.MANAGED_CACHING for tables in groups.values()):
         caching.refuse("no table is in EmbeddingLocation.MANAGED_CACHING, and the others have no cache; leave it out")
-    stores = {}
-    for part in parts:
-        table = tables[part.tables[0]]
-        if table.location is EmbeddingLocation.DEVICE:
-            stores[part.name] = make_device_mem_store_options()
-        elif table.location is EmbeddingLocation.MANAGED_CACHING:
-            rows_here = sum(tables[number].rows for number in part.tables)
-            budget = caching.budget_mb(rows_here, words[table.dim])
-            policy = caching.algorithm.name.lower()
-            stores[part.name] = make_cached_host_mem_store_options(budget, cache_policy=policy)
+    stores: dict[str, StoreOptions] = {}
+    for name, tables in groups.items():
+        if tables[0].location is EmbeddingLocation.DEVICE:
+            stores[name] = make_device_mem_store_options()
+        elif tables[0].location is EmbeddingLocation.MANAGED_CACHING:
+            rows = sum(table.num_embeddings for table in tables)
+            budget = caching.budget_mb(rows, widths[tables[0].embedding_dim])
+            stores[name] = make_cached_host_mem_store_options(budget, cache_policy=caching.algorithm.name.lower())
         else:
-            stores[part.name] = make_host_mem_store_options()
+            stores[name] = make_host_mem_store_options()
     return stores
 
 
 def device_of(compute: ComputeDevice, device: Any) -> torch.device:
-    """Where lookups take place. Without a GPU those of ComputeDevice.CUDA do on the CPU, to the same bits.
+    """The device of lookups. Without a GPU, ComputeDevice.CUDA looks up on the CPU, with the same results bit for bit.
 
     Raises OptionError for a device of another kind than the compute device.
     """
     kind = compute.name.lower()
     if device is not None:
         try:
-            found = torch.device(device)
+            given = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise OptionError(f"device={device!r}: {error}; give a torch.device, or leave it out") from None
-        if found.type != kind:
+        if given.type != kind:
             raise OptionError(
                 f"device={device!r}: embedding_specs say ComputeDevice.{compute.name}; give such a device"
             )
-        return found
+        return given
     if kind == "cpu" or torch.cuda.is_available():
         return torch.device(kind)
-    log.warning("ComputeDevice.CUDA: torch sees no GPU, so tables are looked up on the CPU, to the same bits")
+    log.warning("ComputeDevice.CUDA: torch sees no GPU, so tables are looked up on the CPU, with the same results")
     return torch.device("cpu")

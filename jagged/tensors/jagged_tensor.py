@@ -1,4 +1,4 @@
-"""`JaggedTensor`: one feature of a batch, of any length in each sample; and what containers share."""
+"""`JaggedTensor`: one feature of a batch, with any number of values in each sample; and the base of all containers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PAD = "give desired_length, to_padded_dense(50)"
 
 
 class TensorContainer:
-    """An object that holds tensors in `_fields`, some of them None, and else what `_context` gives.
+    """An object with tensors in the attributes `_fields`, of which some may be None; registered as a pytree.
 
-    open_leaves: which of the fields change their first dimension from batch to batch.
+    open_leaves: the numbers of the fields whose first dimension differs from batch to batch.
     """
 
     _fields: ClassVar[tuple[str, ...]]
@@ -38,40 +38,40 @@ class TensorContainer:
             )
 
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         device: torch.device = getattr(self, self._fields[0]).device
         return device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same on another device."""
+        """A copy on another device."""
         return self._each(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same in page-locked memory, from where a GPU copies it without waiting."""
+        """A copy in page-locked memory, from which a GPU copies asynchronously."""
         return self._each(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until what `stream` has been given to do is done."""
+        """Keep the memory until `stream` has done all that it was given so far."""
         for tensor in self._tensors():
             if tensor is not None:
                 tensor.record_stream(stream)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with every tensor changed."""
-        made = copy(self)
+        changed = copy(self)
         for field, tensor in zip(self._fields, self._tensors(), strict=True):
-            setattr(made, field, None if tensor is None else change(tensor))
-        return made
+            setattr(changed, field, None if tensor is None else change(tensor))
+        return changed
 
     def _tensors(self) -> list[Tensor | None]:
         return [getattr(self, field) for field in self._fields]
 
     def _context(self) -> Any:
-        """What is no tensor."""
+        """What `_set_context` restores: all attributes but the tensors."""
         return None
 
     def _set_context(self, context: Any) -> None:
-        """Take what `_context` gave."""
+        """Restore attributes from `_context`."""
 
     def _flatten(self) -> tuple[list[Any], Any]:
         return self._tensors(), self._context()
@@ -82,12 +82,12 @@ class TensorContainer:
 
     @classmethod
     def _unflatten(cls, tensors: Any, context: Any) -> Self:
-        """Of whatever a tree holds in the place of tensors, unchecked."""
-        made = cls.__new__(cls)
+        """A container of whatever a tree has as leaves, unchecked."""
+        container = cls.__new__(cls)
         for field, tensor in zip(cls._fields, tensors, strict=True):
-            setattr(made, field, tensor)
-        made._set_context(context)
-        return made
+            setattr(container, field, tensor)
+        container._set_context(context)
+        return container
 
 
 def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,24 +107,27 @@ def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_value(offsets: Tensor, length: int) -> Tensor:
-    """Which places of bags padded to `length` hold values: bool [bags, length]."""
+    """Which positions of bags padded to `length` have values: bool [bags, length]."""
     return torch.arange(length, device=offsets.device) < offsets.diff().unsqueeze(1)
 
 
 def padded(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0) -> Tensor:
-    """The first `length` of each bag's values, then padding_value: [bags, length, ...]. Reads no value. InputError."""
+    """The first `length` values of each bag, then padding_value: [bags, length, ...]. InputError.
+
+    Reads neither values nor offsets on the host, so a graph can trace it.
+    """
     if not values.is_floating_point() and padding_value != int(padding_value):
         raise InputError(f"padding_value={padding_value}: values are of {values.dtype}; give a whole number")
     padding = values.new_full((1, *values.shape[1:]), padding_value)
-    places = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
+    index = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
     rows = torch.cat([padding, values])
-    # an embedding's backward leaves the row of padding_idx out, and adds each other one once
-    taken = F.embedding(places * is_value(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
-    return taken.view(*places.shape, *values.shape[1:])
+    # the backward of an embedding skips row 0, the padding, and adds a gradient to each other row once
+    result = F.embedding(index * is_value(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
+    return result.view(*index.shape, *values.shape[1:])
 
 
 class Jagged(TensorContainer, registered=False):
-    """Values [n, ...], where bag b is values[offsets[b]:offsets[b + 1]], and maybe a weight for each."""
+    """Values [n, ...], where bag b is values[offsets[b]:offsets[b + 1]], with or without a weight for each."""
 
     _fields: ClassVar[tuple[str, ...]] = ("_values", "_weights", "_offsets")
     open_leaves: ClassVar[frozenset[int]] = frozenset({0, 1})
@@ -144,17 +147,17 @@ class Jagged(TensorContainer, registered=False):
         self._offsets = check_offsets(values, lengths, offsets)
 
     def values(self) -> Tensor:
-        """All values [n, ...], those of a bag together."""
+        """All values [n, ...], one bag after another."""
         return self._values
 
     def weights(self) -> Tensor:
-        """A weight for each of the values [n]. InputError where there are none."""
+        """A weight for each of the values [n]. InputError if there are none."""
         if self._weights is None:
-            raise InputError(f"this {type(self).__name__} has no weights; give weights= when it is made")
+            raise InputError(f"this {type(self).__name__} has no weights; give weights= to its constructor")
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """A weight for each of the values [n], if it has them."""
+        """A weight for each of the values [n], or None."""
         return self._weights
 
     def lengths(self) -> Tensor:
@@ -162,24 +165,24 @@ class Jagged(TensorContainer, registered=False):
         return self._offsets.diff()
 
     def offsets(self) -> Tensor:
-        """Where each bag begins, and at last where they end: int64 [bags + 1]."""
+        """Where each bag begins, and the end of the last: int64 [bags + 1]."""
         return self._offsets
 
     def lengths_or_none(self) -> Tensor:
-        """TorchRec's name for `lengths`, which are always known here."""
+        """`lengths()`, by TorchRec's name for lengths that may be unknown."""
         return self.lengths()
 
     def offsets_or_none(self) -> Tensor:
-        """TorchRec's name for `offsets`, which are always known here."""
+        """`offsets()`, by TorchRec's name for offsets that may be unknown."""
         return self.offsets()
 
     def validate(self) -> None:
         """Read the offsets: InputError unless they ascend from 0 to the number of values."""
-        refuse_trace("validate", "call it on what the graph is given")
+        refuse_trace("validate", "call it on the graph's arguments, before the call")
         check_ascending(self._offsets.tolist(), self._values.shape[0], self._bags())
 
     def check_bags(self) -> None:
-        """What `validate` does, on a CPU alone, and not while a graph records: it waits for nothing."""
+        """As `validate`, but only on a CPU and outside of a trace, so that it waits for nothing."""
         if self._offsets.device.type != "cpu" or is_traced():
             return
         begins, ends = self._offsets[0] == 0, self._offsets[-1] == self._values.shape[0]
@@ -187,10 +190,10 @@ class Jagged(TensorContainer, registered=False):
             self.validate()
 
     def _bags(self) -> Sequence[str] | None:
-        """What a message calls each bag."""
+        """The name of each bag in an error."""
         return None
 
-    def _told(self) -> str:
+    def _describe(self) -> str:
         weighted = "" if self._weights is None else ", weighted"
         return f"values {list(self._values.shape)} of {self._values.dtype}{weighted}"
 
@@ -198,9 +201,9 @@ class Jagged(TensorContainer, registered=False):
 class JaggedTensor(Jagged):
     """One feature of a batch: sample b has values[offsets[b]:offsets[b + 1]].
 
-    values: [n] or [n, ...]. weights: [n]. Of lengths, integers [batch], and offsets, integers [batch + 1], one is
-    enough; offsets are kept, as int64. Shapes and dtypes are checked here (InputError), what offsets hold by
-    `validate`, and by a lookup.
+    values: [n] or [n, ...]. weights: [n]. lengths: integers [batch]; offsets: integers [batch + 1]; one of the two is
+    enough, and offsets are kept, as int64. The constructor checks shapes and dtypes (InputError); `validate` and a
+    lookup check the numbers in offsets.
     """
 
     @classmethod
@@ -211,26 +214,26 @@ class JaggedTensor(Jagged):
         values_dtype: torch.dtype | None = None,
         weights_dtype: torch.dtype | None = None,
     ) -> Self:
-        """A feature of no samples."""
+        """A feature without samples."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         values = torch.empty(0, dtype=values_dtype, device=device)
         return cls(values, weights, offsets=torch.zeros(1, dtype=torch.int64, device=device))
 
     @classmethod
     def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
-        """Of one tensor [length, ...] for each sample, with weights [length] of as many samples. InputError."""
+        """From one tensor [length, ...] for each sample, and weights [length] for each. InputError."""
         if not values:
             raise InputError("values=[]: a batch of no samples has no dtype; use JaggedTensor.empty")
         sizes = [tensor.shape[0] for tensor in values]
         if weights is not None and [tensor.shape[0] for tensor in weights] != sizes:
-            raise InputError("weights: give a list of tensors, each as long as that of values in its place")
-        together = torch.cat(list(values))
-        lengths = torch.tensor(sizes, device=together.device)
-        return cls(together, None if weights is None else torch.cat(list(weights)), lengths)
+            raise InputError("weights: give a list of tensors, each as long as the sample's tensor in values")
+        joined = torch.cat(list(values))
+        lengths = torch.tensor(sizes, device=joined.device)
+        return cls(joined, None if weights is None else torch.cat(list(weights)), lengths)
 
     @classmethod
     def from_nested(cls, values: Tensor, weights: Tensor | None = None) -> Self:
-        """Of torch's nested tensors of layout torch.jagged, [batch, ragged, ...]. InputError for others."""
+        """From torch's nested tensors of layout torch.jagged, [batch, ragged, ...]. InputError for others."""
         flat, offsets = jagged_parts("values", values)
         if weights is None:
             return cls(flat, None, offsets=offsets)
@@ -247,7 +250,7 @@ class JaggedTensor(Jagged):
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Values as [batch, desired_length, ...]: the first ones of each sample, then `padding_value`.
 
-        desired_length: None is the longest of the batch, which a traced step does not know: GraphError.
+        desired_length: None is the longest of the batch; while a graph is traced it raises GraphError.
         """
         if desired_length is None:
             refuse_trace("to_padded_dense()", _PAD)
@@ -257,4 +260,4 @@ class JaggedTensor(Jagged):
         return padded(self._values, self._offsets, desired_length, padding_value)
 
     def __repr__(self) -> str:
-        return f"JaggedTensor(samples={self._offsets.shape[0] - 1}, {self._told()})"
+        return f"JaggedTensor(samples={self._offsets.shape[0] - 1}, {self._describe()})"

@@ -1,6 +1,6 @@
-"""`KeyedJaggedTensor`: the features of a batch, each with as many values in each sample as there are.
+"""`KeyedJaggedTensor`: the features of a batch, each with any number of values in each sample.
 
-`VariableBatchKeyedJaggedTensor` is of features whose samples share bags.
+`VariableBatchKeyedJaggedTensor`: features of which several samples share a bag.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ...engine.errors import InputError
 from .jagged_tensor import Jagged, JaggedTensor
-from .validation import INTEGERS, check_ascending, check_keys, offsets_of, refuse_trace, surely
+from .validation import INTEGERS, check_ascending, check_keys, offsets_of, refuse_trace, statically_true
 
-_APART = (
-    "give the graph a dict of JaggedTensors, one for each key, or let an EmbeddingCollection have that feature padded, "
+_ONE_KEY = (
+    "give the graph a dict of JaggedTensors, one for each key, or let an EmbeddingCollection pad that feature, "
     "padded={key: length}"
 )
 
@@ -28,7 +28,7 @@ class KeyedJagged(Jagged, registered=False):
     """Features of a batch: the bags of the first key, then those of the second, and so on."""
 
     _keys: tuple[str, ...]
-    _batch: int | None = None  # of a part that does not say it by itself: how many samples the whole has
+    _batch: int | None = None  # the number of samples, if it does not follow from the bags
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class KeyedJagged(Jagged, registered=False):
 
     @abstractmethod
     def offsets_of_keys(self) -> Sequence[Tensor]:
-        """The offsets of each key, from 0 on: int64 [bags of it + 1]."""
+        """The offsets of each key, which begin with 0: int64 [bags of the key + 1]."""
 
     @abstractmethod
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Self:
-        """Such a tensor of the keys of these numbers, of the same batch."""
+        """A tensor of the chosen keys, by their numbers, with the samples of this one."""
 
     def keys(self) -> list[str]:
         """The names of the features, in their order."""
@@ -70,11 +70,11 @@ class KeyedJagged(Jagged, registered=False):
         return [end - begin for begin, end in pairwise(self._bounds)]
 
     def offset_per_key(self) -> list[int]:
-        """Where the values of each key begin, and at last where they end."""
+        """Where the values of each key begin, and the end of the last."""
         return list(self._bounds)
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """One feature, a view. KeyError where there is none."""
+        """One feature, a view. KeyError if it is missing."""
         if key not in self._index:
             raise KeyError(f"{key!r} is no key; there are {', '.join(self._keys)}")
         at = self._index[key]
@@ -85,11 +85,11 @@ class KeyedJagged(Jagged, registered=False):
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Each feature by its key, views of one split."""
         parts = zip(*self._split(self.length_per_key()), self.offsets_of_keys(), strict=True)
-        made = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of what was checked
-        return dict(zip(self._keys, made, strict=True))
+        features = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of checked tensors
+        return dict(zip(self._keys, features, strict=True))
 
     def split(self, segments: Sequence[int]) -> list[Self]:
-        """Views of the first segments[0] keys, of the next segments[1], and so on, to the last. InputError."""
+        """Views of the first segments[0] keys, of the next segments[1], and so on, up to the last. InputError."""
         if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
             raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is {len(self._keys)}")
         spans = [*pairwise(accumulate(segments, initial=0))]
@@ -101,16 +101,16 @@ class KeyedJagged(Jagged, registered=False):
         ]
 
     def permute(self, indices: Sequence[int]) -> Self:
-        """A copy with the keys of these numbers, in this order, each once. InputError.
+        """A copy with the keys of these numbers, in this order, each at most once. InputError.
 
-        No lookup needs it: a collection takes its features from any keys in any order.
+        No lookup needs it: a collection finds its features among any keys in any order.
         """
         chosen = [range(len(self._keys))[index] for index in indices]
         check_keys([self._keys[index] for index in chosen])
         sizes = self.length_per_key()
-        values = _taken(self._values, sizes, chosen)
-        weights = None if self._weights is None else _taken(self._weights, sizes, chosen)
-        lengths = _taken(self.lengths(), self.stride_per_key(), chosen)
+        values = _select(self._values, sizes, chosen)
+        weights = None if self._weights is None else _select(self._weights, sizes, chosen)
+        lengths = _select(self.lengths(), self.stride_per_key(), chosen)
         return self._part(chosen, values, weights, offsets_of(lengths))
 
     @cached_property
@@ -119,27 +119,28 @@ class KeyedJagged(Jagged, registered=False):
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """Which bag is the first of each key, and at last how many there are."""
+        """The first bag of each key, and the number of bags."""
         return [*accumulate(self.stride_per_key(), initial=0)]
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Where the values of each key begin, and at last where they end."""
-        refuse_trace("the number of values of one key", _APART)
+        """Where the values of each key begin, and the end of the last."""
+        refuse_trace("the number of values of one key", _ONE_KEY)
         bounds: list[int] = self._offsets[self._firsts].tolist()
         try:
             check_ascending(bounds, self._values.shape[0])
         except InputError:
-            self.validate()  # which tells the bag
+            self.validate()  # its error names the bag
         return bounds
 
     def _split(self, sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Values and weights in parts of these sizes."""
-        values = self._values.split(sizes) if sizes else ()
-        return values, [None] * len(values) if self._weights is None else self._weights.split(sizes) if sizes else ()
+        if self._weights is None or not sizes:
+            return self._values.split(sizes) if sizes else (), [None] * len(sizes)
+        return self._values.split(sizes), self._weights.split(sizes)
 
     def _offsets_of(self, begin: int, end: int) -> Tensor:
-        """The offsets of keys number `begin` to `end`, from 0 on."""
+        """The offsets of the keys from number `begin` up to `end`, which begin with 0."""
         return self._offsets[self._firsts[begin] : self._firsts[end] + 1] - self._bounds[begin]
 
     def _bags(self) -> list[str]:
@@ -153,21 +154,21 @@ class KeyedJagged(Jagged, registered=False):
         self._keys, self._batch = context
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._told()})"
+        return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._describe()})"
 
 
-def _taken(tensor: Tensor, sizes: list[int], chosen: list[int]) -> Tensor:
-    """The chosen ones of parts of these sizes."""
+def _select(tensor: Tensor, sizes: list[int], chosen: list[int]) -> Tensor:
+    """The chosen parts of a tensor that is split into these sizes."""
     parts = tensor.split(sizes) if sizes else ()
     return torch.cat([tensor[:0], *(parts[at] for at in chosen)])
 
 
 class VariableBatchKeyedJaggedTensor(KeyedJagged):
-    """Features of a batch, each with its own number of bags: what TorchRec calls a variable stride per key.
+    """Features of a batch, each with its own number of bags, which TorchRec calls a variable stride per key.
 
     keys, values, weights, lengths, offsets: as of a KeyedJaggedTensor, with stride_per_key[f] bags of key f.
-    stride_per_key: how many bags each key has. inverse_indices: names, and for each of them which of its bags each
-    sample has, integers [names, batch]; a collection needs it, to give each sample its rows. InputError.
+    stride_per_key: how many bags each key has. inverse_indices: key names, and integers [names, batch]: the number of
+    the key's bag that each sample has. A collection needs it to return a row for each sample. InputError.
     """
 
     _fields = ("_values", "_weights", "_offsets", "_strides", "_inverse")
@@ -193,7 +194,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         self._inverse = None if inverse_indices is None else self._in_order(*inverse_indices)
 
     def validate(self) -> None:
-        """Read offsets and inverse indices: InputError unless offsets ascend and each sample has a bag of its key."""
+        """Read offsets and inverse indices: InputError unless offsets ascend and each sample has a bag of each key."""
         super().validate()
         if self._inverse is None:
             return
@@ -201,11 +202,11 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         for at, sample in wrong.nonzero().tolist()[:1]:
             raise InputError(
                 f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}; give "
-                f"the number of one of its {int(self._strides[at])} bags, from 0 on"
+                f"the number of one of its {int(self._strides[at])} bags, counted from 0"
             )
 
     def stride(self) -> int:
-        """How many samples the batch has; without inverse indices, the most bags of a key, in the whole of a part."""
+        """How many samples the batch has. Without inverse indices: the maximum number of bags of a key."""
         if self._inverse is not None:
             return self._inverse.shape[1]
         return max(self.stride_per_key(), default=0) if self._batch is None else self._batch
@@ -223,14 +224,14 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         return True
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """The keys, and for each which of its bags each sample has, int64 [keys, batch], if that is known."""
+        """The keys, and int64 [keys, batch]: the number of the key's bag that each sample has; or None."""
         return None if self._inverse is None else (self.keys(), self._inverse)
 
     def offsets_of_keys(self) -> Sequence[Tensor]:
         return [self._offsets_of(at, at + 1) for at in range(len(self._keys))]
 
     def _in_order(self, names: Sequence[str], indices: Tensor) -> Tensor:
-        """The rows of indices in the order of keys, as int64."""
+        """The rows of inverse indices in the order of keys, as int64. InputError."""
         if not isinstance(indices, Tensor) or indices.dim() != 2 or indices.shape[0] != len(names):
             raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each of them")
         if indices.dtype not in INTEGERS:
@@ -253,14 +254,14 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
 
 
 class KeyedJaggedTensor(KeyedJagged):
-    """The features of a batch: key f has in sample b values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
+    """The features of a batch: sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
 
-    keys: one name for each feature. values: ids [n], or [n, ...]. weights: [n]. Of lengths, integers [keys * batch],
-    and offsets, integers [keys * batch + 1], one is enough; offsets are kept, as int64. Shapes, dtypes and repeated
-    keys are checked here (InputError), what offsets hold by `validate`, and by a lookup.
+    keys: one name for each feature. values: ids [n], or [n, ...]. weights: [n]. lengths: integers [keys * batch];
+    offsets: integers [keys * batch + 1]; one of the two is enough, and offsets are kept, as int64. The constructor
+    checks shapes, dtypes and repeated keys (InputError); `validate` and a lookup check the numbers in offsets.
 
-    In a graph it is an argument as any other: batches may have any number of values. What needs the values of one key
-    apart raises GraphError while `build` is traced.
+    It can be an argument of a graph, with any number of values in a batch. While `build` is traced, methods that split
+    the values by key raise GraphError.
     """
 
     def __init__(
@@ -273,10 +274,10 @@ class KeyedJaggedTensor(KeyedJagged):
     ) -> None:
         super().__init__(keys, values, weights, lengths, offsets)
         bags, count = self._offsets.shape[0] - 1, len(self._keys)
-        if surely(bags % count != 0 if count else bags != 0):
+        if statically_true(bags % count != 0 if count else bags != 0):
             raise InputError(
-                f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: each key has one length for each "
-                "sample, and offsets begin with a 0 before them"
+                f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give one length for each key and "
+                "sample, or one offset more"
             )
 
     @classmethod
@@ -287,26 +288,26 @@ class KeyedJaggedTensor(KeyedJagged):
         values_dtype: torch.dtype = torch.int64,
         weights_dtype: torch.dtype | None = None,
     ) -> Self:
-        """No keys."""
+        """A batch without keys."""
         return cls._joined([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
 
     @classmethod
     def from_lengths_sync(
         cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> Self:
-        """TorchRec's name for what the constructor does with lengths."""
+        """The constructor with lengths, by TorchRec's name."""
         return cls(keys, values, weights, lengths=lengths)
 
     @classmethod
     def from_offsets_sync(
         cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> Self:
-        """TorchRec's name for what the constructor does with offsets."""
+        """The constructor with offsets, by TorchRec's name."""
         return cls(keys, values, weights, offsets=offsets)
 
     @classmethod
     def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> Self:
-        """Of features of as many samples each, all with weights or all without. InputError."""
+        """From features with the same number of samples, all with weights or all without. InputError."""
         if not jt_dict:
             raise InputError("jt_dict={}: a batch of no keys has no dtype; use KeyedJaggedTensor.empty")
         batches = {key: jagged.offsets().shape[0] - 1 for key, jagged in jt_dict.items()}
@@ -315,7 +316,7 @@ class KeyedJaggedTensor(KeyedJagged):
 
     @classmethod
     def from_nested(cls, values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> Self:
-        """Of torch's nested tensors of layout torch.jagged, one for each key, and of weights. InputError."""
+        """From torch's nested tensors of layout torch.jagged, one for each key; and weights alike. InputError."""
         for name, given in (("values", values), ("weights", weights or {})):
             if not isinstance(given, Mapping):
                 raise InputError(f"{name}: got a {type(given).__name__}; give a dict of one nested tensor for each key")
@@ -326,40 +327,42 @@ class KeyedJaggedTensor(KeyedJagged):
 
     @classmethod
     def from_torchrec(cls, kjt: Any) -> KeyedJagged:
-        """The same features, without a copy; of TorchRec's KeyedJaggedTensor, or of what has its methods.
+        """The features of TorchRec's KeyedJaggedTensor, or of an object with its methods, without a copy.
 
-        Where its keys differ in their numbers of bags, it is a VariableBatchKeyedJaggedTensor.
+        If keys differ in their numbers of bags, a VariableBatchKeyedJaggedTensor.
         """
         if isinstance(kjt, KeyedJagged):
             return kjt
         offsets, lengths = kjt.offsets_or_none(), kjt.lengths_or_none()
-        if offsets is not None and surely(offsets.shape[0] == 0):
-            offsets = None  # TorchRec's of no bags
+        if offsets is not None and statically_true(offsets.shape[0] == 0):
+            offsets = None  # TorchRec's may be empty if there are no bags
         lengths = None if offsets is not None or lengths is None else lengths.flatten()
         parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
         if not kjt.variable_stride_per_key():
-            made: KeyedJagged = cls(*parts)
-            made._batch = None if made._keys else kjt.stride()
-            return made
-        refuse_trace("from_torchrec of variable batch sizes", "convert what the graph is given, before its call")
-        made = VariableBatchKeyedJaggedTensor(*parts, kjt.stride_per_key(), kjt.inverse_indices_or_none())
-        made._batch = kjt.stride() if kjt.stride() > made.stride() else None
-        return made
+            features: KeyedJagged = cls(*parts)
+            features._batch = None if features._keys else kjt.stride()
+            return features
+        refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
+        features = VariableBatchKeyedJaggedTensor(*parts, kjt.stride_per_key(), kjt.inverse_indices_or_none())
+        features._batch = kjt.stride() if kjt.stride() > features.stride() else None
+        return features
 
     @classmethod
     def concat(cls, kjt_list: Sequence[Self]) -> Self:
-        """The keys of all of them, which have as many samples each, and all weights or none. InputError."""
+        """The keys of all, which must have the same number of samples, all with weights or all without. InputError."""
         if not kjt_list:
             raise InputError("kjt_list=[]: give at least one KeyedJaggedTensor")
         if any(kjt.variable_stride_per_key() for kjt in kjt_list):
-            raise InputError("kjt_list: keys of one differ in their numbers of bags; give such with one bag a sample")
+            raise InputError(
+                "kjt_list: keys of one differ in their numbers of bags; give tensors with one bag a sample"
+            )
         _check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list if kjt._keys})
         joined = cls._joined([key for kjt in kjt_list for key in kjt._keys], kjt_list)
         joined._batch = None if joined._keys else max(kjt.stride() for kjt in kjt_list)
         return joined
 
     def stride(self) -> int:
-        """How many samples the batch has: without keys, that which it is a part of, else 0."""
+        """How many samples the batch has. Without keys: of the batch that it was split from, or 0."""
         return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
 
     def stride_per_key(self) -> list[int]:
@@ -369,7 +372,7 @@ class KeyedJaggedTensor(KeyedJagged):
         return False
 
     def inverse_indices_or_none(self) -> None:
-        """TorchRec's name for how samples share bags: here each sample has its own."""
+        """None, since each sample has its own bags."""
 
     def offsets_of_keys(self) -> Sequence[Tensor]:
         bags = self.stride() if self._keys else 0
@@ -383,7 +386,7 @@ class KeyedJaggedTensor(KeyedJagged):
 
     @classmethod
     def _joined(cls, keys: Sequence[str], parts: Sequence[JaggedTensor | Self]) -> Self:
-        """Of parts that follow each other."""
+        """From parts that are laid one after another."""
         _check_alike("weights", "weights", {at: part.weights_or_none() is not None for at, part in enumerate(parts)})
         values = torch.cat([part.values() for part in parts])
         weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
@@ -392,7 +395,7 @@ class KeyedJaggedTensor(KeyedJagged):
 
 
 def _check_alike(argument: str, what: str, of: Mapping[Any, Any]) -> None:
-    """InputError where parts differ in something."""
+    """InputError unless the parts have the same value. of: the value of each part. what: its name."""
     first, *others = of.values() or (None,)
-    if any(surely(other != first) for other in others):
+    if any(statically_true(other != first) for other in others):
         raise InputError(f"{argument}: parts differ in their {what}, {dict(of)}; give parts that agree")

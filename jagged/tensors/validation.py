@@ -1,4 +1,4 @@
-"""What jagged and keyed tensors check when they are made, and what a traced step cannot know of them."""
+"""Checks of jagged and keyed tensors when they are constructed, and of values that a trace does not have."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_traced() -> bool:
-    """Whether a graph records what runs now, by tensors without values."""
+    """Whether a graph is being traced, with tensors that have no values."""
     return bool(torch._C._len_torch_dispatch_stack()) and detect_fake_mode() is not None
 
 
 def refuse_trace(what: str, remedy: str) -> None:
-    """Raise GraphError where a graph records: `what` reads values."""
+    """GraphError if a graph is being traced. what: the call, which reads values."""
     if is_traced():
         raise GraphError(f"{what} needs values, and build is traced without them; {remedy}")
 
 
-def surely(condition: bool | torch.SymBool) -> bool:
-    """Whether a comparison of sizes holds. Of sizes that a trace leaves open: whether it holds for all of them."""
+def statically_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a comparison of sizes holds. With dynamic sizes of a trace: whether it holds for all of them."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -35,38 +35,36 @@ def surely(condition: bool | torch.SymBool) -> bool:
 
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """Keys as a tuple: strings, each once. InputError."""
+    """Keys as a tuple of distinct strings. InputError."""
     if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
         raise InputError(f"keys={keys!r}: give a list of strings")
-    made = tuple(keys)
-    if len(set(made)) < len(made):
-        repeated = next(key for key in made if made.count(key) > 1)
-        raise InputError(
-            f"keys={list(keys)}: {repeated!r} is there {made.count(repeated)} times; each key is there once"
-        )
-    return made
+    names = tuple(keys)
+    if len(set(names)) < len(names):
+        repeated = next(key for key in names if names.count(key) > 1)
+        raise InputError(f"keys={list(keys)}: {repeated!r} occurs {names.count(repeated)} times; give each key once")
+    return names
 
 
 def check_values(values: Tensor, weights: Tensor | None) -> None:
-    """InputError unless values are a tensor [n, ...], and weights one of [n] beside it."""
+    """InputError unless values are a tensor [n, ...], and weights None or a tensor [n] on the same device."""
     if not isinstance(values, Tensor) or values.is_nested or values.dim() == 0:
-        raise InputError(f"values: {_told(values)}; give a tensor [n, ...], and a nested tensor to from_nested")
+        raise InputError(f"values: {_describe(values)}; give a tensor [n, ...], and a nested tensor to from_nested")
     if weights is None:
         return
-    if not isinstance(weights, Tensor) or weights.dim() != 1 or surely(weights.shape[0] != values.shape[0]):
-        raise InputError(f"weights: {_told(weights)}; give a tensor [{values.shape[0]}], one for each of values")
+    if not isinstance(weights, Tensor) or weights.dim() != 1 or statically_true(weights.shape[0] != values.shape[0]):
+        raise InputError(f"weights: {_describe(weights)}; give a tensor [{values.shape[0]}], one for each of values")
     if weights.device != values.device:
         raise InputError(f"weights are on {weights.device} and values on {values.device}; move them to one device")
 
 
 def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Offsets int64 [bags + 1], made of lengths [bags] where there are none. InputError."""
+    """Offsets int64 [bags + 1], computed from lengths [bags] if None. InputError."""
     for name, given in (("lengths", lengths), ("offsets", offsets)):
         if given is None:
             continue
         if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in INTEGERS:
             raise InputError(
-                f"{name}: {_told(given)}; give a tensor of integers with one dimension, feature by feature"
+                f"{name}: {_describe(given)}; give a tensor of integers with one dimension, feature by feature"
             )
         if given.device != values.device:
             raise InputError(f"{name} are on {given.device} and values on {values.device}; move them to one device")
@@ -74,8 +72,8 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
         if lengths is None:
             raise InputError("lengths=None and offsets=None: give one of them")
         return offsets_of(lengths)
-    if surely(offsets.shape[0] == 0):
-        raise InputError("offsets: a tensor [0]; they begin with 0 and have one more than there are bags")
+    if statically_true(offsets.shape[0] == 0):
+        raise InputError("offsets: a tensor [0]; give a 0, and then the end of each bag")
     if lengths is not None:
         _check_same(lengths, offsets)
     return offsets.to(torch.int64)
@@ -84,28 +82,28 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
 def offsets_of(lengths: Tensor) -> Tensor:
     """Offsets int64 [bags + 1] of lengths [bags]."""
     ends = lengths.cumsum(0, dtype=torch.int64)
-    return torch.cat([ends.new_zeros(1), ends])  # F.pad would fix the sizes of a trace
+    return torch.cat([ends.new_zeros(1), ends])  # F.pad would make the sizes of a trace static
 
 
-def check_ascending(offsets: Sequence[int], count: int, where: Sequence[str] | None = None) -> None:
-    """InputError unless offsets ascend from 0 to `count`, the number of values. where: the name of each bag."""
+def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str] | None = None) -> None:
+    """InputError unless offsets ascend from 0 to `count`, the number of values. bag_names: for the error."""
     if offsets[0] != 0:
-        raise InputError(f"offsets[0]={offsets[0]}: offsets begin with 0")
+        raise InputError(f"offsets[0]={offsets[0]}: give offsets that begin with 0")
     for bag, (begin, end) in enumerate(pairwise(offsets)):
         if end < begin:
-            name = f" of {where[bag]}" if where else ""
+            name = f" of {bag_names[bag]}" if bag_names else ""
             raise InputError(
-                f"lengths[{bag}]={end - begin}{name}: offsets {begin}, {end} descend; no bag has less than 0"
+                f"lengths[{bag}]={end - begin}{name}: offsets {begin}, {end} descend; give lengths of 0 or more"
             )
     if offsets[-1] != count:
         raise InputError(
-            f"offsets[-1]={offsets[-1]} of {count} values: the last offset, or the sum of lengths, is their number"
+            f"offsets[-1]={offsets[-1]} of {count} values: give offsets that end with {count}, or lengths of that sum"
         )
 
 
 def _check_same(lengths: Tensor, offsets: Tensor) -> None:
-    """InputError where lengths are of other bags than offsets, which go before them."""
-    if surely(lengths.shape[0] != offsets.shape[0] - 1):
+    """InputError if lengths and offsets are of different bags."""
+    if statically_true(lengths.shape[0] != offsets.shape[0] - 1):
         raise InputError(
             f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: offsets have one more; give one of the two"
         )
@@ -113,8 +111,8 @@ def _check_same(lengths: Tensor, offsets: Tensor) -> None:
         raise InputError("lengths are not the differences of offsets; give one of the two")
 
 
-def _told(value: object) -> str:
-    """What a message says of a wrong argument."""
+def _describe(value: object) -> str:
+    """A wrong argument in the text of an error."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.is_nested:

@@ -1,162 +1,178 @@
-"""A collection takes offsets, inverse indices or shared tables that are wrong, and gives rows of other samples."""
+"""A collection takes arguments, batches or shared tables that are wrong, or refuses them without the remedy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tierbed
-from tierbed import GraphError, InputError, OptionError
+from support.refusals import Refusal, check_refusal
+from tierbed import InputError, OptionError
 from tierbed.jagged import (
-    ComputeDevice,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    EmbeddingLocation,
     JaggedTensor,
     KeyedJaggedTensor,
-    KeyedTensor,
-    PoolingMode,
+    PoolingType,
     PositionWeighted,
-    TableBatchedEmbeddingBags,
     VariableBatchKeyedJaggedTensor,
 )
 
 STORE = tierbed.make_device_mem_store_options()
 THREE = torch.tensor([1, 2, 3])
+BAG, ROW = EmbeddingBagConfig(9, 4, "t"), EmbeddingConfig(9, 4, "t")
+META = torch.device("meta")
 
 
-@pytest.mark.parametrize("sample", [-1, 1])
-def test_a_sample_gets_no_bag_of_another_key(sample: int) -> None:
-    inverse = (["x", "y"], torch.tensor([[0, sample], [0, 1]]))
-    batch = VariableBatchKeyedJaggedTensor(["x", "y"], THREE, None, torch.tensor([1, 1, 1]), None, [1, 2], inverse)
-    message = f"inverse_indices of key 'x', sample 1: {sample}; give the number of one of its 1 bags"
-    with pytest.raises(InputError, match=message):
-        batch.validate()
+def config(**change: Any) -> Callable[[], EmbeddingBagConfig]:
+    return lambda: EmbeddingBagConfig(**{"num_embeddings": 9, "embedding_dim": 4, "name": "t", **change})
+
+
+def bags(*arguments: Any, **options: Any) -> Callable[[], EmbeddingBagCollection]:
+    return lambda: EmbeddingBagCollection(*arguments, **options)
+
+
+def rows(*arguments: Any, **options: Any) -> Callable[[], EmbeddingCollection]:
+    return lambda: EmbeddingCollection(*arguments, **options)
+
+
+def keyed(key: str, ids: Any = THREE, lengths: Any = (3,), weights: Any = None) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor([key], torch.as_tensor(ids), weights, lengths=torch.tensor(lengths))
+
+
+def inverse(*bags_of: list[int]) -> VariableBatchKeyedJaggedTensor:
+    """Two keys, of which the first has one bag and the second has two."""
+    lengths, indices = torch.tensor([1, 1, 1]), (["x", "y"], torch.tensor(bags_of))
+    return VariableBatchKeyedJaggedTensor(["x", "y"], THREE, None, lengths, None, [1, 2], indices if bags_of else None)
+
+
+def two_of_one_name(kind: Any) -> list[Any]:
+    """Tables of which two results would be called x@b."""
+    return [kind(9, 4, "a", feature_names=["x", "x@b"]), kind(9, 4, "b", feature_names=["x"])]
+
+
+DTYPES, RANGE = "rows are stored in FP32, BF16 or FP16: give one of them", "both of weight_init_min and weight_init_max"
+
+ARGUMENTS: list[Refusal] = [
+    (config(num_embeddings=0), OptionError, "table 't': num_embeddings=", "0", "give the number of ids, or None"),
+    (config(embedding_dim=0), OptionError, "table 't': embedding_dim=", "0", "give a whole number from 1 on"),
+    (config(name=""), OptionError, "table '': name=", "''", "give printable characters"),
+    (config(data_type="INT8"), OptionError, "table 't': data_type=", "'INT8'", DTYPES),
+    (config(init_fn=torch.nn.init.zeros_), OptionError, "table 't': init_fn=", "zeros_", "give initializer="),
+    (config(need_pos=True), OptionError, "table 't': need_pos=", "True", "PositionWeighted"),
+    (config(use_virtual_table=True), OptionError, "use_virtual_table=", "True", "num_embeddings=None"),
+    (config(feature_names="x"), OptionError, "table 't': feature_names=", "'x'", "give a list of names"),
+    (config(feature_names=["x", "x"]), OptionError, "feature_names=", "has one twice", "name each once"),
+    (config(pooling=PoolingType.NONE), OptionError, "table 't': pooling=", "NONE", "give PoolingType.SUM or"),
+    (config(weight_init_min=1.0, weight_init_max=0.0), OptionError, "low=", "1.0", "high=0.0"),
+    (config(num_embeddings=None, weight_init_min=1.0), OptionError, "table 't'", "", RANGE),
+    (config(initializer={"type": "none"}), OptionError, "initializer type", "'none'", "uniform"),
+    (config(group=3), OptionError, "group=", "3", "give printable characters without slashes and dots"),
+    (config(group="a/b"), OptionError, "group=", "'a/b'", "give printable characters without slashes and dots"),
+    (bags([], STORE), OptionError, "tables=", "[]", "give a list of EmbeddingBagConfig"),
+    (bags([BAG, BAG], STORE), OptionError, "tables:", "2 have name='t'", "give each its own name"),
+    (bags([3], STORE), OptionError, "tables:", "got a int", "give a list of EmbeddingBagConfig"),
+    (bags([ROW], STORE), OptionError, "tables:", "got a EmbeddingConfig", "give a list of EmbeddingBagConfig"),
+    (rows([BAG], STORE), OptionError, "tables:", "got a EmbeddingBagConfig", "EmbeddingConfig, which pools nothing"),
+    (bags([BAG]), OptionError, "store_options=", "None", "give store options"),
+    (bags([BAG], {"ebc-d8": STORE}), OptionError, "store_options[", "'ebc-d8'", "did you mean 'ebc-d4'"),
+    (bags([BAG], STORE, share=3), OptionError, "share=", "int", "give a collection"),
+    (bags([BAG], STORE, name="a.b"), OptionError, "name=", "'a.b'", "use no dots"),
+    (rows([ROW], STORE, padded=3), OptionError, "padded=", "3", "give {feature: length}"),
+    (rows([ROW], STORE, padded={"x": 3}), OptionError, "padded[", "'x'", "give one of ['t']"),
+    (rows([ROW], STORE, padded={"t": 0}), OptionError, "padded['t']=", "0", "give the number of positions"),
+    (bags([BAG], STORE, device=META), OptionError, "device=", "meta", "leave it out"),
+    (rows([ROW], STORE, device=META), OptionError, "device=", "meta", "leave it out"),
+    (bags(two_of_one_name(EmbeddingBagConfig), STORE), OptionError, "feature_names:", "'x@b'", "another name"),
+    (rows(two_of_one_name(EmbeddingConfig), STORE), OptionError, "feature_names:", "'x@b'", "another name"),
+    (lambda: PositionWeighted({}), OptionError, "max_feature_lengths=", "{}", "give {feature: maximum ids"),
+    (lambda: PositionWeighted({"x": 0}), OptionError, "max_feature_lengths['x']=", "0", "give the maximum ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", ARGUMENTS)
+def test_wrong_arguments_are_refused(refusal: Refusal) -> None:
+    check_refusal(refusal)
+
+
+def test_a_shared_table_is_described_as_where_it_is() -> None:
+    with EmbeddingBagCollection([BAG], STORE) as first:
+        same, threes = "give the same", tierbed.make_constant_initializer(3.0)
+        for change, argument, value in (
+            ({"num_embeddings": 8}, "table 't': num_embeddings=", "8, and 9 in share, 'ebc'"),
+            ({"initializer": threes}, "table 't': new rows", "in share, 'ebc'"),
+            ({"weight_init_max": 0.5}, "table 't': new rows", "in share, 'ebc'"),
+            ({"bad_ids": "drop"}, "bad_ids", "in share, 'ebc'"),
+        ):
+            check_refusal((bags([config(**change)()], share=first), OptionError, argument, value, same))
+        own = [EmbeddingBagConfig(9, 4, "own")]
+        for refusal in (
+            (bags([BAG], share=first, output_dtype=torch.float16), "output_dtype=", "float16", "give that"),
+            (bags([BAG], share=first, key_type=torch.int32), "key_type=", "int32", "give that"),
+            (bags([BAG], share=first, state_dtype=torch.bfloat16), "state_dtype=", "bfloat16", "give that"),
+            (bags([BAG], STORE, share=first), "store_options:", "", "leave store_options out"),
+            (bags([BAG, *own], STORE, share=first), "name=", "'ebc-d4'", "give another name"),
+            (rows([ROW], share=first, padded={"t": 3}), "padded=", "{'t': 3}", "make this collection first"),
+        ):
+            check_refusal((refusal[0], OptionError, *refusal[1:]))
+
+
+def test_wrong_batches_are_refused() -> None:
+    two = [EmbeddingBagConfig(9, 4, "t", feature_names=["x", "y"])]
+    step = "give the number of one of its 1 bags"
+    weighted, positions = keyed("t", weights=torch.ones(3)), PositionWeighted({"t": 2})
     with (
-        EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t", feature_names=["x", "y"])], STORE) as bags,
-        pytest.raises(InputError, match=message),
+        EmbeddingBagCollection([BAG], STORE) as plain,
+        EmbeddingBagCollection([BAG], STORE, is_weighted=True) as weighs,
+        EmbeddingBagCollection([BAG], STORE, key_type=torch.int32) as narrow,
+        EmbeddingBagCollection(two, STORE) as both,
+        EmbeddingCollection([ROW], STORE) as jagged,
     ):
-        bags(batch)
-
-
-def test_inverse_indices_are_integers() -> None:
-    inverse = (["x"], torch.tensor([[0.0, 0.9]]))
-    with pytest.raises(InputError, match=r"inverse_indices: a tensor of torch\.float32"):
-        VariableBatchKeyedJaggedTensor(["x"], THREE, None, torch.tensor([1, 2]), None, [2], inverse)
+        refusals: list[Refusal] = [
+            (lambda: plain(keyed("x")), KeyError, "feature", "'t'", "whose keys are x"),
+            (lambda: jagged({"x": keyed("x")["x"]}), KeyError, "feature", "'t'", "whose keys are x"),
+            (lambda: plain(THREE), InputError, "features:", "got a Tensor", "give a KeyedJaggedTensor"),
+            (lambda: jagged({"t": 3}), InputError, "features:", "got a int", "give a JaggedTensor for each key"),
+            (lambda: plain(keyed("t", [1.0], [1])), InputError, "'ebc'", "torch.float32", "give ids of an integer"),
+            (lambda: narrow(keyed("t")), InputError, "key_type is", "torch.int32", "key_type=torch.int64"),
+            (lambda: weighs(keyed("t")), InputError, "is_weighted=", "True", "give weights"),
+            (lambda: plain.embedding_of("u"), InputError, "table of 'ebc'", "'u'", "0 to 0, or by name 't'"),
+            (lambda: positions(keyed("x")), KeyError, "feature", "'t'", "whose keys are x"),
+            (lambda: positions(keyed("t")), InputError, "feature 't'", "more than 2 ids", "max_feature_lengths['t']"),
+            (lambda: positions(weighted), InputError, "features:", "", "without weights"),
+            (lambda: both(inverse()), InputError, "inverse_indices=", "None", "give inverse_indices"),
+            *[
+                (call, InputError, "inverse_indices of key 'x', sample 1", str(sample), step)
+                for sample in (-1, 1)
+                for wrong in [inverse([0, sample], [0, 1])]
+                for call in (wrong.validate, lambda wrong=wrong: both(wrong))
+            ],
+        ]  # fmt: skip
+        for refusal in refusals:
+            check_refusal(refusal)
 
 
 @pytest.mark.parametrize("padded", [None, {"x": 4}])
 @pytest.mark.parametrize("offsets", [[0, 5, 3], [1, 1, 3], [0, 1, 2]])
 def test_rows_that_are_not_pooled_need_offsets_of_all_their_ids(offsets: list[int], padded: Any) -> None:
     given = {"x": JaggedTensor(THREE, offsets=torch.tensor(offsets))}
-    keyed = KeyedJaggedTensor(["x"], THREE, offsets=torch.tensor(offsets))
-    tables = [EmbeddingConfig(9, 4, "t", feature_names=["x"])]
-    with EmbeddingCollection(tables, STORE, padded=padded) as rows:
-        for batch in (given, keyed):
+    batch = KeyedJaggedTensor(["x"], THREE, offsets=torch.tensor(offsets))
+    with EmbeddingCollection([EmbeddingConfig(9, 4, "t", feature_names=["x"])], STORE, padded=padded) as collection:
+        for call, one in ((collection, given), (collection, batch), (PositionWeighted({"x": 3}), batch)):
             with pytest.raises(InputError, match=r"offsets"):
-                rows(batch)
-    with pytest.raises(InputError, match=r"offsets"):
-        PositionWeighted({"x": 3})(keyed)
-
-
-@pytest.mark.parametrize(
-    ("config", "collection", "message"),
-    [
-        ({"initializer": tierbed.make_constant_initializer(3.0)}, {}, "table 't': new rows or bad_ids"),
-        ({"weight_init_max": 0.5}, {}, "table 't': new rows or bad_ids"),
-        ({"bad_ids": "drop"}, {}, "table 't': new rows or bad_ids"),
-        ({}, {"output_dtype": torch.float16}, "output_dtype=torch.float16: the tables of share return torch.float32"),
-    ],
-)
-def test_a_shared_table_is_described_as_where_it_is(config: Any, collection: Any, message: str) -> None:
-    with (
-        EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")], STORE) as first,
-        pytest.raises(OptionError, match=message),
-    ):
-        EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t", **config)], share=first, **collection)
-
-
-@pytest.mark.parametrize("kind", [(EmbeddingBagCollection, EmbeddingBagConfig), (EmbeddingCollection, EmbeddingConfig)])
-def test_a_device_is_refused_with_the_remedy(kind: Any) -> None:
-    collection, config = kind
-    with pytest.raises(OptionError, match=r"device=device.type='meta'.: store_options say where rows are"):
-        collection([config(9, 4, "t")], STORE, device=torch.device("meta"))
-
-
-@pytest.mark.parametrize("kind", [(EmbeddingBagCollection, EmbeddingBagConfig), (EmbeddingCollection, EmbeddingConfig)])
-def test_no_two_results_have_one_name(kind: Any) -> None:
-    collection, config = kind
-    tables = [config(9, 4, "a", feature_names=["x", "x@b"]), config(9, 4, "b", feature_names=["x"])]
-    with pytest.raises(OptionError, match="two results would be called 'x@b'"):
-        collection(tables, STORE)
+                call(one)
 
 
 def test_a_collection_that_shares_tables_leaves_them_open() -> None:
-    tables = [EmbeddingBagConfig(9, 4, "t")]
     batch = KeyedJaggedTensor(["t", "own"], THREE, lengths=torch.tensor([2, 1]))
-    with EmbeddingBagCollection(tables, STORE) as first:
+    with EmbeddingBagCollection([BAG], STORE) as first:
         own = EmbeddingBagConfig(9, 4, "own")
-        with EmbeddingBagCollection([*tables, own], STORE, name="second", share=first) as second:
+        with EmbeddingBagCollection([BAG, own], STORE, name="second", share=first) as second:
             second(batch)
         assert second.embedding_of("own").is_closed
         assert first(batch).values().shape == (1, 4)
-
-
-def test_variable_batch_sizes_in_a_graph_name_the_remedy() -> None:
-    class Step(tierbed.Graph):
-        """The sum of all rows."""
-
-        def __init__(self, bags: EmbeddingBagCollection) -> None:
-            super().__init__()
-            self.bags = bags
-
-        def build(self, features: Any) -> torch.Tensor:
-            return self.bags(features).values().sum()
-
-    inverse = (["t"], torch.tensor([[0, 1, 1]]))
-    batch = VariableBatchKeyedJaggedTensor(["t"], THREE, None, torch.tensor([1, 2]), None, [2], inverse)
-    with (
-        EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")], STORE) as bags,
-        pytest.raises(GraphError, match=r"variable batch sizes .* train it in a plain loop"),
-    ):
-        Step(bags)(batch)
-
-
-def test_configs_of_the_other_collection_are_refused() -> None:
-    bag, row = EmbeddingBagConfig(9, 4, "t"), EmbeddingConfig(9, 4, "t")
-    with pytest.raises(
-        OptionError, match="got a EmbeddingBagConfig; give a list of EmbeddingConfig, which pools nothing"
-    ):
-        EmbeddingCollection([bag], STORE)
-    with pytest.raises(OptionError, match="got a EmbeddingConfig; give a list of EmbeddingBagConfig"):
-        EmbeddingBagCollection([row], STORE)
-    with pytest.raises(OptionError, match="group='a/b'; give printable characters without slashes"):
-        EmbeddingBagConfig(9, 4, "t", group="a/b")
-
-
-def test_a_key_that_is_not_there_is_told_with_those_that_are() -> None:
-    with pytest.raises(KeyError, match="'zz' is no key; there are x, y"):
-        KeyedJaggedTensor(["x", "y"], THREE, lengths=torch.tensor([1, 2]))["zz"]
-    with pytest.raises(KeyError, match="'zz' is no key; there are x"):
-        KeyedTensor(["x"], [1], torch.ones(1, 1))["zz"]
-
-
-def test_sizes_of_batches_mean_nothing_to_rows_that_are_not_pooled() -> None:
-    specs = [(9, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-    with (
-        TableBatchedEmbeddingBags(specs, pooling_mode=PoolingMode.NONE) as tbe,
-        pytest.raises(InputError, match=r"batch_size_per_feature_per_rank: PoolingMode\.NONE"),
-    ):
-        tbe(THREE, torch.tensor([0, 1, 3]), batch_size_per_feature_per_rank=[[2]])
-
-
-def test_what_is_no_mapping_is_told() -> None:
-    with pytest.raises(OptionError, match=r"padded=3: give \{feature: places\}"):
-        EmbeddingCollection([EmbeddingConfig(9, 4, "t")], STORE, padded=3)  # type: ignore[arg-type]
-    nested = torch.nested.nested_tensor([[1, 2], [3]], layout=torch.jagged)
-    with pytest.raises(InputError, match="values: got a list; give a dict of one nested tensor for each key"):
-        KeyedJaggedTensor.from_nested([nested])  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ def test_rows_of_another_data_type_are_named_before_they_are_missed(
 ) -> None:
     put_rows(tmp_path, "FP16")
     assert not caplog.records
-    said = "embedding 'ebc-d8' begins empty, and .*ebc-d8-float16 has rows of another dtype: .*convert=True"
+    said = "embedding 'ebc-d8' starts empty, and .*ebc-d8-float16 has rows of another dtype: .*convert=True"
     with caplog.at_level(logging.WARNING), collection(tmp_path, "FP32", open="fresh"):
         assert not caplog.records  # as the user asked
     with caplog.at_level(logging.WARNING), collection(tmp_path, "FP32") as bags:
@@ -134,17 +134,17 @@ def test_rows_of_another_data_type_are_named_before_they_are_missed(
 def test_rows_of_other_tables_are_not_named_as_those_of_a_new_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def made(*types: tuple[str, str]) -> EmbeddingBagCollection:
+    def collection_of(*types: tuple[str, str]) -> EmbeddingBagCollection:
         tables = [EmbeddingBagConfig(10, 8, name, data_type=data_type) for name, data_type in types]
         return EmbeddingBagCollection(tables, make_host_mem_store_options(persistent_path=str(tmp_path)))
 
-    with made(("user", "FP32")) as bags:
+    with collection_of(("user", "FP32")) as bags:
         bags.embedding_of("user").put(torch.arange(10), ROWS, "user")
     with caplog.at_level(logging.WARNING):
-        made(("user", "FP32"), ("item", "BF16")).close()
-        made(("item", "FP16")).close()
+        collection_of(("user", "FP32"), ("item", "BF16")).close()
+        collection_of(("item", "FP16")).close()
         assert not caplog.records
-        made(("user", "FP16"), ("item", "FP16")).close()
+        collection_of(("user", "FP16"), ("item", "FP16")).close()
         assert "ebc-d8 has rows of another dtype" in caplog.text
 
 
@@ -156,7 +156,7 @@ def test_a_table_batched_embedding_names_rows_of_another_precision(
         tbe.embedding_of(0).put(torch.arange(10), ROWS)
     with TableBatchedEmbeddingBags([(10, 8, 3, 0)], store_options=stored, weights_precision=torch.float16):
         [said] = [one.message for one in caplog.records if one.levelno == logging.WARNING]
-        assert said.startswith("embedding 'tbe-d8-float16' begins empty")
+        assert said.startswith("embedding 'tbe-d8-float16' starts empty")
 
 
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
@@ -201,20 +201,3 @@ def test_the_state_of_a_table_batched_embedding_has_the_dtypes_of_fbgemms_argume
     for state, type in zip(states, types, strict=True):
         assert state.any()
         assert bool(state.eq(state.bfloat16().float()).all()) == (type == "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "given", "said"),
-    [
-        (OptimType.ADAM, {"momentum1": BF16}, "states of an element have one dtype"),
-        (OptimType.ADAM, {"momentum3": BF16}, "give dtypes by the names momentum1, momentum2"),
-        (OptimType.ADAM, torch.bfloat16, "give dtypes by the names momentum1, momentum2"),
-        (OptimType.ADAM, {"momentum1": torch.int8}, r"optimizer_state_dtypes\['momentum1'\]=torch.int8"),
-        (OptimType.EXACT_ROWWISE_ADAGRAD, {"momentum1": BF16}, "it is one number a row, which is float32"),
-        (OptimType.EXACT_SGD, {"momentum1": BF16}, "the optimizer has no state"),
-        (OptimType.EXACT_ADAGRAD, {"momentum1": torch.float16}, "state_dtype=torch.float16: sums of squares"),
-    ],
-)
-def test_dtypes_that_a_state_cannot_have_are_refused(optimizer: OptimType, given: Any, said: str) -> None:
-    with pytest.raises(OptionError, match=said):
-        TableBatchedEmbeddingBags([(10, 8, 3, 0)], optimizer=optimizer, optimizer_state_dtypes=given)

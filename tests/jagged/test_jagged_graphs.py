@@ -1,4 +1,4 @@
-"""A graph does not take jagged or keyed tensors, compiles them anew, or reads their values while it is traced."""
+"""A graph does not take jagged or keyed tensors, compiles them again, or reads their values while it is traced."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from support.examples import examples
 from support.graphs import FEW
 from support.jagged import Features, features
-from tierbed import Graph
+from tierbed import Graph, make_device_mem_store_options
 from tierbed.engine.errors import GraphError, InputError
-from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, PositionWeighted
+from tierbed.jagged import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    PositionWeighted,
+    VariableBatchKeyedJaggedTensor,
+)
 
 
 class Calls(Graph):
@@ -32,7 +39,7 @@ class Calls(Graph):
         return self.function(given)
 
 
-def made(drawn: Features) -> KeyedJaggedTensor:
+def kjt_of(drawn: Features) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(**drawn.arguments())
 
 
@@ -64,7 +71,7 @@ def check_same(made: list[Any], expected: list[Any]) -> None:
 @given(features(keys=["user", "item", "shop"], min_batch=2))
 @examples(0.5)
 def test_a_step_has_the_bags_of_a_plain_call(drawn: Features) -> None:
-    given = made(drawn)
+    given = kjt_of(drawn)
     *tensors, padded, stride = Calls(
         lambda given: [*rebuilt(given), rebuilt(given)[3].to_padded_dense(3, -1), given.stride()]
     )(given)
@@ -124,12 +131,21 @@ def test_what_needs_the_values_of_one_key_names_the_remedy(name: str) -> None:
     [
         (lambda given: given["a"].to_dense()[0], "give desired_length"),
         (lambda given: given["a"].to_padded_dense(), "give desired_length"),
-        (lambda given: given["a"].validate(), "on what the graph is given"),
+        (lambda given: given["a"].validate(), "on the graph's arguments"),
     ],
 )
 def test_what_needs_values_names_the_remedy(function: Callable[[Any], Any], remedy: str) -> None:
     with pytest.raises(GraphError, match=remedy):
         Calls(function)({"a": JaggedTensor(torch.arange(5), lengths=torch.tensor([2, 3]))})
+
+
+def test_variable_batch_sizes_name_the_remedy() -> None:
+    inverse = (["t"], torch.tensor([[0, 1, 1]]))
+    batch = VariableBatchKeyedJaggedTensor(["t"], torch.arange(3), None, torch.tensor([1, 2]), None, [2], inverse)
+    with EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")], make_device_mem_store_options()) as bags:
+        assert bags(batch).values().shape == (3, 4)
+        with pytest.raises(GraphError, match=r"variable batch sizes .* train it in a plain loop"):
+            Calls(bags)(batch)
 
 
 def test_a_dict_of_jagged_tensors_is_the_remedy() -> None:

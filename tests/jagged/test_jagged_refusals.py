@@ -1,120 +1,155 @@
-"""A jagged tensor of parts that do not fit is made, or refused without the argument and the remedy."""
+"""A jagged or keyed tensor of parts that do not fit is made, or refused without the argument and the remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from support.keyed import GROUPS, keyed, tensors
+from support.refusals import Refusal, check_refusal
 from tierbed.engine.errors import InputError
-from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, VariableBatchKeyedJaggedTensor
-
-THREE, EIGHT = torch.arange(3), torch.arange(8)
-
-
-def raised(make: Callable[[], Any]) -> str:
-    with pytest.raises(InputError) as error:
-        make()
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"keys": ["a", "a"]}, "'a' is there 2 times"),
-        ({"keys": "ab"}, "list of strings"),
-        ({"keys": ["a", 1]}, "list of strings"),
-        ({"values": [0, 1, 2]}, "values: a list"),
-        ({"values": torch.tensor(3)}, "values: a tensor []"),
-        ({"weights": torch.ones(2)}, "weights: a tensor [2]"),
-        ({"weights": torch.ones(3, 1)}, "weights: a tensor [3, 1]"),
-        ({"weights": torch.ones(3, device="meta")}, "weights are on meta"),
-        ({"lengths": torch.tensor([1, 1, 1])}, "3 lengths, 4 offsets, for 2 keys ['a', 'b']"),
-        ({"lengths": torch.tensor([1.0, 2.0])}, "lengths: a tensor [2] of torch.float32"),
-        ({"lengths": torch.tensor([[1], [2]])}, "lengths: a tensor [2, 1]"),
-        ({"lengths": torch.tensor([True, True])}, "lengths: a tensor [2] of torch.bool"),
-        ({"lengths": [1, 2]}, "lengths: a list"),
-        ({"lengths": torch.ones(2, dtype=torch.int64, device="meta")}, "lengths are on meta"),
-        ({"lengths": None}, "lengths=None and offsets=None"),
-        ({"lengths": None, "offsets": torch.tensor([0, 3])}, "1 lengths, 2 offsets, for 2 keys"),
-        ({"lengths": None, "offsets": torch.tensor([], dtype=torch.int64)}, "offsets: a tensor [0]"),
-        ({"offsets": torch.tensor([0, 3])}, "lengths [2] and offsets [2]"),
-        ({"offsets": torch.tensor([0, 2, 3])}, "lengths are not the differences of offsets"),
-        ({"keys": []}, "for 0 keys"),
-    ],
+from tierbed.jagged import (
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    VariableBatchKeyedJaggedTensor,
+    permute_multi_embedding,
 )
-def test_a_wrong_argument_is_refused_when_it_is_given(change: dict[str, Any], said: str) -> None:
+
+THREE, EIGHT, INT = torch.arange(3), torch.arange(8), torch.int64
+
+
+def kjt(**change: Any) -> KeyedJaggedTensor:
     given: dict[str, Any] = {"keys": ["a", "b"], "values": THREE, "lengths": torch.tensor([1, 2]), **change}
-    assert said in raised(lambda: KeyedJaggedTensor(**given))
+    return KeyedJaggedTensor(**given)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"stride_per_key": [1, 1]}, "stride_per_key=[1, 1]"),
-        ({"stride_per_key": [3]}, "stride_per_key=[3]"),
-        ({"stride_per_key": [4, -1]}, "stride_per_key=[4, -1]"),
-        ({"inverse_indices": (["a"], torch.zeros(1, 4, dtype=torch.int64))}, "no row for ['b']"),
-        ({"inverse_indices": (["a", "b"], torch.zeros(1, 4))}, "a tensor [2, batch]"),
-    ],
-)
-def test_wrong_variable_batch_sizes_are_refused(change: dict[str, Any], said: str) -> None:
+def variable(**change: Any) -> VariableBatchKeyedJaggedTensor:
     given: dict[str, Any] = {"lengths": torch.tensor([2, 1, 5]), "stride_per_key": [1, 2], **change}
-    given |= {"weights": None, "offsets": None}
-    assert said in raised(lambda: VariableBatchKeyedJaggedTensor(["a", "b"], EIGHT, **given))
+    return VariableBatchKeyedJaggedTensor(["a", "b"], EIGHT, weights=None, offsets=None, **given)
 
 
-WRONG = [
-    ([1, 1, 2, 2, 2, 3, 3], "offsets[0]=1"),
-    ([0, 1, 2, 2, 2, 2, 2], "offsets[-1]=2 of 3 values"),
-    ([0, 1, 2, 4, 4, 4, 4], "offsets[-1]=4 of 3 values"),
-    ([0, 1, 3, 3, 2, 3, 3], "lengths[3]=-1 of key 'b', sample 1"),
-]
-WITHIN_A_KEY = ([0, 1, 2, 1, 2, 3, 3], "lengths[2]=-1 of key 'b', sample 0")
+def inverse(names: list[str], indices: torch.Tensor) -> VariableBatchKeyedJaggedTensor:
+    return variable(inverse_indices=(names, indices))
 
 
-@pytest.mark.parametrize(
-    ("offsets", "said", "read"),
-    [(*each, read) for each in WRONG for read in ("validate", "to_dict", "length_per_key")]
-    + [(*WITHIN_A_KEY, "validate")],
-)
-def test_wrong_offsets_are_told_by_their_place_where_they_are_read(offsets: list[int], said: str, read: str) -> None:
-    made = KeyedJaggedTensor(["a", "b", "c"], THREE, offsets=torch.tensor(offsets))
-    assert said in raised(getattr(made, read))
+def at(offsets: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["a", "b", "c"], THREE, offsets=torch.tensor(offsets))
 
 
-def test_a_jagged_tensor_with_wrong_offsets_does_not_come_apart() -> None:
-    made = JaggedTensor(THREE, offsets=torch.tensor([0, 2]))
-    assert "offsets[-1]=2 of 3 values" in raised(made.to_dense)
-    assert "offsets[-1]=2 of 3 values" in raised(made.validate)
+def kt(**change: Any) -> KeyedTensor:
+    given: dict[str, Any] = {"keys": ["a", "b"], "length_per_key": [1, 2], "values": torch.ones(5, 3), **change}
+    return KeyedTensor(**given)
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
-    both = KeyedJaggedTensor(["f1", "f2"], EIGHT, offsets=torch.tensor([0, 2, 2, 3, 4, 5, 8]))
-    weighted = KeyedJaggedTensor(["w"], EIGHT, torch.ones(8), offsets=torch.tensor([0, 3, 3, 8]))
-    other = KeyedJaggedTensor(["o"], EIGHT, lengths=torch.tensor([8]))
-    assert "weights" in raised(lambda: KeyedJaggedTensor.concat([both, weighted]))
-    assert "samples" in raised(lambda: KeyedJaggedTensor.concat([both, other]))
-    assert "'f1' is there 2 times" in raised(lambda: KeyedJaggedTensor.concat([both, both]))
-    uneven = VariableBatchKeyedJaggedTensor(["u", "v"], EIGHT, None, torch.tensor([3, 1, 0, 4]), None, [1, 3])
-    assert "numbers of bags" in raised(lambda: KeyedJaggedTensor.concat([uneven]))
-    assert "kjt_list=[]" in raised(lambda: KeyedJaggedTensor.concat([]))
-    assert "samples" in raised(lambda: KeyedJaggedTensor.from_jt_dict({"a": both["f1"], "b": other["o"]}))
-    assert "use KeyedJaggedTensor.empty" in raised(lambda: KeyedJaggedTensor.from_jt_dict({}))
-    assert "sum is 2" in raised(lambda: both.split([1]))
-    assert "sum is 2" in raised(lambda: both.split([3, -1]))
-    assert "'f2' is there 2 times" in raised(lambda: both.permute([1, 1]))
-    assert "no weights" in raised(both.weights)
-    assert "desired_length=-1" in raised(lambda: both["f1"].to_padded_dense(-1))
-    assert "whole number" in raised(lambda: both["f1"].to_padded_dense(2, 0.5))
-    assert "values=[]" in raised(lambda: JaggedTensor.from_dense([]))
-    assert "weights" in raised(lambda: JaggedTensor.from_dense([THREE], [torch.ones(2)]))
-    with pytest.raises(KeyError, match="nobody"):
-        both["nobody"]
-    with pytest.raises(TypeError, match="device"):
-        both.to(torch.float16)  # type: ignore[arg-type]
+def permute(moves: list[list[int]], width: int = 3, in_width: int = 6) -> list[torch.Tensor]:
+    widths = torch.tensor([in_width]), torch.tensor([width])
+    return permute_multi_embedding([torch.randn(3, 6)], torch.tensor(moves), [width], *widths)
+
+
+BOTH = KeyedJaggedTensor(["f1", "f2"], EIGHT, offsets=torch.tensor([0, 2, 2, 3, 4, 5, 8]))
+WEIGHTED = KeyedJaggedTensor(["w"], EIGHT, torch.ones(8), offsets=torch.tensor([0, 3, 3, 8]))
+OTHER = KeyedJaggedTensor(["o"], EIGHT, lengths=torch.tensor([8]))
+UNEVEN = VariableBatchKeyedJaggedTensor(["u", "v"], EIGHT, None, torch.tensor([3, 1, 0, 4]), None, [1, 3])
+SHORT = JaggedTensor(THREE, offsets=torch.tensor([0, 2]))
+KEYED, FEW = keyed(tensors()), keyed(tensors(2))[1]
+KJT, KT = KeyedJaggedTensor, KeyedTensor
+ONCE, STRINGS, INTEGERS = "give each key once", "give a list of strings", "give a tensor of integers with one dimension"
+ASCEND, SUM = "give lengths of 0 or more", "give offsets that end with 3, or lengths of that sum"
+MOVES, FILL, AGREE = "give moves of columns from", "give one move for each", "give parts that agree"
+
+CONSTRUCTORS: list[Refusal] = [
+    (lambda: kjt(keys=["a", "a"]), InputError, "keys=", "'a' occurs 2 times", ONCE),
+    (lambda: kjt(keys="ab"), InputError, "keys=", "'ab'", STRINGS),
+    (lambda: kjt(keys=["a", 1]), InputError, "keys=", "['a', 1]", STRINGS),
+    (lambda: kjt(keys=[]), InputError, "keys []", "2 lengths, 3 offsets, for 0", "give one length for each key"),
+    (lambda: kjt(values=[0, 1, 2]), InputError, "values:", "a list", "give a tensor [n, ...]"),
+    (lambda: kjt(values=torch.tensor(3)), InputError, "values:", "a tensor []", "give a tensor [n, ...]"),
+    (lambda: kjt(weights=torch.ones(2)), InputError, "weights:", "a tensor [2]", "give a tensor [3]"),
+    (lambda: kjt(weights=torch.ones(3, 1)), InputError, "weights:", "a tensor [3, 1]", "give a tensor [3]"),
+    (lambda: kjt(weights=torch.ones(3, device="meta")), InputError, "weights", "on meta", "move them to one device"),
+    (lambda: kjt(lengths=torch.ones(3, dtype=INT)), InputError, "keys ['a', 'b']", "3 lengths, 4 offsets", "give one"),
+    (lambda: kjt(lengths=torch.tensor([1.0, 2])), InputError, "lengths:", "[2] of torch.float32", INTEGERS),
+    (lambda: kjt(lengths=torch.tensor([[1], [2]])), InputError, "lengths:", "a tensor [2, 1]", INTEGERS),
+    (lambda: kjt(lengths=torch.tensor([True, True])), InputError, "lengths:", "[2] of torch.bool", INTEGERS),
+    (lambda: kjt(lengths=[1, 2]), InputError, "lengths:", "a list", INTEGERS),
+    (lambda: kjt(lengths=torch.ones(2, dtype=INT, device="meta")), InputError, "lengths", "on meta", "to one device"),
+    (lambda: kjt(lengths=None), InputError, "lengths=", "None and offsets=None", "give one of them"),
+    (lambda: kjt(lengths=None, offsets=torch.tensor([0, 3])), InputError, "keys", "1 lengths, 2 offsets", "give one"),
+    (lambda: kjt(lengths=None, offsets=torch.ones(0, dtype=INT)), InputError, "offsets:", "a tensor [0]", "give a 0"),
+    (lambda: kjt(offsets=torch.tensor([0, 3])), InputError, "lengths [2]", "offsets [2]", "give one of the two"),
+    (lambda: kjt(offsets=torch.tensor([0, 2, 3])), InputError, "lengths", "not the differences of", "give one of the"),
+    (lambda: variable(stride_per_key=[1, 1]), InputError, "stride_per_key=", "[1, 1]", "3 in all"),
+    (lambda: variable(stride_per_key=[3]), InputError, "stride_per_key=", "[3]", "give one for each of ['a', 'b']"),
+    (lambda: variable(stride_per_key=[4, -1]), InputError, "stride_per_key=", "[4, -1]", "give one for each"),
+    (lambda: inverse(["a"], torch.zeros(1, 4, dtype=INT)), InputError, "inverse_indices", "['b']", "give one for"),
+    (lambda: inverse(["a", "b"], torch.zeros(1, 4)), InputError, "inverse_indices:", "", "a tensor [2, batch]"),
+    (lambda: inverse(["a", "b"], torch.zeros(2, 1)), InputError, "inverse_indices:", "torch.float32", "give integers"),
+    (lambda: kt(keys=["a", "a"]), InputError, "keys=", "'a' occurs 2 times", ONCE),
+    (lambda: kt(length_per_key=[3]), InputError, "length_per_key=", "[3]", "give one, 0 or more, for each"),
+    (lambda: kt(length_per_key=[4, -1]), InputError, "length_per_key=", "[4, -1]", "give one, 0 or more, for each"),
+    (lambda: kt(length_per_key=[1, 1]), InputError, "values:", "[5, 3]", "give a tensor [batch, 2]"),
+    (lambda: kt(values=torch.ones(3)), InputError, "values:", "[3]", "give a tensor [batch, 3]"),
+    (lambda: kt(values=None), InputError, "values:", "NoneType", "give a tensor [batch, 3]"),
+]  # fmt: skip
+
+METHODS: list[Refusal] = [
+    *[
+        (getattr(at(offsets), read), InputError, argument, value, remedy)
+        for offsets, argument, value, remedy in [
+            ([1, 1, 2, 2, 2, 3, 3], "offsets[0]=", "1", "give offsets that begin with 0"),
+            ([0, 1, 2, 2, 2, 2, 2], "offsets[-1]=", "2 of 3 values", SUM),
+            ([0, 1, 2, 4, 4, 4, 4], "offsets[-1]=", "4 of 3 values", SUM),
+            ([0, 1, 3, 3, 2, 3, 3], "lengths[3]=", "-1 of key 'b', sample 1", ASCEND),
+        ]
+        for read in ("validate", "to_dict", "length_per_key")
+    ],
+    (at([0, 1, 2, 1, 2, 3, 3]).validate, InputError, "lengths[2]=", "-1 of key 'b', sample 0", ASCEND),
+    (SHORT.to_dense, InputError, "offsets[-1]=", "2 of 3 values", SUM),
+    (SHORT.validate, InputError, "offsets[-1]=", "2 of 3 values", SUM),
+    (lambda: KJT.concat([BOTH, WEIGHTED]), InputError, "weights:", "{0: False, 1: True}", "that agree"),
+    (lambda: KJT.concat([BOTH, OTHER]), InputError, "kjt_list:", "samples, {", AGREE),
+    (lambda: KJT.concat([BOTH, BOTH]), InputError, "keys=", "'f1' occurs 2 times", ONCE),
+    (lambda: KJT.concat([UNEVEN]), InputError, "kjt_list:", "numbers of bags", "with one bag a sample"),
+    (lambda: KJT.concat([]), InputError, "kjt_list=", "[]", "give at least one"),
+    (lambda: KJT.from_jt_dict({"a": BOTH["f1"], "b": OTHER["o"]}), InputError, "jt_dict:", "{'a': 3, 'b': 1}", AGREE),
+    (lambda: KJT.from_jt_dict({}), InputError, "jt_dict=", "{}", "use KeyedJaggedTensor.empty"),
+    (lambda: BOTH.split([1]), InputError, "segments=", "[1]", "whose sum is 2"),
+    (lambda: BOTH.split([3, -1]), InputError, "segments=", "[3, -1]", "whose sum is 2"),
+    (lambda: BOTH.permute([1, 1]), InputError, "keys=", "'f2' occurs 2 times", ONCE),
+    (BOTH.weights, InputError, "KeyedJaggedTensor", "has no weights", "give weights="),
+    (lambda: BOTH["f1"].to_padded_dense(-1), InputError, "desired_length=", "-1", "give an integer from 0 on"),
+    (lambda: BOTH["f1"].to_padded_dense(2, 0.5), InputError, "padding_value=", "0.5", "give a whole number"),
+    (lambda: JaggedTensor.from_dense([]), InputError, "values=", "[]", "use JaggedTensor.empty"),
+    (lambda: JaggedTensor.from_dense([THREE], [torch.ones(2)]), InputError, "weights:", "", "give a list of tensors"),
+    (lambda: KJT.from_nested([THREE]), InputError, "values:", "got a list", "give a dict of one nested"),
+    (lambda: BOTH["nobody"], KeyError, "key", "'nobody'", "there are f1, f2"),
+    (lambda: KEYED[0]["nobody"], KeyError, "key", "'nobody'", "there are f1, f2"),
+    (lambda: BOTH.to(torch.float16), TypeError, "device", "", ""),
+    (lambda: KT.regroup(KEYED, [["f1", "zz"]]), KeyError, "groups:", "'zz'", "they have f1, f2, f3"),
+    (lambda: KT.regroup([*KEYED, KEYED[0]], [["f1"]]), InputError, "keyed_tensors:", "['f1', 'f2']", ONCE),
+    (lambda: KT.regroup([], [["f1"]]), InputError, "keyed_tensors=", "[]", "give one KeyedTensor or more"),
+    (lambda: KT.regroup([KEYED[0], FEW], [["f1", "f3"]]), InputError, "keyed_tensors", "[5, 2]", "of one batch"),
+    (lambda: KT.regroup_as_dict(KEYED, GROUPS, ["a"]), InputError, "keys=", "['a']", "give one for each of 4 groups"),
+    (lambda: KT.regroup_as_dict(KEYED, GROUPS[:2], ["a", "a"]), InputError, "keys=", "'a' occurs 2", ONCE),
+    (lambda: KT.from_tensor_list([], []), InputError, "tensors:", "", "give one tensor [batch, length]"),
+    (lambda: permute([[0, 0, 0, 0, 2, 0], [0, 0, 2, 3, 2, 0]], 5), InputError, "permutes:", "columns 2 to 3 of", FILL),
+    (lambda: permute([[0, 0, 0, 0, 2, 0], [0, 0, 2, 1, 2, 0]], 4), InputError, "permutes:", "columns 2 to 1 of", FILL),
+    (lambda: permute([[0, 0, 0, 0, 2, 0]]), InputError, "permutes:", "2 columns of output 0", "that fill it"),
+    (lambda: permute([[0, 0, 4, 0, 3, 0]]), InputError, "permutes:", "columns 0 to 7", "give columns from 0 to 6"),
+    (lambda: permute([[0, 0, -1, 0, 3, 0]]), InputError, "permutes:", "columns -1 to 6", "give columns from 0 to 6"),
+    (lambda: permute([[0, 0, 0, 0, 3, 0], [0, 1, 0, 0, 3, 0]]), InputError, "permutes:", "[0, 1, 0, 0, 3, 0]", MOVES),
+    (lambda: permute([[-1, 0, 0, 0, 3, 0]]), InputError, "permutes:", "[-1, 0, 0, 0, 3, 0]", MOVES),
+    (lambda: permute([[1, 0, 0, 0, 3, 0]]), InputError, "permutes:", "[1, 0, 0, 0, 3, 0]", MOVES),
+    (lambda: permute([[0, 0, 0, 0, 3, 0]], in_width=5), InputError, "in_lengths", "", "give the widths of values"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", CONSTRUCTORS + METHODS)
+def test_parts_that_do_not_fit_are_refused(refusal: Refusal) -> None:
+    check_refusal(refusal)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -124,26 +159,21 @@ def test_nested_tensors_of_other_kinds_are_refused_with_the_remedy() -> None:
     gaps = torch.nested.narrow(torch.arange(12).view(3, 4), 1, starts, lengths, layout=torch.jagged)
     jagged = torch.nested.nested_tensor(bags, layout=torch.jagged)
     other = torch.nested.nested_tensor(bags[:1], layout=torch.jagged)
-    assert "layout=torch.jagged" in raised(lambda: JaggedTensor.from_nested(torch.nested.nested_tensor(bags)))
-    assert "layout=torch.jagged" in raised(lambda: JaggedTensor.from_nested(torch.arange(3)))
-    assert "values.contiguous()" in raised(lambda: JaggedTensor.from_nested(gaps))
+    strided = torch.nested.nested_tensor(bags)
+    refusals: list[Refusal] = [
+        (lambda: JaggedTensor.from_nested(strided), InputError, "values:", "", "layout=torch.jagged"),
+        (lambda: JaggedTensor.from_nested(torch.arange(3)), InputError, "values:", "", "layout=torch.jagged"),
+        (lambda: JaggedTensor.from_nested(gaps), InputError, "values:", "has gaps", "give values.contiguous()"),
+        (
+            lambda: JaggedTensor(jagged, lengths=torch.tensor([3, 2])),
+            InputError, "values:", "a nested tensor", "to from_nested",
+        ),
+        (lambda: JaggedTensor.from_nested(jagged, other), InputError, "weights:", "a tensor [3]", "give a tensor [5]"),
+        (
+            lambda: KeyedJaggedTensor.from_nested({"a": jagged}, {"b": jagged}),
+            InputError, "weights", "['b']", "give weights for each key",
+        ),
+    ]  # fmt: skip
+    for refusal in refusals:
+        check_refusal(refusal)
     assert JaggedTensor.from_nested(gaps.contiguous()).values().tolist() == [0, 1, 5, 6, 10]
-    assert "from_nested" in raised(lambda: JaggedTensor(jagged, lengths=torch.tensor([3, 2])))
-    assert "weights: a tensor [3]" in raised(lambda: JaggedTensor.from_nested(jagged, other))
-    assert "each key" in raised(lambda: KeyedJaggedTensor.from_nested({"a": jagged}, {"b": jagged}))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"keys": ["a", "a"]}, "'a' is there 2 times"),
-        ({"length_per_key": [3]}, "length_per_key=[3]"),
-        ({"length_per_key": [4, -1]}, "length_per_key=[4, -1]"),
-        ({"length_per_key": [1, 1]}, "values: [5, 3]; give a tensor [batch, 2]"),
-        ({"values": torch.ones(3)}, "values: [3]"),
-        ({"values": None}, "values: NoneType"),
-    ],
-)
-def test_a_keyed_tensor_of_parts_that_do_not_fit_is_refused(change: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {"keys": ["a", "b"], "length_per_key": [1, 2], "values": torch.ones(5, 3), **change}
-    assert said in raised(lambda: KeyedTensor(**given))

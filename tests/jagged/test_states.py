@@ -43,11 +43,11 @@ def test_a_collection_comes_back_whole(tmp_path: Path, kind: str) -> None:
     first = collection(kind, tmp_path)
     optimizer = EagerOptimizer(torch.optim.Adagrad(first.parameters(), lr=0.5), first)
     steps(first, optimizer, range(5))
-    held = copy.deepcopy(first.state_dict())
+    state = copy.deepcopy(first.state_dict())
     expected = steps(first, optimizer, range(5, 10))
     first.close()
     again = collection(kind, tmp_path)
-    again.load_state_dict(held)
+    again.load_state_dict(state)
     optimizer = EagerOptimizer(torch.optim.Adagrad(again.parameters(), lr=0.5), again)
     assert steps(again, optimizer, range(5, 10)) == expected
 
@@ -56,9 +56,9 @@ def test_rows_of_a_collection_that_a_state_lacks_stay_if_they_are_to(tmp_path: P
     bags = collection("host", tmp_path)
     optimizer = EagerOptimizer(torch.optim.Adagrad(bags.parameters(), lr=0.5), bags)
     steps(bags, optimizer, range(2))
-    held = bags.state_dict()
-    lacking = {name: value for name, value in held.items() if "8" not in name}
-    for end in bags.keep_rows, lambda: bags.load_state_dict(held):
+    state = bags.state_dict()
+    lacking = {name: value for name, value in state.items() if "8" not in name}
+    for end in bags.keep_rows, lambda: bags.load_state_dict(state):
         with pytest.raises(RuntimeError, match="Missing key"):
             bags.load_state_dict(lacking)
         with pytest.raises(SnapshotError, match="names none"):
@@ -90,19 +90,19 @@ def passes(made: Any, seeds: range) -> list[float]:
 def test_a_table_batched_embedding_comes_back_whole(tmp_path: Path, kind: str) -> None:
     first = batched(kind, tmp_path)
     passes(first, range(5))
-    held = copy.deepcopy(first.state_dict())
+    state = copy.deepcopy(first.state_dict())
     expected = passes(first, range(5, 10))
     first.close()
     again = batched(kind, tmp_path)
-    again.load_state_dict(held)
+    again.load_state_dict(state)
     assert passes(again, range(5, 10)) == expected
 
 
-def test_a_save_that_is_asked_for_amid_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
+def test_a_save_during_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
     """Two embeddings are updated one after the other; a save of another process comes in between."""
     made = batched("host folder", tmp_path)
     passes(made, range(2))
-    parts = [embedding for _, embedding in made.each()]
+    parts = list(made.each())
     stores, pins = [tmp_path / part.name for part in parts], list[str]()
     saved: list[Any] = []
     asking = Thread(target=lambda: saved.append(request_save(stores[0], "now", "full", None, 60, False, stores)))

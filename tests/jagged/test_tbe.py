@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import tierbed
 from support.tbe import MAP, TABLES, batch, fill, ours
 from tierbed import Graph
-from tierbed.engine.errors import ClosedError, GraphError, InputError, OptionError
+from tierbed.engine.errors import ClosedError, GraphError, InputError
 from tierbed.engine.table.table import PinnedBatch
 from tierbed.jagged import (
     CacheAlgorithm,
@@ -275,8 +275,6 @@ def test_rows_begin_uniform_without_being_written():
     tbe.init_embedding_weights_uniform(2, 3)  # rows were looked at
     assert tbe.embedding_of(1).size() == 80
     assert all(float(rows.min()) >= 2 for rows in tbe.split_embedding_weights())
-    with pytest.raises(OptionError, match=r"low=1.0 > high=0.0"):
-        tbe.init_embedding_weights_uniform(1, 0)
 
 
 @pytest.mark.parametrize(("optimizer", "shape"), [(ROWWISE, (4,)), (OptimType.EXACT_ADAGRAD, (4, 1)), (ADAM, (4, 1))])
@@ -287,21 +285,12 @@ def test_a_dim_of_one_is_a_table_as_any(optimizer, shape):
     assert tuple(tbe.split_embedding_weights()[0].shape) == (4, 1)
 
 
-def test_hyper_parameters_are_set_by_name_or_refused():
+def test_hyper_parameters_are_set_by_name():
     tbe = one()
     tbe.set_learning_rate(0.5)
     assert tbe.get_learning_rate() == 0.5
     tbe(IDS, OFFSETS).sum().backward()
     torch.testing.assert_close(tbe.split_embedding_weights()[0][0], torch.tensor([-0.5, -0.4, -0.3]))
-    for wrong in ({"lr": 0.1, "lower_bound": 1.0}, {"eps": 0.1}, {"lr": -1}, {"lr": None}):
-        with pytest.raises(OptionError, match=f"{list(wrong)[-1]}="):
-            tbe.update_hyper_parameters(wrong)
-    assert tbe.get_learning_rate() == 0.5
-    with pytest.raises(OptionError, match="step=-1"):
-        tbe.set_optimizer_step(-1)
-    undecayed = one(optimizer=ROWWISE)
-    with pytest.raises(OptionError, match=r"weight_decay=0\.5: with weight_decay_mode"):
-        undecayed.update_hyper_parameters({"weight_decay": 0.5})
 
 
 def test_rows_on_ssd_are_there_after_a_restart(tmp_path):

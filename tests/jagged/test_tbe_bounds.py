@@ -15,7 +15,7 @@ OFFSETS = torch.tensor([0, 2, 4, 5, 7])
 GOOD, GOOD_OFFSETS = torch.tensor([1, 3, 2, 8]), torch.tensor([0, 1, 2, 3, 4])
 
 
-def made(mode: BoundsCheckMode, **options):
+def bounded(mode: BoundsCheckMode, **options):
     options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, **options}
     tbe = ours(TABLES, [0, 1], bounds_check_mode=mode, table_names=["user", "item"], **options)
     torch.manual_seed(0)
@@ -25,7 +25,7 @@ def made(mode: BoundsCheckMode, **options):
 
 @pytest.mark.parametrize("mode", [BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL])
 def test_fatal_raises_before_any_row_changed(mode):
-    tbe = made(mode)
+    tbe = bounded(mode)
     before = tbe.split_embedding_weights()
     with pytest.raises(InputError, match="user"):
         tbe(BAD, OFFSETS)
@@ -37,7 +37,7 @@ def test_fatal_raises_before_any_row_changed(mode):
 @pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.V2_IGNORE])
 def test_dropped_indices_are_like_none(mode, pooling, caplog):
     """FBGEMM reads and trains row 0 in their place."""
-    tbe, other = made(mode, pooling_mode=pooling), made(mode, pooling_mode=pooling)
+    tbe, other = bounded(mode, pooling_mode=pooling), bounded(mode, pooling_mode=pooling)
     for _ in range(3):
         output, wanted = tbe(BAD, OFFSETS), other(GOOD, GOOD_OFFSETS)
         assert torch.equal(output, wanted)
@@ -53,7 +53,7 @@ def test_dropped_indices_are_like_none(mode, pooling, caplog):
 
 @pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.FATAL])
 def test_without_pooling_a_dropped_index_is_a_row_of_zeros(mode):
-    tbe = made(mode, pooling_mode=PoolingMode.NONE)
+    tbe = bounded(mode, pooling_mode=PoolingMode.NONE)
     if mode is BoundsCheckMode.FATAL:
         with pytest.raises(InputError, match="user"):
             tbe(BAD, OFFSETS)
@@ -65,7 +65,7 @@ def test_without_pooling_a_dropped_index_is_a_row_of_zeros(mode):
 
 
 def test_unchecked_indices_are_rows():
-    tbe = made(BoundsCheckMode.NONE, learning_rate=1.0)
+    tbe = bounded(BoundsCheckMode.NONE, learning_rate=1.0)
     before = tbe.split_embedding_weights()
     output = tbe(BAD, OFFSETS)
     output.sum().backward()

@@ -15,7 +15,7 @@ TABLES = [(200, 8), (30, 4), (90, 8)]
 PLACES = [EmbeddingLocation.DEVICE, EmbeddingLocation.MANAGED_CACHING, EmbeddingLocation.HOST, None]
 
 
-def made(place: torch.device, location: EmbeddingLocation | None, path, **options) -> TableBatchedEmbeddingBags:
+def tbe_at(place: torch.device, location: EmbeddingLocation | None, path, **options) -> TableBatchedEmbeddingBags:
     compute = ComputeDevice[place.type.upper()]
     if location is None:
         options["store_options"] = tierbed.make_cached_ssd_store_options(0.2, path, shards=2)
@@ -28,7 +28,7 @@ def made(place: torch.device, location: EmbeddingLocation | None, path, **option
 def trained(place: torch.device, location: EmbeddingLocation | None, path) -> list[torch.Tensor]:
     torch.manual_seed(0)
     results = []
-    with made(place, location, path) as tbe:
+    with tbe_at(place, location, path) as tbe:
         tbe.init_embedding_weights_uniform(-1, 1)
         batches = [batch(TABLES, MAP, [6] * len(MAP), weighted=True) for _ in range(6)]
         for number, (indices, offsets, weights) in enumerate(batches):
@@ -56,7 +56,7 @@ def test_a_run_has_the_bits_of_the_cpu(device, location, tmp_path):
 def test_fatal_is_raised_at_the_latest_by_the_next_call_that_waits(device, tmp_path):
     with tables_on(device) as place:
         options = {"bounds_check_mode": BoundsCheckMode.FATAL}
-        with made(place, EmbeddingLocation.DEVICE, tmp_path, **options) as tbe:
+        with tbe_at(place, EmbeddingLocation.DEVICE, tmp_path, **options) as tbe:
             before = tbe.split_embedding_weights()
             indices, offsets = torch.tensor([1, 2, 3, 30, 4], device=place), torch.arange(6, device=place)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from support.tbe import fill, ours
 from tierbed.engine.errors import OptionError
 from tierbed.engine.optim import LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB
-from tierbed.jagged import OptimType, TableBatchedEmbeddingBags, WeightDecayMode
+from tierbed.jagged import OptimType, TableBatchedEmbeddingBags
 
 IDS, OFFSETS = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 3, 4])
 ROWS, DIM = 4, 3
@@ -67,23 +67,6 @@ def test_a_row_is_scaled_to_the_largest_norm_that_it_may_have():
     assert (scale < 1).any()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_norm": -1.0}, r"max_norm=-1.0: give a positive number"),
-        ({"max_norm": "x"}, "max_norm='x'"),
-        ({"momentum": 0.5}, r"momentum=0.5: OptimType.EXACT_SGD has no momentum"),
-        ({"optimizer": OptimType.LAMB, "eta": 0.5}, r"eta=0.5: OptimType.LAMB has no eta"),
-        ({"optimizer": OptimType.LARS_SGD, "eta": -0.5}, r"LARS_SGD: param group: eta=-0.5"),
-        ({"optimizer": OptimType.LAMB, "beta1": 1.0}, r"LAMB: param group: betas=\(1.0, 0.999\)"),
-        ({"optimizer": OptimType.LAMB, "weight_decay_mode": WeightDecayMode.L2}, "OptimType.LAMB has WeightDecayMode"),
-    ],
-)
-def test_wrong_numbers_are_refused_by_name(options, said):
-    with pytest.raises(OptionError, match=said):
-        one(**options)
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_uniform_rows_beyond_the_largest_number_are_refused(used):
     tbe = one(weights_precision="fp16")
@@ -105,8 +88,3 @@ def test_rows_of_16_bits_are_trained_by_chance_and_copied_exactly(precision, dty
     wanted = before - torch.tensor([[0.1], [0.2], [0.1], [0.0]])
     assert torch.equal(after, after.to(dtype).float())
     torch.testing.assert_close(after, wanted, rtol=0, atol=float(torch.finfo(dtype).eps))
-
-
-def test_a_precision_that_rows_cannot_have_is_refused():
-    with pytest.raises(OptionError, match=r"weights_precision='int8': give torch\.float32"):
-        one(weights_precision="int8")

@@ -23,7 +23,7 @@ from tierbed.jagged import (
     WeightDecayMode,
 )
 from tierbed.jagged.tbe.call_arguments import CALL, CONSTRUCTOR
-from tierbed.jagged.tbe.enums import taken, taken_dtype
+from tierbed.jagged.tbe.enums import parse_dtype, parse_enum
 
 ENUMS = [
     BoundsCheckMode,
@@ -56,7 +56,7 @@ def plain(value):
 def test_enums_have_fbgemms_names_and_values_and_take_its_members(kind):
     assert {one.name: one.value for one in kind} == {one.name: one.value for one in fbgemms(kind)}
     for member in kind:
-        assert taken(kind, fbgemms(kind)(member.value), "it") is taken(kind, member.value, "it") is member
+        assert parse_enum(kind, fbgemms(kind)(member.value), "it") is parse_enum(kind, member.value, "it") is member
 
 
 @pytest.mark.parametrize("given", [PoolingMode.SUM, True, "SUM", 77, None])
@@ -83,7 +83,7 @@ def test_defaults_are_fbgemms():
     defaults = {name: one.default for name, one in mine.items()} | {name: was for name, (was, _) in CONSTRUCTOR.items()}
     for name, one in peer.items():
         if name == "weights_precision":
-            assert taken_dtype(one.default) == defaults[name]
+            assert parse_dtype(one.default) == defaults[name]
         elif name != "output_dtype":
             assert plain(defaults[name]) == plain(one.default), name
 
@@ -144,7 +144,7 @@ ROWWISE = OptimType.EXACT_ROWWISE_ADAGRAD
         ({"weight_decay_mode": WeightDecayMode.DECOUPLE}, "WeightDecayMode.DECOUPLE: OptimType.EXACT_SGD has"),
         ({"learning_rate": -1.0}, "optimizer=OptimType.EXACT_SGD: Invalid learning rate"),
         ({"learning_rate": "fast"}, "learning_rate='fast': give a number"),
-        ({"max_gradient": 0.5}, "max_gradient=0.5: gradients are clamped with gradient_clipping=True"),
+        ({"max_gradient": 0.5}, "max_gradient=0.5: nothing is clamped; give gradient_clipping=True"),
         ({"max_gradient": -1, "gradient_clipping": True}, "max_gradient=-1"),
         ({"gradient_clipping": 1}, "gradient_clipping=1"),
         ({"cache_load_factor": 0.5}, "cache_load_factor=0.5: no table is in EmbeddingLocation.MANAGED_CACHING"),
@@ -152,7 +152,7 @@ ROWWISE = OptimType.EXACT_ROWWISE_ADAGRAD
         ({"cache_algorithm": CacheAlgorithm.LFU}, "cache_algorithm=CacheAlgorithm.LFU: no table"),
         (
             {"cache_algorithm": CacheAlgorithm.LFU, "store_options": make_host_mem_store_options()},
-            "store_options stands in the place of all locations",
+            "store_options replace all locations",
         ),
         ({"table_names": ["one"]}, "table_names="),
         ({"table_names": ["one", "one"]}, "both have name='one'"),
@@ -242,15 +242,15 @@ def test_without_a_gpu_its_tables_are_looked_up_on_the_cpu(caplog):
         ((torch.tensor([1.0, 2.0]), torch.tensor([0, 1, 2])), r"indices of 'tbe': got torch.float32 \(2,\)"),
         ((torch.tensor([[1, 2]]), torch.tensor([0, 1, 2])), "indices of 'tbe'"),
         ((torch.tensor([1, 2]), torch.tensor([0.0, 2.0])), "offsets of 'tbe'"),
-        ((torch.tensor([1, 2]), torch.tensor([0, 2])), "offsets of 'tbe': 2 of them; give features"),
-        ((torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)), "offsets of 'tbe': 0 of them"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 2])), "offsets of 'tbe': got 2; give features"),
+        ((torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)), "offsets of 'tbe': got 0; give features"),
         ((torch.tensor([1, 2]), torch.tensor([0, 1, 1])), "offsets of"),
         ((torch.tensor([1, 2]), torch.tensor([0, 2, 1])), "offsets of"),
         ((torch.tensor([1, 2]), torch.tensor([1, 1, 2])), "offsets of"),
         ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), torch.ones(3)), "per_sample_weights of 'tbe'"),
         ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, torch.ones(2)), "batch_size_per_feature_per_rank of"),
-        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [2]]), "3 bags, and offsets make 2"),
-        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [0, 1]]), "as many batch sizes as"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [2]]), "3 bags, and offsets have 2"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [0, 1]]), "one batch size for each rank"),
         ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [1.5]]), "whole numbers"),
     ],
 )

@@ -72,7 +72,7 @@ def fill(other: Any, ours: TableCollection) -> None:
     tables = other.embedding_bags if hasattr(other, "embedding_bags") else other.embeddings
     for config in ours.configs:
         ids = torch.arange(config.num_embeddings)
-        tables[config.name].weight.data = ours.embedding_of(config.name).get(ids, ours.place_of(config.name)[1])
+        tables[config.name].weight.data = ours.embedding_of(config.name).get(ids, config.name)
 
 
 def check_rows(ours: TableCollection, other: Any) -> None:
@@ -81,7 +81,7 @@ def check_rows(ours: TableCollection, other: Any) -> None:
     for config in ours.configs:
         weight = tables[config.name].weight.detach()
         ids = torch.arange(config.num_embeddings)
-        now = ours.embedding_of(config.name).get(ids, ours.place_of(config.name)[1])
+        now = ours.embedding_of(config.name).get(ids, config.name)
         grad = tables[config.name].weight.grad
         grad = torch.zeros_like(weight) if grad is None else grad.to_dense()
         largest = max(float(grad.abs().max()), float(weight.abs().max()))
@@ -182,7 +182,7 @@ def test_a_mean_with_weights_has_the_gradients_of_plain_torch(case: Drawn, mean:
         leaf = case.batch.weights.clone().requires_grad_()
         rows = {
             config.name: ours.embedding_of(config.name)
-            .get(torch.arange(config.num_embeddings), ours.place_of(config.name)[1])
+            .get(torch.arange(config.num_embeddings), ours.table_location(config.name)[1])
             .requires_grad_()
             for config in tables
         }
@@ -211,7 +211,9 @@ def test_a_mean_with_weights_has_the_gradients_of_plain_torch(case: Drawn, mean:
         for config in tables:
             grad = rows[config.name].grad
             expected_rows = rows[config.name].detach() - (0 if grad is None else grad)
-            now = ours.embedding_of(config.name).get(torch.arange(config.num_embeddings), ours.place_of(config.name)[1])
+            now = ours.embedding_of(config.name).get(
+                torch.arange(config.num_embeddings), ours.table_location(config.name)[1]
+            )
             largest = max(1.0, float(expected_rows.abs().max()))
             torch.testing.assert_close(now, expected_rows, rtol=0, atol=2e-6 * largest)
 

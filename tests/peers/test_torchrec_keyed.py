@@ -78,7 +78,7 @@ def test_the_moves_of_groups_are_those_of_the_seed_and_of_fbgemm() -> None:
         assert torch.equal(one, other)
     with pytest.raises(KeyError, match="nobody"):
         multi_remap_to_groups(KEYS, LENGTHS, [["nobody"]])
-    with pytest.raises(InputError, match="'f6' is there 2 times"):
+    with pytest.raises(InputError, match="'f6' occurs 2 times"):
         multi_remap_to_groups([*KEYS, ["f6"]], [*LENGTHS, [8]], GROUPS)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.places import TESTS, environment
-from support.warm_server import LONGEST, command
+from support.warm_server import MAX_BYTES, command
 
 SERVER, SHIMMED = "TIERBED_TESTS_SERVER", "TIERBED_TESTS_SHIMMED"  # environment variables with addresses
 SHIMS = [TESTS / "support" / "failing_io.cpp", TESTS / "crash" / "crash_io.cpp"]  # idle until a child calls them
@@ -116,7 +116,7 @@ class Child:
         self.close()
 
     def _hear(self) -> int:
-        heard = self._server.recv(LONGEST)
+        heard = self._server.recv(MAX_BYTES)
         assert heard, "the server of warm processes ended"
         return int(heard)
 

@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from support.places import TESTS
 
-MAX_SECONDS = 1 << 16  # message
+MAX_BYTES = 1 << 16  # of a message
 LONG = [
     "tierbed.engine.optim.adagrad",
     "tierbed.engine.optim.sgd",
@@ -149,7 +149,7 @@ class _Loop:
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         message, files = b"", []
         if user == os.getuid():
-            message, files, *_ = socket.recv_fds(connection, MAX_SECONDS, 16, socket.MSG_CMSG_CLOEXEC)
+            message, files, *_ = socket.recv_fds(connection, MAX_BYTES, 16, socket.MSG_CMSG_CLOEXEC)
         if not message:
             connection.close()
             return ()
