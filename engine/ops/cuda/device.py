@@ -90,9 +90,10 @@ class _Call:
         self.function = function
         sizes = [-(-argument.nbytes // 8) * 8 for argument in arguments]  # each begins at a multiple of 8
         self._format = Struct("".join(f"{size}s" for size in sizes))
-        self._values = np.empty(self._format.size, np.uint8)
+        values = np.empty(self._format.size, np.uint8)
+        self._values = values.data
         begins = np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
-        self.addresses = begins + np.uint64(self._values.ctypes.data)
+        self.addresses = begins + np.uint64(values.ctypes.data)
 
     def write(self, arguments: Sequence[np.generic | np.ndarray]) -> None:
         self._format.pack_into(self._values, 0, *[argument.tobytes() for argument in arguments])
