@@ -128,6 +128,24 @@ def test_without_eps_a_gradient_of_zero_makes_no_nan(device: Device, rule: str) 
 
 
 @on_devices
+@pytest.mark.parametrize("rule", ["adam", "catch_up_adam", "partial_rowwise_lamb", "rowwise_adagrad", "sgd"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("types", ROWS, ids="-".join)
+@rotated("types")
+def test_lanes_of_several_columns(device: Device, dim: int, rule: str, types: tuple[str, str]) -> None:
+    rng = np.random.default_rng(dim)
+    kernel = RULES[rule]
+    both = both_of(device, kernel, dim, types)
+    hyper = random_hyper(kernel, rng, [0.0, 0.0])
+    for step in (1, 2, 9):
+        keys = [7] * 700 + random_keys(rng, 60)  # more of one row than a block of a sum has room for
+        both.pin([(keys, None, None)])
+        grads = rng.standard_normal((760, dim), np.float32)
+        both.update(kernel, [grads], [False], [None], hyper, step)
+        both.check()
+
+
+@on_devices
 @pytest.mark.parametrize("dim", [1, 5, 64, 130])
 def test_dims(device: Device, dim: int) -> None:
     rng = np.random.default_rng(dim)

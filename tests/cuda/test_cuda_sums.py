@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.cells import rotated
 from support.cuda_tables import on_devices
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.optim.row_state import RowState
@@ -49,6 +50,11 @@ def moved(lookup: Lookup, device: torch.device) -> Lookup:
     return Lookup(*parts, lookup.pooling, lookup.places)  # type: ignore[arg-type]
 
 
+def misaligned(grad: Tensor, device: torch.device) -> Tensor:
+    """It begins one number behind where memory does."""
+    return torch.cat([grad.new_zeros(1), grad.flatten()]).to(device)[1:].view(grad.shape)
+
+
 class Both:
     """The same lookups on the host and on a device, whose batches number their rows differently."""
 
@@ -70,22 +76,24 @@ class Both:
 
 
 @on_devices
+@pytest.mark.parametrize("dim", [DIM, 64, 128])  # a lane takes one column, two and four
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_of_rows(device: Device, dtype: torch.dtype) -> None:
+@rotated("dim")
+def test_sums_of_rows(device: Device, dtype: torch.dtype, dim: int) -> None:
     given, weights = lookups()
-    both = Both(device, given)
+    both = Both(device, given, dim)
     generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn((*lookup.shape, DIM), generator=generator).to(dtype) for lookup in given]
+    grads = [torch.randn((*lookup.shape, dim), generator=generator).to(dtype) for lookup in given]
     here = Gradients(given, grads, weights, dtype)
     wanted = both.here.sum_gradients(both.host, here)[both.from_host]
     scales = [None if w is None else w.to(both.device) for w in weights]
-    there = Gradients(both.there_given, [grad.to(both.device) for grad in grads], scales, dtype)
+    there = Gradients(both.there_given, [misaligned(grad, both.device) for grad in grads], scales, dtype)
     assert torch.equal(both.there.sum_gradients(both.batch, there).cpu(), wanted)
     rows = len(wanted)
     squares = both.here.square_gradients(both.host, here)[both.from_host]
     assert torch.equal(both.there.square_gradients(both.batch, there)[:rows].cpu(), squares)
     places = np.random.default_rng(0).permutation(rows + 5)[:rows]
-    out = torch.full((rows + 5, DIM), 7.0, device=both.device)
+    out = torch.full((rows + 5, dim), 7.0, device=both.device)
     assert both.there.sum_gradients(both.batch, there, places, out) is out
     assert torch.equal(out.cpu()[places], wanted)
     assert (np.delete(out.cpu().numpy(), places, 0) == 7).all()

@@ -96,6 +96,8 @@ class Step(tierbed.Graph):
 
 def in_a_loop(store: Any, place: torch.device | str = "cpu") -> Iterator[Any]:
     model = Model(store).to(place)
+    # a GPU's products of matrices have other bits
+    model.layer.cpu().register_forward_pre_hook(lambda _, given: (given[0].cpu(),))
     rows = [*model.bags.parameters(), *model.rows.parameters()]
     optimizer = EagerOptimizer(tierbed.optim.RowWiseAdagrad(rows, lr=0.1), model)
     dense = torch.optim.SGD([*model.positions.parameters(), *model.layer.parameters()], lr=0.01)

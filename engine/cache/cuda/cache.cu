@@ -66,7 +66,7 @@ extern "C" __global__ void place_rows(const u64* hashes, const u32* count, u64 n
 // row comes up. asked [tables, 2]: hits and misses.
 extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy, const u64* hashes, const u32* tables,
                                       const u32* places, const i64* order, u64 n, Admission all, u64* counts,
-                                      u64* asked, const u32* faults) {
+                                      Counters asked, const u32* faults) {
     const u32 parts = parts_of_set(cache.sets);
     const bool open = *faults == 0;
     Counts counted;

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..._core import GROUP, WAY_BYTES, WAYS
 from ...errors import StoreError
 from ...ops.cuda.batch import Batch, Faults, lines_among, one_row, rows_of
+from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import Argument, Device, Event, launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
@@ -212,7 +213,7 @@ class Cache:
         self._ways = torch.zeros(sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._memory = torch.empty(sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self.asked = torch.zeros((layout.tables, 2), dtype=torch.int64, device=device)  # hits and misses of `admit`
+        self.asked = HitCounters(layout)  # of `admit`
         self.now = 0  # the number of the latest batch
 
     def admit(self, batch: Batch, over: int) -> Admission:
@@ -237,7 +238,7 @@ class Cache:
         self._run(
             "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(over),
             np.uint32(self._policy), batch.hashes, batch.tables, ordered, order, n, admission.by_value(), self._counts,
-            self.asked, batch.faults,
+            self.asked.struct, batch.faults,
         )  # fmt: skip
         return admission
 
@@ -318,7 +319,7 @@ class Cache:
     @property
     def counts(self) -> dict[str, int]:
         """Hits, misses and COUNTS; waits for the device."""
-        hits, misses = self.asked.sum(0).tolist()
+        hits, misses = self.asked.total().sum(0).tolist()
         return {"hits": hits, "misses": misses, **dict(zip(COUNTS, self._counts.tolist(), strict=True))}
 
     def metrics(self) -> dict[str, float]:

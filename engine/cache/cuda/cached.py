@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops.cuda.batch import Batch, Faults, keys_of
+from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
@@ -31,7 +32,7 @@ class CachedStore:
         self._program = layout.program("cache/cuda/cache.cu")
         self._down, self._up = Staging(layout), Staging(layout)  # memory that rows pass on their way down, and up
         self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
-        self._reads = torch.zeros_like(cache.asked)  # hits and misses of `peek`
+        self._reads = HitCounters(layout)  # of `peek`
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._written: WrittenBelow | None = None
 
@@ -84,7 +85,7 @@ class CachedStore:
             if error := self._faults.take(fault):
                 raise error
             places = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
-            self._reads += torch.bincount(places, minlength=self._reads.numel()).view_as(self._reads)
+            self._reads.add(torch.bincount(places, minlength=2 * self._layout.tables).view(-1, 2))
             copy_present(batch, self._layout)
             self._place(batch, ranks, missing)
             self._up.fill(batch, absent, ranks, self._read_below(missing, touch=False))
@@ -129,7 +130,7 @@ class CachedStore:
 
     def asked(self) -> HitCounts:
         with self._window.turn():
-            asked: HitCounts = (self._cache.asked + self._reads).cpu().numpy()
+            asked: HitCounts = (self._cache.asked.total() + self._reads.total()).cpu().numpy()
             return asked
 
     def _bring_up(self, batch: Batch, over: int, room: CapacityLimit | None, ahead: bool) -> Admission | None:

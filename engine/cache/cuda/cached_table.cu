@@ -43,7 +43,8 @@ extern "C" __global__ void bring_down(Slot* slots, u32 mask, LineSegments memory
 // lines [n]: where each of the first `count` rows is below -> where it is used, with the row there. A row without a
 // slot is used below; one without a place there, `nowhere`, stays so. asked [tables, 2]: misses.
 extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashes, const u32* tables, const u32* count,
-                                    u64* lines, u64 nowhere, InitialRow initial, u64* counts, u64* asked) {
+                                    u64* lines, u64 nowhere, InitialRow initial, u64* counts,
+                                    Counters asked) {
     Counts counted;
     Tally rows(asked);
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
@@ -72,7 +73,7 @@ extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashe
 // asked [tables, 2]: hits and misses.
 extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, LineSegments memory, const u64* hashes,
                                        const u32* tables, const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
-                                       u64* asked) {
+                                       Counters asked) {
     Counts counted;
     Tally rows(asked);
     for_each_item<GROUP>(n, [&](Tile tile, u64 i) {

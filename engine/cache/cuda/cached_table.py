@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._core import GROUP
 from ...ops.cuda.batch import NO_ROOM, Batch, Faults
+from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
@@ -36,7 +37,7 @@ class CachedTable:
         self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
         # rows that the table below had and had not, rows that went down, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._asked = torch.zeros_like(cache.asked)  # [tables, 2]: hits of lookups that only read, and all misses
+        self._asked = HitCounters(layout)  # hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that got their line below ahead
 
     def announce(self, batch: Batch) -> None:
@@ -66,7 +67,8 @@ class CachedTable:
             absent = batch.empty(torch.int32)
             self._run(
                 "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
-                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts, self._asked,
+                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts,
+                self._asked.struct,
             )  # fmt: skip
             copy_present(batch, self._layout)
             initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))
@@ -117,8 +119,8 @@ class CachedTable:
 
     def asked(self) -> HitCounts:
         with self._window.turn():
-            counts = self._asked.clone()
-            counts[:, 0] += self._cache.asked[:, 0]
+            counts = self._asked.total()
+            counts[:, 0] += self._cache.asked.total()[:, 0]
             asked: HitCounts = counts.cpu().numpy()
             return asked
 
@@ -143,7 +145,7 @@ class CachedTable:
         self._run("bring_down", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)
         self._run(
             "bring_up", batch.size, self._lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
-            table.nowhere, self._layout.initial, self._counts, self._asked,
+            table.nowhere, self._layout.initial, self._counts, self._asked.struct,
         )  # fmt: skip
         return admission
 

@@ -278,7 +278,8 @@ class Batch:
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor [size], of at least one element."""
-        return torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)[: self.size]
+        memory = torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)
+        return memory if self.size else memory[:0]
 
     def _add(self, segment: Segment) -> None:
         keys, _, bags, places = segment

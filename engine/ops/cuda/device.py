@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from threading import Lock
+from struct import Struct
+from threading import Lock, local
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -76,9 +78,30 @@ def launch(device: Device, program: Program, kernel: str, items: int, lanes: int
 def _value(argument: Argument) -> np.generic | np.ndarray:
     if argument is None:
         return np.uint64(0)
-    if isinstance(argument, Tensor):
-        return np.uint64(argument.data_ptr())
-    return argument
+    if isinstance(argument, (np.generic, np.ndarray)):
+        return argument
+    return np.uint64(argument.data_ptr())
+
+
+class _Call:
+    """A kernel, and memory of one thread for its arguments, which a launch copies."""
+
+    def __init__(self, function: Any, arguments: Sequence[np.generic | np.ndarray]) -> None:
+        self.function = function
+        sizes = [-(-argument.nbytes // 8) * 8 for argument in arguments]  # each begins at a multiple of 8
+        self._format = Struct("".join(f"{size}s" for size in sizes))
+        values = np.empty(self._format.size, np.uint8)
+        self._values = values.data
+        begins = np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
+        self.addresses = begins + np.uint64(values.ctypes.data)
+
+    def write(self, arguments: Sequence[np.generic | np.ndarray]) -> None:
+        self._format.pack_into(self._values, 0, *[argument.tobytes() for argument in arguments])
+
+
+class _CallsOfThread(local):
+    def __init__(self) -> None:
+        self.by_kernel: dict[tuple[Program, str], _Call] = {}
 
 
 class CudaDevice:
@@ -91,6 +114,7 @@ class CudaDevice:
         self.blocks = properties.multi_processor_count * 16
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._functions: dict[tuple[Program, str], Any] = {}
+        self._calls = _CallsOfThread()
         self._second_stream = torch.cuda.Stream(self.torch_device)
         self._recording_stream = torch.cuda.Stream(self.torch_device, priority=-1)  # torch gives others out again
 
@@ -110,16 +134,25 @@ class CudaDevice:
         return torch.frombuffer(memory, dtype=torch.uint8, count=bytes_).view(dtype)[:size]
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
-        stream = self._cupy.cuda.ExternalStream(self._stream.cuda_stream)
-        with self._cupy.cuda.Device(self.torch_device.index), stream:
-            function = self._functions.get((program, kernel))
-            if function is None:
-                code = compiled(self._cupy.cuda.nvrtc, program, self._architecture)
-                module = self._cupy.RawModule(path=os.fspath(code))
-                for name in program.kernels():
-                    self._functions[program, name] = module.get_function(name)
-                function = self._functions[program, kernel]
-            function((blocks,), (THREADS,), tuple(arguments))
+        cuda, index = self._cupy.cuda, self.torch_device.index
+        with cuda.Device(index):
+            call = self._calls.by_kernel.get((program, kernel))
+            if call is None:
+                call = _Call(self._function(program, kernel), arguments)
+                self._calls.by_kernel[program, kernel] = call
+            call.write(arguments)
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            cuda.driver.launchKernel(
+                call.function.ptr, blocks, 1, 1, THREADS, 1, 1, 0, stream, call.addresses.ctypes.data, 0
+            )
+
+    def _function(self, program: Program, kernel: str) -> Any:
+        if (program, kernel) not in self._functions:
+            code = compiled(self._cupy.cuda.nvrtc, program, self._architecture)
+            module = self._cupy.RawModule(path=os.fspath(code))
+            for name in program.kernels():
+                self._functions[program, name] = module.get_function(name).kernel
+        return self._functions[program, kernel]
 
     def side_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._second_stream)
@@ -140,7 +173,7 @@ class CudaDevice:
     def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         # the outer stream, since torch leaves its own current where recording fails
-        with _one_recording, _without_garbage(), torch.cuda.stream(self._stream):
+        with _one_recording, _without_garbage(), _without_warning(), torch.cuda.stream(self._stream):
             try:
                 with self._recording(graph, pool):
                     result = launches()
@@ -178,6 +211,14 @@ def _without_garbage() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Let torch end an empty recording in silence: where warnings are errors, one would hide why `launches` failed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        yield
 
 
 @cache

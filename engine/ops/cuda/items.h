@@ -19,14 +19,37 @@ TIERBED_FN void for_each(u64 n, const Body& body) {
     for_each_item<1>(n, [&](Tile, u64 item) { body(item); });
 }
 
+// Calls body(warp, item, what) for items [0, n), each on all lanes of a warp. what: a What that one lane read for its
+// warp by read(item), and passed on by what.of_lane(warp, lane): a warp waits once for what it needs of 32 items.
+template <class What, class Read, class Body>
+TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
+    const Tile warp{threadIdx.x % 32, 32};
+    const u64 warps = static_cast<u64>(gridDim.x) * blockDim.x / 32;
+    u64 item = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+    while (item < n) {
+        What mine{};
+        if (item + warp.lane * warps < n) mine = read(item + warp.lane * warps);
+        for (u32 lane = 0; lane < 32 && item < n; ++lane, item += warps) body(warp, item, mine.of_lane(warp, lane));
+    }
+}
+
 // What a kernel found that the host must raise, at the latest at the next call.
 constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
 
-// Counts in device memory that many threads add to.
-// A thread's part of it: what it adds to one place in a row takes one addition there.
+// Counts in device memory that many threads add to: the sum of COPIES arrays, of which blocks take one each in turn,
+// since additions to one place wait for each other.
+constexpr u32 COPIES = 64;
+
+struct Counters {
+    u64* counts;  // [COPIES, size]
+    u64 size;
+};
+
+// A thread's part of counts: what it adds to one place in a row takes one addition there.
 class Tally {
 public:
     TIERBED_FN explicit Tally(u64* counts) : counts_(counts) {}
+    TIERBED_FN explicit Tally(const Counters& all) : counts_(all.counts + blockIdx.x % COPIES * all.size) {}
     TIERBED_FN void add(u32 place) {
         if (place != place_) end();
         place_ = place;

@@ -35,6 +35,7 @@ class Layout:
 
     def __init__(self, device: Device, initial: InitialValues) -> None:
         self.device = device
+        self._programs: dict[tuple[str | None, ...], Program] = {}
         self.dim = int(sum(initial.columns))
         self.tables = len(initial.kinds) // len(initial.columns)
         self.type, self.state_type, narrow = TYPES[initial.dtype], TYPES[initial.state_dtype], initial.narrow_states
@@ -66,6 +67,12 @@ class Layout:
 
     def program(self, file: str, row: str | None = None, **macros: str) -> Program:
         """A program for lines of this shape. row: the type of the embeddings that it reads, if it is another."""
+        key = (file, row, *macros.values())
+        if key not in self._programs:
+            self._programs[key] = self._program(file, row, macros)
+        return self._programs[key]
+
+    def _program(self, file: str, row: str | None, macros: dict[str, str]) -> Program:
         shape = (
             ("TIERBED_DIM", self.dim),
             ("TIERBED_WIDTH", self.width),

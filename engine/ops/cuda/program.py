@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,13 @@ class Program:
 
     file: str  # its path from engine/
     macros: tuple[tuple[str, str | int], ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.file, self.macros))
 
     def source(self) -> str:
         """The whole text of the program."""

@@ -5,6 +5,7 @@
 // b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b: no two blocks after the first share
 // one.
 #pragma once
+#include "items.h"
 #include "layout.h"
 #include "ops/kernels/gradients.h"
 
@@ -31,26 +32,93 @@ struct Sources {
     }
 };
 
-// `body(gradients, occurrences)` with what gives the row's sum: its own occurrences, or of many one that is their sum.
-template <class Body>
-TIERBED_FN void with_gradients(Tile tile, const Sources& from, u64 row, float* sums, const Body& body) {
-    const Occurrences all = from.of(row);
-    if (all.count <= SUM_BLOCK) {
-        body(Type{}, from.gradients(), all);
-        return;
+// How many gradients a lane reads before it adds the first: of rows, and of blocks of rows with many.
+constexpr u32 AT_ONCE = 4, MANY_AT_ONCE = 16;
+
+// The output rows of the next occurrences.
+template <u32 N>
+struct Next {
+    u32 sources[N];
+
+    TIERBED_FN void read(const u32* from, u32 count) {
+        for (u32 k = 0; k < N; ++k) sources[k] = k < count ? from[k] : 0;
     }
-    const u32 slot = from.offsets[row] / SUM_BLOCK + 1, blocks = (all.count + SUM_BLOCK - 1) / SUM_BLOCK;
-    for_blocks(tile, SHAPE.dim, [&](u32 begin, u32 n) {
-        float sum[VEC];
-        sum_occurrences<Type>(sum, from.gradients(), all, 0, SUM_BLOCK, begin, n);
-        float* total = sums + static_cast<u64>(slot) * SHAPE.dim + begin;
-        for (u32 block = 0; block + 1 < blocks; ++block)
-            for (u32 j = 0; j < n; ++j) sum[j] += total[static_cast<u64>(block) * SHAPE.dim + j];
-        for (u32 j = 0; j < n; ++j) total[j] = sum[j];
-    });
-    const GradientPart part{sums, 0};
-    body(Float32{}, Gradients{&part, 1, SHAPE.dim}, Occurrences{&slot, nullptr, 1});
+};
+
+// sum [VEC]: occurrences [first, last) of columns from `begin` on, in order. next: those from `first` on.
+template <u32 N>
+TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
+                                u32 begin, Next<N> next) {
+    for (u32 i = first; i < last; i += N) {
+        float scales[N];
+        Vector<typename Type::Stored> numbers[N];
+        for (u32 k = 0; k < N; ++k) {
+            if (i + k < last) numbers[k] = load_vector(gradients.row<Type>(next.sources[k]) + begin);
+            scales[k] = row.scales && i + k < last ? row.scales[i + k] : 1.0f;  // a product with 1 is exact
+        }
+        if (i + N < last) next.read(row.sources + i + N, last - i - N);
+        for (u32 k = 0; k < N; ++k)
+            if (i + k < last)
+                for (u32 j = 0; j < VEC; ++j) {
+                    const float product = scales[k] * Type::load(numbers[k].x[j]);
+                    sum[j] = k == 0 && i == first ? product : sum[j] + product;
+                }
+    }
 }
+
+// Where a row and its occurrences are. A lane reads those of a row of its own, which then all lanes of its warp work on.
+struct RowStart {
+    u32 begin, count;
+    Next<AT_ONCE> next;
+    u64 line;
+
+    TIERBED_FN static RowStart read(const Sources& from, const u64* lines, u64 row) {
+        const u32 begin = from.offsets[row];
+        RowStart start{begin, from.offsets[row + 1] - begin, {}, lines ? lines[row] : 0};
+        start.next.read(from.sources + begin, start.count);
+        return start;
+    }
+    TIERBED_FN RowStart of_lane(Tile warp, u32 lane) const {
+        RowStart start{shuffle(warp, begin, lane), shuffle(warp, count, lane), {}, shuffle(warp, line, lane)};
+        for (u32 k = 0; k < AT_ONCE; ++k) start.next.sources[k] = shuffle(warp, next.sources[k], lane);
+        return start;
+    }
+};
+
+// Calls body(warp, row, start) for rows [0, count). lines: of the rows, or null.
+template <class Body>
+TIERBED_FN void for_each_row(const Sources& from, u64 count, const u64* lines, const Body& body) {
+    for_each_ahead<RowStart>(count, [&](u64 row) { return RowStart::read(from, lines, row); }, body);
+}
+
+// The sum of a row's gradients, of which those of blocks after the first are summed already, by slot in `sums`.
+class RowGradient {
+public:
+    TIERBED_FN RowGradient(const Sources& from, const RowStart& start, const float* sums)
+        : from_(from), start_(start), sums_(sums) {}
+
+    TIERBED_FN u32 occurrences() const { return start_.count; }
+
+    // sum [VEC]: of columns from `begin` on, times `scale`
+    TIERBED_FN void operator()(float* sum, u32 begin, float scale) const {
+        const Occurrences row{from_.sources + start_.begin, from_.scales ? from_.scales + start_.begin : nullptr,
+                              start_.count, nullptr};
+        const u32 first = start_.count < SUM_BLOCK ? start_.count : SUM_BLOCK;
+        float total[VEC];
+        sum_occurrences(total, from_.gradients(), row, 0, first, begin, start_.next);
+        const float* slot = sums_ + static_cast<u64>(start_.begin / SUM_BLOCK + 1) * SHAPE.dim + begin;
+        for (u32 end = SUM_BLOCK; end < start_.count; end += SUM_BLOCK, slot += SHAPE.dim) {
+            const Vector<float> part = load_vector(slot);
+            for (u32 j = 0; j < VEC; ++j) total[j] += part.x[j];
+        }
+        for (u32 j = 0; j < VEC; ++j) sum[j] = total[j] * scale;
+    }
+
+private:
+    const Sources& from_;
+    RowStart start_;
+    const float* sums_;
+};
 
 TIERBED_FN float* memory_of_warp(float* whole) {
     const u64 warp = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
@@ -70,8 +138,11 @@ extern "C" __global__ void sum_blocks(const __grid_constant__ Sources from, floa
         if (first >= all.count) return;
         const u32 last = all.count - first < SUM_BLOCK ? all.count : static_cast<u32>(first) + SUM_BLOCK;
         for_blocks(tile, SHAPE.dim, [&](u32 begin, u32 n) {
-            sum_occurrences<Type>(sums + slot * SHAPE.dim + begin, from.gradients(), all, static_cast<u32>(first), last,
-                                  begin, n);
+            float sum[VEC];
+            Next<MANY_AT_ONCE> next;
+            next.read(all.sources + first, last - static_cast<u32>(first));
+            sum_occurrences(sum, from.gradients(), all, static_cast<u32>(first), last, begin, next);
+            store_floats(sums + slot * SHAPE.dim + begin, sum, n);
         });
     });
 }

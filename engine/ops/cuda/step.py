@@ -260,6 +260,7 @@ def _sum_blocks(program: Program, layout: Layout, batch: Batch, given: Given) ->
     scales = _scales(batch, layout, means, weights)
     if len(grads) > MOST_PARTS:
         grads = [torch.cat(list(grads))]
+    grads = [grad if grad.data_ptr() % 16 == 0 else grad.clone() for grad in grads]  # lanes read up to 16 bytes
     sources = np.zeros((), _SOURCES)
     for index, (grad, lookup) in enumerate(zip(grads, batch.lookups, strict=False)):
         sources["parts"][index] = (grad.data_ptr(), lookup.source)

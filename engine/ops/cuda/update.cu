@@ -52,23 +52,23 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, con
 
 // `whole`: [warps of the grid, dim]. written [tables] counts first writes. hashes, seed: of the rows, for the noise.
 extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* tables,
-                                       const u32* count, const Numbers* numbers, float* sums, float* whole,
+                                       const u32* count, const Numbers* numbers, const float* sums, float* whole,
                                        u64* written, const u32* faults, u64 wide, const u64* hashes, u64 seed) {
     if (*faults) return;
     const Rule rule(numbers->hyper);
     const float scale = numbers->scale;
     const u32 step = numbers->step;
     Tally counted(written);
-    for_each_item<WARP>(*count, [&](Tile tile, u64 row) {
+    for_each_row(from, *count, lines, [&](Tile tile, u64 row, const RowStart& start) {
+        const RowGradient gradient(from, start, sums);
+        if (gradient.occurrences() == 0) return;
         const auto update = [&](u64 line) {
-            const auto apply = [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
-                const bool first = update_row<decltype(type)>(tile, line, WIDE, gradients, occurrences, scale, rule,
-                                                              step, memory_of_warp(whole));
-                if (first && tile.lane == 0) counted.add(tables[row]);
-            };
-            with_gradients(tile, from, row, sums, apply);
+            const auto sum = [&](float* g, u32 begin, u32) { gradient(g, begin, scale); };
+            const bool first = apply_rule(tile, line, WIDE, sum, rule, step, memory_of_warp(whole));
+            if (rule.row_norm > 0.0f) limit_row(tile, line, SHAPE.dim, rule.row_norm);
+            if (first && tile.lane == 0) counted.add(tables[row]);
         };
-        change_line(tile, lines[row], wide, update, [&](u64 line, u64 decoded) {
+        change_line(tile, start.line, wide, update, [&](u64 line, u64 decoded) {
             encode_line(tile, line, decoded, SHAPE, Noise(seed, hashes[row], step));
         });
     });

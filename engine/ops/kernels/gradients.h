@@ -104,11 +104,4 @@ TIERBED_FN void sum_blocks_of(float* sum, float* block, const Gradients& gradien
     }
 }
 
-// The same for n <= VEC.
-template <class Type>
-TIERBED_FN void sum_gradients(float* sum, const Gradients& gradients, const Occurrences& row, u32 begin, u32 n) {
-    float block[VEC];
-    sum_blocks_of<Type>(sum, block, gradients, row, begin, n);
-}
-
 }  // namespace tierbed

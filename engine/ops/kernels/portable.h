@@ -53,14 +53,38 @@ struct Tile {
 
 #if defined(TIERBED_GPU)
 
-// floats that one lane takes at a time: neighbouring lanes read neighbouring floats
+// Neighbouring columns that one lane takes at a time, as neighbouring lanes take neighbouring ones: up to 16 bytes of
+// floats, where no lane of a warp is left without any.
+#if defined(TIERBED_DIM) && TIERBED_DIM >= 128 && TIERBED_DIM % 4 == 0
+constexpr u32 VEC = 4;
+#elif defined(TIERBED_DIM) && TIERBED_DIM >= 64 && TIERBED_DIM % 2 == 0
+constexpr u32 VEC = 2;
+#else
 constexpr u32 VEC = 1;
+#endif
+
+// VEC numbers, which a lane reads and writes at once.
+template <class T>
+struct alignas(sizeof(T) * VEC) Vector {
+    T x[VEC];
+};
+template <class T>
+TIERBED_FN Vector<T> load_vector(const T* from) {
+    return *reinterpret_cast<const Vector<T>*>(from);
+}
 
 TIERBED_FN float* unknown(float* address) { return address; }
 TIERBED_FN void prefetch(const void*) {}
 TIERBED_FN void prefetch_bytes(u64, u32) {}
-TIERBED_FN void copy_floats(float* to, const float* from, u32 n) {
-    for (u32 j = 0; j < n; ++j) to[j] = from[j];
+// n is VEC
+TIERBED_FN void load_floats(float* registers, const float* from, u32) {
+    const Vector<float> numbers = load_vector(from);
+    for (u32 j = 0; j < VEC; ++j) registers[j] = numbers.x[j];
+}
+TIERBED_FN void store_floats(float* to, const float* registers, u32) {
+    Vector<float> numbers;
+    for (u32 j = 0; j < VEC; ++j) numbers.x[j] = registers[j];
+    *reinterpret_cast<Vector<float>*>(to) = numbers;
 }
 TIERBED_FN u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
 // the tile's lanes within its warp: a tile is a warp, or an aligned part of one whose size is a power of two
@@ -77,6 +101,11 @@ TIERBED_FN double double_of(u64 bits) { return __longlong_as_double(static_cast<
 TIERBED_FN float square_root(float x) { return __fsqrt_rn(x); }
 TIERBED_FN double square_root(double x) { return __dsqrt_rn(x); }
 TIERBED_FN void synchronise(Tile tile) { __syncwarp(lanes_of(tile)); }
+// of the tile's lanes
+template <class T>
+TIERBED_FN T shuffle(Tile tile, T x, u32 lane) {
+    return __shfl_sync(lanes_of(tile), x, static_cast<int>(first_lane(tile) + lane));
+}
 // of all 32 lanes of a warp
 TIERBED_FN float shuffle(float x, u32 lane) { return __shfl_sync(0xFFFFFFFFu, x, static_cast<int>(lane)); }
 TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFFFFFFFFu, x, lanes); }
@@ -92,7 +121,8 @@ TIERBED_FN float* unknown(float* address) {
     return address;
 }
 TIERBED_FN void prefetch(const void* address) { __builtin_prefetch(address); }
-TIERBED_FN void copy_floats(float* to, const float* from, u32 n) { __builtin_memcpy(to, from, n * 4); }
+TIERBED_FN void load_floats(float* registers, const float* from, u32 n) { __builtin_memcpy(registers, from, n * 4); }
+TIERBED_FN void store_floats(float* to, const float* registers, u32 n) { __builtin_memcpy(to, registers, n * 4); }
 // every cache line of [address, address + bytes)
 TIERBED_FN void prefetch_bytes(u64 address, u32 bytes) {
     for (u64 line = address / 64 * 64; line < address + bytes; line += 64)
@@ -137,7 +167,9 @@ template <class Body>
 TIERBED_FN void for_blocks(Tile tile, u32 dim, const Body& body) {
     u32 begin = tile.lane * VEC;
     for (; begin + VEC <= dim; begin += tile.size * VEC) body(begin, VEC);
+#ifndef TIERBED_GPU  // where VEC divides dim
     if (begin < dim) body(begin, dim - begin);
+#endif
 }
 
 }  // namespace tierbed

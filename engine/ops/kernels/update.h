@@ -26,8 +26,8 @@ TIERBED_FN bool is_behind(const Record& lifecycle, u32 step) {
 template <class Rule>
 TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, u32 last, u32 missed) {
     float w[VEC], states[Rule::ELEMENT_STATES][VEC];
-    copy_floats(w, line + begin, n);
-    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(states[k], line + dim * (k + 1) + begin, n);
+    load_floats(w, line + begin, n);
+    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) load_floats(states[k], line + dim * (k + 1) + begin, n);
     const auto for_elements = [&](const auto& body) TIERBED_INLINE {
         for (u32 j = 0; j < n; ++j) {
             float state[Rule::ELEMENT_STATES];
@@ -49,8 +49,8 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
         rule.missed_rest(values);
         for_elements([&](float& weight, float* state) TIERBED_INLINE { rule.rest_element(weight, state, values); });
     }
-    copy_floats(line + begin, w, n);
-    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(line + dim * (k + 1) + begin, states[k], n);
+    store_floats(line + begin, w, n);
+    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) store_floats(line + dim * (k + 1) + begin, states[k], n);
 }
 
 // Embedding and state of a row that is behind, as they are when `step` begins. The record stays.
@@ -61,20 +61,55 @@ TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, u32 
                [&](u32 begin, u32 n) TIERBED_INLINE { catch_up_block(line, dim, begin, n, rule, last, missed); });
 }
 
-// Calls body(w, states, j) for columns [begin, begin + n) of the line, which it changes; n <= VEC.
-template <class Rule, class Body>
-TIERBED_FN void for_elements(float* line, u32 dim, u32 begin, u32 n, const Body& body) {
-    float* const w = line + begin;
-    const u64 next = dim;  // from an element to its states
-    TIERBED_NO_OVERLAP
-    for (u32 j = 0; j < n; ++j) {
-        float state[Rule::ELEMENT_STATES + 1], element = w[j];
-        for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) state[k] = w[next * (k + 1) + j];
-        body(element, state, j);
-        w[j] = element;
-        for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) w[next * (k + 1) + j] = state[k];
+// Columns [begin, begin + n) of a line, which `change` changes by body(w, states, j); n <= VEC.
+#ifdef TIERBED_GPU
+template <class Rule>
+class Elements {
+public:
+    // Reads them, so that they are on the way while gradients are summed.
+    TIERBED_FN Elements(float* line, u32 dim, u32 begin) : line_(line + begin), dim_(dim) {
+        for (u32 k = 0; k <= Rule::ELEMENT_STATES; ++k) load_floats(numbers_[k], line_ + dim_ * k, VEC);
     }
-}
+    template <class Body>
+    TIERBED_FN void change(u32, const Body& body) {
+        for (u32 j = 0; j < VEC; ++j) {
+            float state[Rule::ELEMENT_STATES + 1];
+            for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) state[k] = numbers_[k + 1][j];
+            body(numbers_[0][j], state, j);
+            for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) numbers_[k + 1][j] = state[k];
+        }
+        for (u32 k = 0; k <= Rule::ELEMENT_STATES; ++k) store_floats(line_ + dim_ * k, numbers_[k], VEC);
+    }
+
+private:
+    float* line_;
+    u32 dim_;
+    float numbers_[Rule::ELEMENT_STATES + 1][VEC];
+};
+#else
+template <class Rule>
+class Elements {
+public:
+    TIERBED_FN Elements(float* line, u32 dim, u32 begin) : line_(line + begin), dim_(dim) {}
+    template <class Body>
+    TIERBED_FN void change(u32 n, const Body& body) {
+        float* const w = line_;
+        const u64 next = dim_;  // from an element to its states
+        TIERBED_NO_OVERLAP
+        for (u32 j = 0; j < n; ++j) {
+            float state[Rule::ELEMENT_STATES + 1], element = w[j];
+            for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) state[k] = w[next * (k + 1) + j];
+            body(element, state, j);
+            w[j] = element;
+            for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) w[next * (k + 1) + j] = state[k];
+        }
+    }
+
+private:
+    float* line_;
+    u32 dim_;
+};
+#endif
 
 // The passes of a rule with norms. whole [dim]: the row's gradient, and what `element` makes of it.
 template <class Rule>
@@ -82,19 +117,20 @@ TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* whole, c
                                 typename Rule::Row& row) {
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
         float* const g = whole + begin;
-        for_elements<Rule>(line, dim, begin, n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
+        Elements<Rule>(line, dim, begin).change(n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
             float step = g[j];
             rule.element(w, step, state, row);
             g[j] = step;
         });
     });
+    synchronise(tile);
     float sums[Rule::NORMS];
     for (u32 i = 0; i < Rule::NORMS; ++i)
         sums[i] = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return rule.norm(i, line[c], whole[c]); });
     rule.after(row, sums);
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
         const float* const g = whole + begin;
-        for_elements<Rule>(line, dim, begin, n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
+        Elements<Rule>(line, dim, begin).change(n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
             rule.finish(w, g[j], state, row);
         });
     });
@@ -127,8 +163,9 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
     row.step = step;
     row.dim = static_cast<float>(dim);
     row.total = 0.0f;
-    if (reduces_rows(rule)) {  // a lane reads the columns of `whole` that it wrote
+    if (reduces_rows(rule)) {
         for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum_block(whole + begin, begin, n); });
+        synchronise(tile);
         if (rule.clip_norm > 0.0f) {
             const float squares = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(whole[c]); });
             const float scale = norm_scale(squares, rule.clip_norm);
@@ -136,6 +173,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
                 float* block = whole + begin;
                 for (u32 j = 0; j < n; ++j) block[j] *= scale;
             });
+            synchronise(tile);
         }
         if constexpr (Rule::REDUCES)
             row.total = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return rule.term(line[c], whole[c]); });
@@ -147,13 +185,13 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
         update_by_norms(tile, line, dim, whole, rule, row);
     else
         for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
-            float block[VEC];
-            const float* g = whole + begin;
-            if (!reduces_rows(rule)) {
-                sum_block(block, begin, n);
-                g = block;
-            }
-            for_elements<Rule>(line, dim, begin, n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
+            Elements<Rule> elements(line, dim, begin);
+            float g[VEC];
+            if (reduces_rows(rule))
+                load_floats(g, whole + begin, n);
+            else
+                sum_block(g, begin, n);
+            elements.change(n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
                 rule.element(w, g[j], state, row);
             });
         });
@@ -168,7 +206,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
 
 // Scales a row that a step has written to the largest norm that it may have.
 TIERBED_FN void limit_row(Tile tile, u64 address, u32 dim, float most) {
-    float* line = floats(address);  // a lane reads the columns that it wrote
+    float* line = floats(address);
     const float scale =
         norm_scale(sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(line[c]); }), most);
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
@@ -176,29 +214,13 @@ TIERBED_FN void limit_row(Tile tile, u64 address, u32 dim, float most) {
     });
 }
 
-// The same, given the row's occurrences, whose sum is multiplied by `scale`. A row without any is left alone.
-template <class Type, class Rule>
-TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const Gradients& gradients,
-                           const Occurrences& occurrences, float scale, const Rule& rule, u32 step, float* whole) {
-    if (occurrences.count == 0) return false;
-    const auto sum = [&](float* g, u32 begin, u32 n) TIERBED_INLINE {
-        sum_gradients<Type>(g, gradients, occurrences, begin, n);
-        for (u32 j = 0; j < n; ++j) g[j] *= scale;
-    };
-    const bool first = apply_rule(tile, address, shape, sum, rule, step, whole);
-    if (rule.row_norm > 0.0f) limit_row(tile, address, shape.dim, rule.row_norm);
-    return first;
-}
-
-// The sum of the squares of a row's gradient, 0 without occurrences. whole [dim]: memory of the tile.
-template <class Type>
-TIERBED_FN float square_row(Tile tile, const Gradients& gradients, const Occurrences& occurrences, float* whole) {
-    if (occurrences.count == 0) return 0.0f;
-    for_blocks(tile, gradients.dim, [&](u32 begin, u32 n) TIERBED_INLINE {
-        sum_gradients<Type>(whole + begin, gradients, occurrences, begin, n);
-    });
+// The sum of the squares of a row's gradient, which sum(g, begin, n) gives as for `apply_rule`. whole [dim]: memory of
+// the tile.
+template <class Sum>
+TIERBED_FN float square_row(Tile tile, u32 dim, const Sum& sum, float* whole) {
+    for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum(whole + begin, begin, n); });
     synchronise(tile);
-    return sum_columns(tile, gradients.dim, [&](i32 c) TIERBED_INLINE { return square(whole[c]); });
+    return sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(whole[c]); });
 }
 
 }  // namespace tierbed

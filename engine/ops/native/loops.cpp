@@ -131,10 +131,14 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
 template <class Type>
 void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, float* out) {
     const u32* const last = job.sources_end;
+    float block[VEC];
     for (std::size_t row = begin; row < end; ++row) {
         const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
         const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
-        out[row] = square_row<Type>(ONE_THREAD, job.gradients, occurrences, memory);
+        const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
+            sum_blocks_of<Type>(g, block, job.gradients, occurrences, from, n);
+        };
+        out[row] = count == 0 ? 0.0f : square_row(ONE_THREAD, job.gradients.dim, summed, memory);
     }
 }
 

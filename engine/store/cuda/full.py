@@ -225,7 +225,7 @@ class CudaFullStore(IgnoresHints[Batch]):
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
 
     def asked(self) -> HitCounts:
-        asked: HitCounts = self.table.asked.clone().cpu().numpy()
+        asked: HitCounts = self.table.asked.total().cpu().numpy()
         return asked
 
     def _held(self) -> SortedRows:

@@ -78,7 +78,7 @@ extern "C" __global__ void count_inserted(const i32* ranks, u64 n, u64* counts, 
 }
 
 // asked [tables, 2]: of the first `count` rows, those that were found are hits, where `ranks` grows is a miss.
-extern "C" __global__ void count_asked(const u32* tables, const u32* count, const i32* ranks, u64* asked) {
+extern "C" __global__ void count_asked(const u32* tables, const u32* count, const i32* ranks, Counters asked) {
     Tally counted(asked);
     for_each(*count, [&](u64 i) { counted.add(place_of(tables[i], ranks[i] != (i ? ranks[i - 1] : 0))); });
     counted.end();

@@ -22,6 +22,16 @@
 namespace tierbed {
 namespace {
 
+// RocksDB 8.9 wants to be told whether deletions are allowed however often they were forbidden; 9 has no such argument.
+template <class Database>
+auto allow_deletions(Database& db, int) -> decltype(db.EnableFileDeletions(true)) {
+    return db.EnableFileDeletions(true);
+}
+template <class Database>
+auto allow_deletions(Database& db, long) -> decltype(db.EnableFileDeletions()) {
+    return db.EnableFileDeletions();
+}
+
 #ifdef __SSE4_2__
 // RocksDB's own, with the processor's instruction, which distributions build RocksDB without: many times as fast.
 class Generator : public rocksdb::FileChecksumGenerator {
@@ -193,7 +203,7 @@ std::vector<LiveFile> RocksTier::hold_files() {
 
 void RocksTier::release_files() {
     if (process_ == getpid() && !failed())
-        for (auto& shard : shards_) static_cast<void>(shard->db->EnableFileDeletions());
+        for (auto& shard : shards_) static_cast<void>(allow_deletions(*shard->db, 0));
 }
 
 }  // namespace tierbed

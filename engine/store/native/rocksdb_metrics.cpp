@@ -3,6 +3,9 @@
 #include <rocksdb/cache.h>
 #include <rocksdb/db.h>
 #include <rocksdb/statistics.h>
+#if __has_include(<rocksdb/advanced_cache.h>)  // newer versions have the class there
+#include <rocksdb/advanced_cache.h>
+#endif
 
 namespace tierbed {
 namespace {
