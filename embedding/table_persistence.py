@@ -483,7 +483,7 @@ class TablePersistence:
         stack = build_stack(self._budgets.numbers(processor), processor, place, shards)
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
-        table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.threads_beside)
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
         table.optimizer = optimizer
         if stored is not None:
             table.counts.stored_rows, table.step = rows, stored["step"]

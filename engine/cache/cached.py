@@ -47,7 +47,7 @@ class CachedStore:
                 budget_bytes=int(budget_mb * MB),
                 overflow_bytes=int(options.overflow_mb * MB),
                 policy=options.cache_policy,
-                io_threads=options.threads_beside,
+                io_threads=options.background_threads,
             )
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None

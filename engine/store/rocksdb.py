@@ -12,7 +12,7 @@ import numpy as np
 from .. import _core
 from ..durable import fsync_dir, make_folder, remedy_for
 from ..errors import OptionError, StoreError
-from ..options.store_options import CACHE_MB, require_rocksdb
+from ..options.store_options import ROCKSDB_CACHE_MB, require_rocksdb
 from ..row_format import Chunks, Keys, TableIds, row_dtype
 from .contract import Found, Lines
 
@@ -61,7 +61,7 @@ class RocksDB:
         *,
         new_shards: int = SHARDS,
         block_bytes: int = 4096,
-        cache_mb: float = CACHE_MB,
+        cache_mb: float = ROCKSDB_CACHE_MB,
         read_mode: str = "buffered",
         async_io: bool = True,
         read_threads: int = READ_THREADS,
