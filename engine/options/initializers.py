@@ -93,11 +93,11 @@ class Initializer(PlainDict):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class UniformInitializer(Initializer):
-    """Uniform over [low, high]."""
+    """Uniform over [low, high]. Raises OptionError for low > high or what float32 cannot hold."""
 
     type: str = field(default="uniform", init=False)
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +118,7 @@ class UniformInitializer(Initializer):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ConstantInitializer(Initializer):
-    """The same value everywhere."""
+    """`value` everywhere. Raises OptionError for what float32 cannot hold."""
 
     type: str = field(default="constant", init=False)
     value: float
@@ -133,11 +133,14 @@ class ConstantInitializer(Initializer):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class NormalInitializer(Initializer):
-    """Normal with mean and standard deviation; `std=0` gives the mean."""
+    """Normal with mean and standard deviation; `std=0` gives the mean.
+
+    Raises OptionError for std < 0 or what float32 cannot hold.
+    """
 
     type: str = field(default="normal", init=False)
-    mean: float
-    std: float
+    mean: float = 0.0
+    std: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,14 +161,16 @@ class NormalInitializer(Initializer):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TruncNormalInitializer(NormalInitializer):
-    """Normal, conditioned on the absolute bounds [a, b] (not multiples of `std`), drawn by inversion: no resampling.
+    """Normal within the absolute bounds [a, b] (not multiples of `std`), as `torch.nn.init.trunc_normal_`.
 
-    Bounds and parameters are rounded to float32, and so is each value: it lies in [float32(a), float32(b)].
+    It is drawn by inversion, without resampling. Bounds and parameters are rounded to float32, and so is each value: it
+    lies in [float32(a), float32(b)]. Raises OptionError for std < 0, a >= b, bounds that hold less than 1e-6 of the
+    distribution, or what float32 cannot hold.
     """
 
     type: str = field(default="trunc_normal", init=False)
-    a: float
-    b: float
+    a: float = -2.0
+    b: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,37 +214,16 @@ def _bisect(reached: Callable[[float], bool]) -> tuple[float, float]:
     return low, high
 
 
-def make_uniform_initializer(low: float = 0.0, high: float = 1.0) -> UniformInitializer:
-    """Uniform over [low, high]. Raises OptionError for low > high or what float32 cannot hold."""
-    return UniformInitializer(low, high)
+make_uniform_initializer = UniformInitializer
+make_normal_initializer = NormalInitializer
+make_constant_initializer = ConstantInitializer
+make_trunc_normal_initializer = TruncNormalInitializer
 
-
-def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> NormalInitializer:
-    """Normal. Raises OptionError for std < 0 or what float32 cannot hold."""
-    return NormalInitializer(mean, std)
-
-
-def make_constant_initializer(value: float) -> ConstantInitializer:
-    """`value` everywhere. Raises OptionError for what float32 cannot hold."""
-    return ConstantInitializer(value)
-
-
-def make_trunc_normal_initializer(
-    mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
-) -> TruncNormalInitializer:
-    """Normal within the absolute bounds [a, b], as `torch.nn.init.trunc_normal_`.
-
-    Raises OptionError for std < 0, a >= b, bounds that hold less than 1e-6 of the distribution, or what float32 cannot
-    hold.
-    """
-    return TruncNormalInitializer(mean, std, a, b)
-
-
-_MAKERS: dict[str, Callable[..., Initializer]] = {
-    "uniform": make_uniform_initializer,
-    "normal": make_normal_initializer,
-    "constant": make_constant_initializer,
-    "trunc_normal": make_trunc_normal_initializer,
+_INITIALIZERS: dict[str, Callable[..., Initializer]] = {
+    "uniform": UniformInitializer,
+    "normal": NormalInitializer,
+    "constant": ConstantInitializer,
+    "trunc_normal": TruncNormalInitializer,
 }
 
 
@@ -251,13 +235,13 @@ def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
     if isinstance(options, Initializer):
         return options
     if not isinstance(options, Mapping):
-        raise OptionError(f"initializer {options!r}: make one by make_uniform_initializer or its like")
+        raise OptionError(f"initializer {options!r}: make one with make_uniform_initializer or another maker")
     given = dict(options)
     kind = given.pop("type", None)
-    if kind not in _MAKERS:
-        raise OptionError(f"initializer type {kind!r} is unknown; use one of {', '.join(_MAKERS)}")
+    if kind not in _INITIALIZERS:
+        raise OptionError(f"initializer type {kind!r} is unknown; use one of {', '.join(_INITIALIZERS)}")
     try:
-        return _MAKERS[kind](**given)
+        return _INITIALIZERS[kind](**given)
     except TypeError as error:
         raise OptionError(
             f"{kind} initializer: {given} are not its arguments ({error}); see make_{kind}_initializer"
