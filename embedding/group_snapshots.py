@@ -15,7 +15,7 @@ from typing import Any
 from ..distributed.world import World, catch
 from ..engine.errors import OptionError, SnapshotError, StoreError
 from ..engine.table.background_save import BackgroundSave, SaveHandle
-from ..engine.threads import LOOK
+from ..engine.threads import POLL_SECONDS
 from ..snapshots.files.format import snapshot_id
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import Instant
@@ -142,7 +142,7 @@ class SavingAll:
             for save in saves:
                 save.wait(0)  # raises why it was not saved
             raise StoreError(f"{self.what}: that of another embedding was not saved")
-        Event().wait(LOOK)
+        Event().wait(POLL_SECONDS)
 
 
 def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ClosedError
 from ..row_format import BUCKETS, Chunks, Keys, TableIds
-from ..threads import LOOK
+from ..threads import POLL_SECONDS
 from .contract import TableImage
 
 KEPT_BYTES = 256 << 20
@@ -148,7 +148,7 @@ class MemoryImage:
             if is_unread():
                 self.close()
             else:
-                self._changed.wait(LOOK)
+                self._changed.wait(POLL_SECONDS)
 
     def before_write(self, batch: Any) -> None:
         self._open().keep(batch)

@@ -14,7 +14,7 @@ from .. import _core
 from ..errors import StoreError
 from ..row_format import Chunks
 from ..store.image import Image
-from ..threads import LOOK, Thread, wait_for
+from ..threads import POLL_SECONDS, Thread, wait_for
 
 NICER = 10  # the niceness above that of the threads that train
 REST = 5.0  # seconds of rest for each second of work: memory and disk are shared, whatever the priority
@@ -75,7 +75,7 @@ class BackgroundSave:
         else:
             end = None if timeout is None else monotonic() + timeout
             while not self.done and (end is None or monotonic() < end):  # not for the lock: a step may hold it long
-                self._ended.wait(LOOK if end is None else min(LOOK, end - monotonic()))
+                self._ended.wait(POLL_SECONDS if end is None else min(POLL_SECONDS, end - monotonic()))
         done = self.done  # finds as well that the thread is no more
         if self._error is not None:
             self._told = True
