@@ -100,7 +100,7 @@ class EmbeddingBase(nn.Module):
         """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
         raise NotImplementedError
 
-    def pin(self, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None) -> Pinned:
+    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Pinned:
         """The rows of all lookups of a training step, pinned until they are updated.
 
         like: another embedding's batch of the same lookups, already deduplicated. dtype: of results and gradients;

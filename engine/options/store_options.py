@@ -143,8 +143,8 @@ class StoreOptions(_Stored):
         for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):
             value = getattr(self, name)
             if value is not None:
-                wanted = "a whole number > 0 and < 2**63, or None"
-                self._set(name, int_option(name, value, wanted, 1, (1 << 63) - 1))
+                expected = "a whole number > 0 and < 2**63, or None"
+                self._set(name, int_option(name, value, expected, 1, (1 << 63) - 1))
         size = as_int(self.physical_block_size, 512, 1 << 20)
         if size is None or size & (size - 1):
             raise OptionError(
@@ -156,8 +156,8 @@ class StoreOptions(_Stored):
             raise OptionError(f"open={self.open!r}: give one of {', '.join(map(repr, OPEN_MODES))}")
         number = self.state_dict_snapshots
         if not isinstance(number, bool):
-            wanted = "True, False, or how many snapshots of the latest states to keep, from 1"
-            self._set("state_dict_snapshots", int_option("state_dict_snapshots", number, wanted, 1))
+            expected = "True, False, or how many snapshots of the latest states to keep, from 1"
+            self._set("state_dict_snapshots", int_option("state_dict_snapshots", number, expected, 1))
         if number and self.persistent_path is None:
             raise OptionError(
                 f"state_dict_snapshots={number!r}: without a persistent_path, state_dict() holds the rows themselves; "
@@ -280,8 +280,8 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
         host_budget = auto_budget_option("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
         self._set("host_cache_budget_mb", host_budget)
         if self.shards is not None:
-            wanted = f"a whole number from 1 to {BUCKETS}, or None"
-            self._set("shards", int_option("shards", self.shards, wanted, 1, BUCKETS))
+            expected = f"a whole number from 1 to {BUCKETS}, or None"
+            self._set("shards", int_option("shards", self.shards, expected, 1, BUCKETS))
         if self.read_mode not in READ_MODES:
             raise OptionError(f"read_mode={self.read_mode!r}: give one of {', '.join(map(repr, READ_MODES))}")
         if self.read_mode == "direct":

@@ -101,11 +101,11 @@ class CudaProcessor:
         host = self.full_table("host")
         return CachedTable(self._layout, host, self._cache(options), self._faults), host
 
-    def batch(self, lookups: Sequence[Lookup], like: Batch | None = None, ahead: bool = False) -> Batch:
+    def batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
         """A batch as `Processor.batch` says. A batch that is made ahead has its occurrences grouped by row already."""
         _core.set_threads(torch.get_num_threads())  # for tiers of the host below a cache
-        if like is not None:
-            return like.sibling(self._faults.word)
+        if dedup_from is not None:
+            return dedup_from.sibling(self._faults.word)
         segments = [_segment(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
         batch = Batch(self._on, segments, self._ids, faults)
@@ -128,7 +128,7 @@ class CudaProcessor:
     def wait(self) -> None:
         self._on.wait()
 
-    def hand_over(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+    def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         batch.keep()  # its faults may be in use, where its rows are coming up
         differ = [
             (was != now).any()
@@ -159,7 +159,9 @@ class CudaProcessor:
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        new = torch.empty if lookup.places is None else torch.zeros  # ids of other features have weights as well
+        new = (
+            torch.empty if lookup.feature_columns is None else torch.zeros
+        )  # ids of other features have weights as well
         out = new(lookup.ids.shape, dtype=torch.float32, device=self.device)
         kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
@@ -176,11 +178,11 @@ class CudaProcessor:
         return kernels.square_rows(self._layout, batch, self._tensors(gradients))
 
     def sum_gradients(
-        self, batch: Batch, gradients: Gradients, places: NDArray[np.int64] | None = None, out: Tensor | None = None
+        self, batch: Batch, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
             out = torch.empty((batch.unique, self._layout.dim), dtype=torch.float32, device=self.device)
-        there = None if places is None else torch.from_numpy(places).to(self.device)
+        there = None if positions is None else torch.from_numpy(positions).to(self.device)
         kernels.sum_rows(self._layout, batch, self._tensors(gradients), there, out)
         return out
 
@@ -196,24 +198,24 @@ class CudaProcessor:
         owners = _core.owners(tables.numpy().view(np.uint32), keys.numpy().view(np.uint64), ranks).astype(np.int64)
         turns = np.where(owners == last, ranks - 1, owners - (owners > last))
         order = np.argsort(turns, kind="stable")
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
+        positions = np.empty_like(order)
+        positions[order] = np.arange(len(order))
         chosen = torch.from_numpy(order)
         counts = np.bincount(owners, minlength=ranks).tolist()
-        return ByOwner(keys[chosen], tables[chosen].to(torch.int64), places, counts)
+        return ByOwner(keys[chosen], tables[chosen].to(torch.int64), positions, counts)
 
     def set_lines(
-        self, batch: Batch, rows: Tensor, places: NDArray[np.int64], rest: tuple[Batch, int] | None = None
+        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None
     ) -> None:
-        there = torch.from_numpy(places).to(self.device)
+        there = torch.from_numpy(positions).to(self.device)
         lines = batch.own(rows.contiguous()) + 4 * self._layout.dim * there
         if rest is not None:
             other, position = rest
             behind = there >= len(rows)
-            positions = position + there[behind] - len(rows)
-            lines[behind] = kernels.wide_lines(other, self._layout, positions, batch)
+            in_rest = position + there[behind] - len(rows)
+            lines[behind] = kernels.wide_lines(other, self._layout, in_rest, batch)
         batch.has_wide_lines = self._layout.is_narrow
-        batch.lines[: len(places)] = lines
+        batch.lines[: len(positions)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
         """(gradients, whether bags are means, weights) in the form that kernels take."""
@@ -225,8 +227,8 @@ class CudaProcessor:
         there = torch.from_numpy(values).to(self.device)
         kernels.assign(batch, self._layout, there, step, self._written, self._faults.word)
 
-    def settle(self, batch: Batch, rule: str) -> None:
-        self._rule(rule).settle(batch, self._numbers)
+    def preview_catch_up(self, batch: Batch, rule: str) -> None:
+        self._rule(rule).preview_catch_up(batch, self._numbers)
 
     def catch_up(self, batch: Batch, rule: str) -> None:
         self._rule(rule).catch_up(batch, self._numbers)
@@ -257,7 +259,7 @@ def _segment(lookup: Lookup) -> Segment:
         bags = lookup.ids.shape[-1] or torch.zeros(
             lookup.ids.shape[:-1].numel() + 1, dtype=torch.int64, device=ids.device
         )
-    return Segment(keys, tables, bags, lookup.places)
+    return Segment(keys, tables, bags, lookup.feature_columns)
 
 
 def _ids(spec: TableSpec, device: torch.device) -> Ids:

@@ -37,7 +37,7 @@ class DeferredError(NamedTuple):
     """A mistake that was found after its call had returned. Nothing has changed since that call."""
 
     error: TierbedError
-    taken: int  # how many of the requested updates took place
+    updates: int  # how many of the launched updates were applied
 
 
 class ByOwner(NamedTuple):
@@ -45,7 +45,7 @@ class ByOwner(NamedTuple):
 
     keys: Tensor  # [unique] int64
     tables: Tensor  # [unique] int64
-    places: NDArray[np.int64]  # [unique] of each row of the batch, in that order
+    positions: NDArray[np.int64]  # [unique] of each row of the batch, in that order
     counts: list[int]  # [ranks]
 
 
@@ -83,7 +83,7 @@ class Processor(Protocol[B]):
     def cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
         """A cache over a full table in host memory, and that table. OptionError, as `full_table` and `cache`."""
 
-    def batch(self, lookups: Sequence[Lookup], like: B | None = None, ahead: bool = False) -> B:
+    def batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, ahead: bool = False) -> B:
         """The unique rows of lookups. Raises InputError for offsets, table ids and ids out of range, or finds it late.
 
         like: a batch of these lookups, made for an embedding with as many tables and the same padding; its unique rows
@@ -102,7 +102,7 @@ class Processor(Protocol[B]):
     def wait(self) -> None:
         """Wait until all work that any thread has asked for is done."""
 
-    def hand_over(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+    def adopt(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         """Let this thread use, for `lookups`, a batch that another thread made of the announced lookups."""
 
     def count_written(self, batch: B) -> Counts:
@@ -126,7 +126,7 @@ class Processor(Protocol[B]):
         """The gradient of a lookup's weights, float32 of its ids' shape, 0 for padding; grad is like its `gather`."""
 
     def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        """Set the numbers that `update`, `settle` and `catch_up` go by from here on.
+        """Set the numbers that `update`, `preview_catch_up` and `catch_up` go by from here on.
 
         hyper: the numbers of the rule, from `RowOptimizer.hyper`. step: the embedding's step. scale: multiplies
         gradients.
@@ -142,11 +142,11 @@ class Processor(Protocol[B]):
         """[at least the unique rows] float32, the sum of the squares of each row's gradient, 0 beyond the rows."""
 
     def sum_gradients(
-        self, batch: B, gradients: Gradients, places: NDArray[np.int64] | None = None, out: Tensor | None = None
+        self, batch: B, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         """[unique, dim] float32, the gradient of each row of the batch, reduced as by `update`.
 
-        out, places: a contiguous [*, dim] to write instead, where row u goes to place places[u]. May wait for the
+        out, positions: a contiguous [*, dim] to write instead, with row u at positions[u]. May wait for the
         device.
         """
 
@@ -159,8 +159,10 @@ class Processor(Protocol[B]):
         May wait for the device.
         """
 
-    def set_lines(self, batch: B, rows: Tensor, places: NDArray[np.int64], rest: tuple[B, int] | None = None) -> None:
-        """Let `gather` and `weights_grad` take row u of the batch from rows[places[u]], of rows [*, dim] float32.
+    def set_lines(
+        self, batch: B, rows: Tensor, positions: NDArray[np.int64], rest: tuple[B, int] | None = None
+    ) -> None:
+        """Let `gather` and `weights_grad` take row u of the batch from rows[positions[u]], of rows [*, dim] float32.
 
         rest: a batch of this processor and a position in it. Place len(rows) + i is then what that batch has at i
         behind the position, and stays there: the batch has to be pinned as long as this one is read.
@@ -169,7 +171,7 @@ class Processor(Protocol[B]):
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags. The last occurrence of a row stands."""
 
-    def settle(self, batch: B, rule: str) -> None:
+    def preview_catch_up(self, batch: B, rule: str) -> None:
         """Let lookups see rows at the beginning of the step, for a rule that catches up. No line changes."""
 
     def catch_up(self, batch: B, rule: str) -> None:

@@ -75,7 +75,7 @@ class CudaGraphStep:
         """
         trained, read = _tables(self._trained), _tables(self._read)
         for table in trained:
-            table.give_way()
+            table.yield_to_reader()
         with cuda_graph_ops.locked([*trained, *read]):
             recording = self._recording([*trained, *read], tensors)
             if recording is not None:

@@ -68,7 +68,7 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, device: Device, stor
         ids = torch.arange(100, device=place)
         pinned = embedding.pin([Lookup(ids, torch.zeros_like(ids))])  # some are new
         expected = contents(embedding).tobytes()
-        rows = table_of(embedding).watch.image()
+        rows = table_of(embedding).observers.image()
         pinned.update([torch.ones(100, DIM, device=place)])
         assert contents(embedding).tobytes() != expected
         assert joined(rows.chunks()) == expected
@@ -79,7 +79,7 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, device: Device, stor
 def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, device: Device, store: str) -> None:
     with tables_on(device) as place, make(options(store, tmp_path), "adagrad").to(place) as embedding:
         train(embedding, range(900))
-        rows = table_of(embedding).watch.image()
+        rows = table_of(embedding).observers.image()
         assert isinstance(rows, MemoryImage)
         assert rows._table is not None
         train(embedding, range(900))
@@ -163,7 +163,7 @@ def test_what_could_not_be_kept_is_kept_the_next_time(monkeypatch: pytest.Monkey
     with tables_on(device) as place, make(options("device"), "adam").to(place) as embedding:
         train(embedding, range(100))
         expected = contents(embedding).tobytes()
-        rows = table_of(embedding).watch.image()
+        rows = table_of(embedding).observers.image()
         OutOfMemory(monkeypatch, image, "itertools")
         with pytest.raises(torch.OutOfMemoryError):
             train(embedding, range(50))
@@ -179,12 +179,12 @@ def test_a_save_that_failed_holds_no_rows(device: Device) -> None:
 
         def write(chunks: Chunks) -> None:
             next(chunks)
-            kept = table_of(embedding).watch._image
+            kept = table_of(embedding).observers._image
             assert isinstance(kept, MemoryImage)
             held.append(weakref.ref(kept._table))
             raise OSError("as planned")
 
-        save = table_of(embedding).watch.save_in_background("it", write)
+        save = table_of(embedding).observers.save_in_background("it", write)
         with pytest.raises(OSError, match="as planned"):
             save.wait()
         gc.collect()

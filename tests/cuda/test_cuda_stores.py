@@ -203,8 +203,8 @@ def test_where_rows_are(device: Device, kind: str, budget: int) -> None:
     tiers = dict.fromkeys(both.store.metrics(), 0)
     lines: set[int] = set()
     for key in range(0, 300, 7):
-        [expected] = both.here.where(1, key) or [None]
-        places = both.store.where(1, key)
+        [expected] = both.here.locate(1, key) or [None]
+        places = both.store.locate(1, key)
         assert bool(places) == (expected is not None)
         if expected is None:
             continue
@@ -218,4 +218,4 @@ def test_where_rows_are(device: Device, kind: str, budget: int) -> None:
         assert len(places) == 1 or places[0]["dirty"] == (places[0]["updates"] != places[1]["updates"])
     assert all(tiers.values())
     assert kind == "tier" or len(lines) == sum(tiers.values())
-    assert both.store.where(1, 1000) == []
+    assert both.store.locate(1, 1000) == []

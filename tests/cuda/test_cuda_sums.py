@@ -46,7 +46,7 @@ def lookups(seed: int = 0) -> tuple[list[Lookup], list[Tensor | None]]:
 
 def moved(lookup: Lookup, device: torch.device) -> Lookup:
     parts = [None if part is None else part.to(device) for part in lookup.tensors]
-    return Lookup(*parts, lookup.pooling, lookup.places)  # type: ignore[arg-type]
+    return Lookup(*parts, lookup.pooling, lookup.feature_columns)  # type: ignore[arg-type]
 
 
 class Both:

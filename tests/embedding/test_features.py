@@ -174,13 +174,13 @@ def test_an_announced_batch_of_other_features_is_not_taken() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"features": [0, 4]}, r"features of embedding 'rows': 4 at place 1; give numbers from 0 to 3, each once"),
-        ({"features": [1, 1]}, r"1 at place 1; give numbers from 0 to 3, each once"),
-        ({"features": [0.5]}, r"0\.5 at place 0"),
+        ({"features": [0, 4]}, r"features of embedding 'rows': 4 at position 1; give numbers from 0 to 3, each once"),
+        ({"features": [1, 1]}, r"1 at position 1; give numbers from 0 to 3, each once"),
+        ({"features": [0.5]}, r"0\.5 at position 0"),
         ({"features": []}, r"got \[\]; give a list of whole numbers"),
         ({"features": 1}, r"got 1; give a list of whole numbers"),
         ({"features": None}, r"num_features of embedding 'rows': got 4 without features"),
-        ({"num_features": 0}, r"num_features of embedding 'rows': got 0; give how many features"),
+        ({"num_features": 0}, r"num_features of embedding 'rows': got 0; give the number of features"),
         ({"num_features": 5, "features": [0, 1]}, r"offsets of embedding 'rows': shape \(25,\) is not"),
         ({"offsets": None, "pooling": None}, r"features of embedding 'rows': they are parts of offsets"),
         ({"table_ids": [0, 1]}, r"shape \(2,\) does not broadcast to that of features, \(3,\)"),

@@ -135,12 +135,12 @@ def lose_a_save(wait: bool) -> None:
 
     def dies(*_: Any) -> None:
         if wait:
-            until(lambda: table.watch.saving is not None and table.watch.saving._hurry.is_set())
+            until(lambda: table.observers.saving is not None and table.observers.saving._hurry.is_set())
         raise MemoryError
 
     threading.excepthook = lambda _: None
     threading.settrace(dies)
-    save = table.watch.save_in_background("snapshot 'one'", saved.extend, kept_bytes=1)
+    save = table.observers.save_in_background("snapshot 'one'", saved.extend, max_bytes=1)
     threading.settrace(None)  # type: ignore[arg-type]
     for number in () if wait else (2, 3):  # the first keeps rows aside, more than may be
         step(embedding, number)
@@ -148,7 +148,7 @@ def lose_a_save(wait: bool) -> None:
         save.wait()
     assert not saved
     is_right(embedding)
-    table.watch.image().close()
+    table.observers.image().close()
 
 
 def test_a_wait_with_the_lock_for_a_save_whose_thread_dies_says_so() -> None:

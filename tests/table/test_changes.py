@@ -169,10 +169,10 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
         table = embedding._table()
         train(embedding, range(50))
         train(embedding, range(50))
-        table.watch.track_changes(FIRST)
+        table.observers.track_changes(FIRST)
         embedding.get(np.arange(50), 0)
         train(embedding, range(40, 60))  # ten of them are seen for the first time, and refused
-        found = table.watch.changed(FIRST)
+        found = table.observers.changed(FIRST)
         assert found is not None
         rows, gone = zip(*((rows, gone) for _, rows, gone in found), strict=True)
         assert sorted(np.concatenate(rows)["key"].tolist()) == list(range(40, 50))
@@ -182,9 +182,9 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
 def test_chunks_of_changes_are_bounded() -> None:
     with make(options("device"), "sgd") as embedding, in_small_chunks(4):
         table = embedding._table()
-        table.watch.track_changes(FIRST)
+        table.observers.track_changes(FIRST)
         train(embedding, range(2000))
-        found = table.watch.changed(FIRST)
+        found = table.observers.changed(FIRST)
         assert found is not None
         sizes = [len(rows) for _, rows, _ in found]
         assert sum(sizes) == 2000
@@ -194,13 +194,13 @@ def test_chunks_of_changes_are_bounded() -> None:
 def test_what_is_tracked_begins_anew() -> None:
     with make(options("device"), "sgd") as embedding:
         table = embedding._table()
-        assert table.watch.changed(FIRST) is None
-        table.watch.track_changes(FIRST)
+        assert table.observers.changed(FIRST) is None
+        table.observers.track_changes(FIRST)
         train(embedding, range(9))
-        table.watch.track_changes(SECOND)
+        table.observers.track_changes(SECOND)
         train(embedding, [4])
-        assert table.watch.changed(FIRST) is None
-        found = table.watch.changed(SECOND)
+        assert table.observers.changed(FIRST) is None
+        found = table.observers.changed(SECOND)
         assert found is not None
         assert [rows["key"].tolist() for _, rows, _ in found] == [[4]]
 
@@ -208,9 +208,9 @@ def test_what_is_tracked_begins_anew() -> None:
 def test_changes_of_a_closed_table_are_not_read() -> None:
     embedding = make(options("device"), "sgd")
     table = embedding._table()
-    table.watch.track_changes(FIRST)
+    table.observers.track_changes(FIRST)
     train(embedding, range(9))
-    found = table.watch.changed(FIRST)
+    found = table.observers.changed(FIRST)
     assert found is not None
     next(found)
     embedding.close()

@@ -212,7 +212,9 @@ class Cache:
         self._ways = torch.zeros(sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._memory = torch.empty(sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self.asked = torch.zeros((layout.tables, 2), dtype=torch.int64, device=device)  # hits and misses of `admit`
+        self.hit_counts = torch.zeros(
+            (layout.tables, 2), dtype=torch.int64, device=device
+        )  # hits and misses of `admit`
         self.now = 0  # the number of the latest batch
 
     def admit(self, batch: Batch, over: int) -> Admission:
@@ -237,7 +239,7 @@ class Cache:
         self._run(
             "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(over),
             np.uint32(self._policy), batch.hashes, batch.tables, ordered, order, n, admission.by_value(), self._counts,
-            self.asked, batch.faults,
+            self.hit_counts, batch.faults,
         )  # fmt: skip
         return admission
 
@@ -275,8 +277,8 @@ class Cache:
         lines = self._memory.data_ptr() + slots * self._layout.line_bytes
         return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
 
-    def where(self, table: int, key: int, staging: Staging, faults: Tensor, over: int) -> list[dict[str, Any]]:
-        """`TierBase.where` of this tier alone. Batches up to number `over` are over."""
+    def locate(self, table: int, key: int, staging: Staging, faults: Tensor, over: int) -> list[dict[str, Any]]:
+        """`TierBase.locate` of this tier alone. Batches up to number `over` are over."""
         batch = one_row(self._layout.device, table, key, faults)
         self.find(batch)
         if not (line := int(batch.lines)):
@@ -318,7 +320,7 @@ class Cache:
     @property
     def counts(self) -> dict[str, int]:
         """Hits, misses and COUNTS; waits for the device."""
-        hits, misses = self.asked.sum(0).tolist()
+        hits, misses = self.hit_counts.sum(0).tolist()
         return {"hits": hits, "misses": misses, **dict(zip(COUNTS, self._counts.tolist(), strict=True))}
 
     def metrics(self) -> dict[str, float]:
@@ -340,7 +342,7 @@ class Cache:
 class CacheTop:
     """The sets of a cache and the window of the batches that use them.
 
-    `erase`, `where` and `metrics` are called in a turn of the window.
+    `erase`, `locate` and `metrics` are called in a turn of the window.
     """
 
     def __init__(self, layout: Layout, cache: Cache, faults: Faults) -> None:
@@ -360,12 +362,12 @@ class CacheTop:
         self.cache.erase(batch, kept)
         return batch, kept
 
-    def where(self, table: int, key: int, staging: Staging) -> list[dict[str, Any]]:
-        """`TierBase.where` of the cache alone. staging: memory that the row's record passes."""
-        return self.cache.where(table, key, staging, self._faults.word, self.window.over)
+    def locate(self, table: int, key: int, staging: Staging) -> list[dict[str, Any]]:
+        """`TierBase.locate` of the cache alone. staging: memory that the row's record passes."""
+        return self.cache.locate(table, key, staging, self._faults.word, self.window.over)
 
     def metrics(self, asked: HitCounts) -> dict[str, float]:
-        """Counters and sizes of the cache, with the hits and misses `asked` of the whole store."""
+        """Counters and sizes of the cache, with the hits and misses `hit_counts` of the whole store."""
         hits, misses = asked.sum(0).tolist()
         return {**self.cache.metrics(), "hits": hits, "misses": misses}
 

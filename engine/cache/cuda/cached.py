@@ -17,7 +17,7 @@ from ...row_format import Chunks, Keys, TableIds
 from ...store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
 from ...store.cuda.changed_lines import WrittenBelow
 from ...store.cuda.full import SCAN_ROWS
-from ...store.full import check_room
+from ...store.full import check_capacity
 from .cache import Admission, Cache, CacheTop
 
 
@@ -31,7 +31,7 @@ class CachedStore:
         self._program = layout.program("cache/cuda/cache.cu")
         self._down, self._up = Staging(layout), Staging(layout)  # memory that rows pass on their way down, and up
         self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
-        self._reads = torch.zeros_like(cache.asked)  # hits and misses of `peek`
+        self._reads = torch.zeros_like(cache.hit_counts)  # hits and misses of `peek`
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._written: WrittenBelow | None = None
 
@@ -44,14 +44,14 @@ class CachedStore:
     def cancel(self) -> None:
         self._window.cancel()
 
-    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
+    def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin as `Store.pin` says. Where rows are not up, waits for the device once and raises its faults at once."""
-        if not self._window.pin(batch, lambda over: self._bring_up(batch, over, room, ahead=False)):
+        if not self._window.pin(batch, lambda over: self._bring_up(batch, over, capacity_limit, ahead=False)):
             return
         self._faults.post(batch)
         try:
-            if room is not None:
-                check_room(int(count_new(self._layout, batch.lines, batch.count)), room)
+            if capacity_limit is not None:
+                check_capacity(int(count_new(self._layout, batch.lines, batch.count)), capacity_limit)
         except BaseException:
             self._window.unpin(batch)
             raise
@@ -103,7 +103,7 @@ class CachedStore:
         self._bring_down()
         self._below.flush()
 
-    def tracker(self) -> WrittenBelow:
+    def change_source(self) -> WrittenBelow:
         self._bring_down()  # rows that changed until now
         self._written = WrittenBelow(self._bring_down)
         return self._written
@@ -119,20 +119,20 @@ class CachedStore:
         finally:
             self._below.close()
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.turn():
-            return self._top.where(table, key, self._down) + self._below.where(table, key)
+            return self._top.locate(table, key, self._down) + self._below.locate(table, key)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.turn():
-            return {"device": {**self._top.metrics(self.asked()), **self._moved}, **self._below.metrics()}
+            return {"device": {**self._top.metrics(self.hit_counts()), **self._moved}, **self._below.metrics()}
 
-    def asked(self) -> HitCounts:
+    def hit_counts(self) -> HitCounts:
         with self._window.turn():
-            asked: HitCounts = (self._cache.asked + self._reads).cpu().numpy()
+            asked: HitCounts = (self._cache.hit_counts + self._reads).cpu().numpy()
             return asked
 
-    def _bring_up(self, batch: Batch, over: int, room: CapacityLimit | None, ahead: bool) -> Admission | None:
+    def _bring_up(self, batch: Batch, over: int, capacity_limit: CapacityLimit | None, ahead: bool) -> Admission | None:
         """Bring the rows of a batch up; batches up to number `over` are over. Waits for the device once.
 
         ahead: whether this is before the step of the batch. Then it returns None, and changes nothing, where a set has
@@ -174,7 +174,7 @@ class CachedStore:
         try:
             self._place(batch, overflows.cumsum(0, dtype=torch.int32), over_count)
             found = self._read_below(up, touch=True)
-            check_room(new - int(found.sum()), room)
+            check_capacity(new - int(found.sum()), capacity_limit)
             self._up.fill(batch, absent, ranks, found)
             self._cache.fetched(admission)
         except BaseException:

@@ -36,7 +36,7 @@ class CachedTable:
         self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
         # rows that the table below had and had not, rows that went down, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._asked = torch.zeros_like(cache.asked)  # [tables, 2]: hits of lookups that only read, and all misses
+        self._asked = torch.zeros_like(cache.hit_counts)  # [tables, 2]: hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that got their line below ahead
 
     def announce(self, batch: Batch) -> None:
@@ -52,7 +52,7 @@ class CachedTable:
             with self._window.turn():
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
-    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
+    def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin as `Store.pin` says. Rows that do not fit into the table below set a fault, as in `CudaFullStore`."""
         self._window.pin(batch, lambda over: self._bring_up(batch, over, ahead=False))
         self._new.pop(batch, None)
@@ -88,8 +88,8 @@ class CachedTable:
             cache, index = self._cache.by_value(), self._below.table.index()
             self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
 
-    def tracker(self) -> ChangedLines:
-        return self._below.tracker()
+    def change_source(self) -> ChangedLines:
+        return self._below.change_source()
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         with self._window.turn():
@@ -103,22 +103,22 @@ class CachedTable:
         finally:
             self._below.close()
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.turn():
-            return self._top.where(table, key, self._below.staging) + self._below.where(table, key)
+            return self._top.locate(table, key, self._below.staging) + self._below.locate(table, key)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.turn():
             found, new, written, _ = self._counts.tolist()
             line = self._layout.stored_bytes
-            device = {**self._top.metrics(self.asked()), "bytes_in": found * line, "bytes_out": written * line}
+            device = {**self._top.metrics(self.hit_counts()), "bytes_in": found * line, "bytes_out": written * line}
             moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
             return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
 
-    def asked(self) -> HitCounts:
+    def hit_counts(self) -> HitCounts:
         with self._window.turn():
             counts = self._asked.clone()
-            counts[:, 0] += self._cache.asked[:, 0]
+            counts[:, 0] += self._cache.hit_counts[:, 0]
             asked: HitCounts = counts.cpu().numpy()
             return asked
 

@@ -88,9 +88,9 @@ class Segment(NamedTuple):
     """The ids of one lookup."""
 
     keys: Tensor  # [n] int64
-    tables: Tensor | None = None  # [bags] int64, or [columns] with places
+    tables: Tensor | None = None  # [bags] int64, or [columns] with feature_columns
     bags: int | Tensor | None = None  # None for no bags, their length, or offsets [bags + 1] int64
-    places: tuple[int, ...] | None = None  # as `Lookup.places`
+    feature_columns: tuple[int, ...] | None = None  # as `Lookup.feature_columns`
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class LookupSpan:
     length: int  # positions a bag, where there are no begins
     begins: Tensor | None
     pooled: bool
-    features: Tensor | None  # [columns] int32, the feature of each column; None without places
+    features: Tensor | None  # [columns] int32, the feature of each column; None without feature_columns
     places: Tensor | None  # [features] int32, the column of each feature or -1
 
 
@@ -180,7 +180,7 @@ def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
 
 @cache
 def _on_device(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`LookupSpan.features` and `LookupSpan.places`."""
+    """`LookupSpan.features` and `LookupSpan.feature_columns`."""
     given = (features_of(places).view(np.int32), np.array(places, np.int32))
     features, columns = (torch.from_numpy(part).to(device) for part in given)
     return features, columns
@@ -281,15 +281,15 @@ class Batch:
         return torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)[: self.size]
 
     def _add(self, segment: Segment) -> None:
-        keys, _, bags, places = segment
+        keys, _, bags, feature_columns = segment
         size, count, length, begins, features, columns = len(keys), len(keys), 1, None, None, None
         if isinstance(bags, Tensor):
             count, length, begins = len(bags) - 1, 0, torch.empty_like(bags)
             self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.wrong)
         elif bags is not None:
             count, length = size // bags, bags
-        if places is not None:
-            features, columns = _on_device(places, keys.device)
+        if feature_columns is not None:
+            features, columns = _on_device(feature_columns, keys.device)
             count = count // len(columns) * len(features)
         self.lookups.append(
             LookupSpan(self.size, self.sources, size, count, length, begins, bags is not None, features, columns)

@@ -106,7 +106,7 @@ class RuleKernels:
             numbers, sums, _whole(layout, batch), written, faults, _wide(layout, batch), batch.hashes, layout.seed,
         )  # fmt: skip
 
-    def settle(self, batch: Batch, numbers: Tensor) -> None:
+    def preview_catch_up(self, batch: Batch, numbers: Tensor) -> None:
         """Let lookups see rows at the beginning of the step, for a rule that catches up."""
         memory = torch.empty(batch.size * self._layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
         views = batch.empty(torch.int64)

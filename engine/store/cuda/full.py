@@ -135,10 +135,10 @@ class CudaFullStore(IgnoresHints[Batch]):
         self.staging = Staging(layout)
         self._pinned: Batch | None = None
 
-    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
+    def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin as `Store.pin` says. With a capacity, rows that do not fit set a fault and read as zeros.
 
-        The bound is the table's memory and not `room`. Rows of a step that failed take room as well.
+        The bound is the table's memory and not `capacity_limit`. Rows of a step that failed take room as well.
         """
         ranks = self.table.find(batch)
         self.table.insert_missing(batch, ranks)
@@ -189,7 +189,7 @@ class CudaFullStore(IgnoresHints[Batch]):
     def image(self, top: Any) -> TableImage:
         return TableImage(self.table, self.layout, self.held, self._faults.word)
 
-    def tracker(self) -> ChangedLines:
+    def change_source(self) -> ChangedLines:
         return ChangedLines(self.table)
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
@@ -212,20 +212,24 @@ class CudaFullStore(IgnoresHints[Batch]):
         self._faults.seen(wait=True)  # waits: kernels may be at work on memory of the host
         self.table = CudaFullTable(self.layout, None)
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         batch = one_row(self.layout.device, table, key, self._faults.word)
         self.table.find(batch)
         line = int(self.table.numbers_of(batch.lines))
         return [] if line < 0 else [{"tier": self._tier, **self.staging.describe(batch.lines), "line": line}]
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        counts, room = self.table.counts(), self.table.room
-        sizes = {"capacity": room, "fill": counts["resident_rows"] / max(room, 1), "bytes": self.table.bytes}
+        counts, capacity_limit = self.table.counts(), self.table.room
+        sizes = {
+            "capacity": capacity_limit,
+            "fill": counts["resident_rows"] / max(capacity_limit, 1),
+            "bytes": self.table.bytes,
+        }
         moved = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
 
-    def asked(self) -> HitCounts:
-        asked: HitCounts = self.table.asked.clone().cpu().numpy()
+    def hit_counts(self) -> HitCounts:
+        asked: HitCounts = self.table.hit_counts.clone().cpu().numpy()
         return asked
 
     def _held(self) -> SortedRows:
