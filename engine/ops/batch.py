@@ -1,6 +1,6 @@
-"""Lookups as the native core sees them: segments of a batch, flat arrays in and out.
+"""Lookups as arguments of the native core: segments of a batch, flat arrays in and out.
 
-Here are the checks of values, which a trace cannot make.
+It checks values, which a trace cannot do.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _in_order(columns: int, num_tables: int) -> NDArray[np.uint32]:
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup]) -> _core.Batch:
-    """The unique rows of lookups on the CPU. InputError for table ids, offsets and ids that cannot be."""
+    """The unique rows of lookups on the CPU. InputError for illegal table ids, offsets and ids."""
     segments = [segment(spec, lookup) for lookup in lookups]
     batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, spec.drops)
     if spec.last_ids is not None and batch.illegal is not None:
@@ -97,7 +97,7 @@ def _on_host(lookup: Lookup) -> Lookup:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor; the memory of a large one is used again for a later tensor."""
+    """An uninitialised tensor; the memory of a large one is reused for a later tensor."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
         return torch.empty(shape, dtype=dtype)

@@ -355,7 +355,7 @@ def as_arrays(
 ) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
     """(kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, n = len(tables) * len(columns).
 
-    `columns` are the widths of the column groups. Raises OptionError where a table lists another number of groups.
+    `columns` are the widths of the column groups. Raises OptionError if a table lists another number of groups.
     """
     entries: list[Entry] = []
     for index, table in enumerate(tables):

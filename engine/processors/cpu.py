@@ -24,14 +24,14 @@ from .processor import ByOwner
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
     from ..options.table_spec import TableSpec
-    from .processor import Recorder
+    from .processor import Capturer
 
 
 class CpuProcessor:
-    """The `Processor` of the CPU. It finds no mistake late: all work of a call is done when the call returns."""
+    """The `Processor` of the CPU, without deferred errors: all work of a call is done when it returns."""
 
     defers_errors = False
-    recorder: Recorder | None = None
+    capturer: Capturer | None = None
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")

@@ -38,16 +38,16 @@ class _AnnouncedLookups:
         self.lookups = [copied(lookup) for lookup in lookups]
         self.copied = processor.record_event()
         # if comparing ids would wait for a device, the same memory counts as equal; `adopt` checks it asynchronously
-        self._given = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
+        self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
         self._kept = lookups  # so that no other tensor gets their memory
         self.batch: Any = None
-        self.made: Any = None  # an event: the batch exists
+        self.ready_event: Any = None  # an event: the batch exists
         self.is_known = False  # whether the store knows the batch
         self.is_fetched = False  # whether its rows are resident
         self.error: BaseException | None = None
 
     def is_of(self, lookups: Sequence[Lookup]) -> bool:
-        if self._given is not None and self._given == [_memory(lookup) for lookup in lookups]:
+        if self._memories is not None and self._memories == [_memory(lookup) for lookup in lookups]:
             return True
         return same_lookups(self.lookups, lookups)
 
@@ -221,7 +221,7 @@ class Prefetcher:
     def _adopt(self, announced: _AnnouncedLookups, lookups: Sequence[Lookup]) -> Any:
         """Let the thread of its step use an announced batch. Returns None if the batch is not made."""
         if announced.batch is not None:
-            self._processor.wait_event(announced.made)
+            self._processor.wait_event(announced.ready_event)
             self._processor.adopt(announced.batch, announced.lookups, lookups)
         return announced.batch
 
@@ -276,7 +276,7 @@ class Prefetcher:
         if announced.batch is None:
             self._processor.wait_event(announced.copied)
             batch = self._processor.batch(announced.lookups, ahead=True)
-            announced.made = self._processor.record_event()
+            announced.ready_event = self._processor.record_event()
             announced.batch = batch
         self._store.announce(announced.batch)
         with self._changed:

@@ -140,7 +140,7 @@ class Both:
     def check_admission(
         self, admission: Admission, rows: list[Row], up: dict[Row, Way | None], gone: dict[Row, Way | None]
     ) -> None:
-        hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.gone, admission.lines))
+        hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.evicted, admission.lines))
         befores = admission.before.cpu().numpy().reshape(-1, WAY_BYTES)[:, :8].copy().view(np.uint64)[:, 0].tolist()
         for row, is_hit, kind, line, before in zip(rows, hit, kinds, lines, befores, strict=False):
             way = gone.get(row)
@@ -178,7 +178,7 @@ def test_random_batches(device: Device, sets: int, policy: str) -> None:
     assert [line != 0 for line in batch.lines.tolist()] == held
     assert missing.tolist() == [not up for up in held]
     slots = both.cache.dirty()
-    both.cache.written(slots[: len(slots) // 2])
+    both.cache.note_clean(slots[: len(slots) // 2])
     for at in slots[: len(slots) // 2].tolist():
         way = both.plain.sets[at // WAYS][at % WAYS]
         assert way is not None

@@ -11,7 +11,7 @@ from support.cuda_tables import DeviceTable, contents_on_host, on_devices, tenso
 from support.rows import Table
 from tierbed.engine import _core
 from tierbed.engine.cache.cuda.cache import Cache
-from tierbed.engine.cache.cuda.cached import CachedStore
+from tierbed.engine.cache.cuda.cached import CudaCachedStore
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.errors import CapacityError, InputError
 from tierbed.engine.ops.cuda import step as cuda
@@ -44,14 +44,14 @@ class Trained:
         self.there.faults = self.faults.word
         self.here = CpuFullStore(self.host.layout, "device")
         layout, host_layout = self.there.layout, self.host.layout
-        self.store: CudaFullStore | CachedTable | CachedStore
+        self.store: CudaFullStore | CachedTable | CudaCachedStore
         if kind in ("device", "host"):
             self.store = CudaFullStore(layout, host_layout, None, self.faults, kind)
         elif kind == "table":
             below = CudaFullStore(layout, host_layout, None, self.faults, "host")
             self.store = CachedTable(layout, below, Cache(layout, budget), self.faults)
         else:
-            self.store = CachedStore(layout, CpuFullStore(host_layout, "host"), Cache(layout, budget), self.faults)
+            self.store = CudaCachedStore(layout, CpuFullStore(host_layout, "host"), Cache(layout, budget), self.faults)
 
     def pin(self, batch) -> None:
         self.store.pin(batch, None)

@@ -15,7 +15,7 @@ from support.cuda_tables import DeviceTable, on_devices, on_one_device, tensor
 from support.rows import Table
 from tierbed import InputError, StoreError
 from tierbed.engine.cache.cuda.cache import Cache
-from tierbed.engine.cache.cuda.cached import CachedStore
+from tierbed.engine.cache.cuda.cached import CudaCachedStore
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch, Faults
@@ -34,12 +34,12 @@ class Cached:
         self.there.faults = self.faults.word
         layout, host_layout = self.there.layout, self.host.layout
         self.cache = cache = Cache(layout, sets * 64 * (layout.line_bytes + 33))
-        self.store: CachedStore | CachedTable
+        self.store: CudaCachedStore | CachedTable
         if below == "table":
             full = CudaFullStore(layout, host_layout, capacity, self.faults, "host")
             self.store = CachedTable(layout, full, cache, self.faults)
         else:
-            self.store = CachedStore(layout, CpuFullStore(host_layout, "host"), cache, self.faults)
+            self.store = CudaCachedStore(layout, CpuFullStore(host_layout, "host"), cache, self.faults)
 
     def batch(self, keys: range, last_table: int = 0) -> Batch:
         """As one that is made ahead."""
