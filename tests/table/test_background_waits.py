@@ -59,7 +59,7 @@ def test_a_call_waits_where_too_much_is_kept(
 
 @pytest.mark.parametrize("waits", ["wait", "finish"])
 def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
-    monkeypatch.setattr(background_save, "REST", 1e9)
+    monkeypatch.setattr(background_save, "PAUSE", 1e9)
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
         save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer := Writer().let_go())
@@ -71,7 +71,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
     script = (
         "import threading; from support.embeddings import make, train; from support.stores import options\n"
         "from tierbed.engine.table import background_save\n"
-        "background_save.REST = 1e9\n"
+        "background_save.PAUSE = 1e9\n"
         "def write(chunks):\n"
         "    threading.main_thread().join()\n"
         "    print(sum(len(rows) for _, rows in chunks))\n"
