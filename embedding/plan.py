@@ -345,10 +345,10 @@ class RankPlan:
         asked, sent = self.ids.sum() / steps, self.bytes() / steps
         return "\n".join(
             [
-                f"{self.size} ranks ask for {asked:.0f} rows a step, {self.dedup:.2f} ids each; owners pin "
+                f"{self.size} ranks request {asked:.0f} rows per step, {self.dedup:.2f} ids each; owners pin "
                 f"{self.rows.sum() / steps:.0f}, the most loaded {self.skew:.2f} times the mean",
-                f"{sent.sum() / 1e6:.3f} MB travel a step in float32, the most of a rank {sent.sum(1).max() / 1e6:.3f} "
-                f"MB, of a pair {sent.max() / 1e6:.3f} MB",
+                f"{sent.sum() / 1e6:.3f} MB are sent per step in float32, the most by a rank "
+                f"{sent.sum(1).max() / 1e6:.3f} MB, of a pair {sent.max() / 1e6:.3f} MB",
             ]
         )
 
