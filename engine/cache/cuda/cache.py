@@ -160,7 +160,7 @@ class CudaWindow:
         return True
 
 
-_ADMISSION = np.dtype([(name, "<u8") for name in ("slots", "lines", "hit", "gone", "before")])
+_ADMISSION = np.dtype([(name, "<u8") for name in ("slots", "lines", "hit", "evicted", "before")])
 
 
 @dataclass(frozen=True)
