@@ -122,7 +122,7 @@ class OutOfMemory:
     """In the place of a module or a function: its first use fails."""
 
     def __init__(self, patch: pytest.MonkeyPatch, module: object, name: str) -> None:
-        self._there, self._failed = getattr(module, name), False
+        self._original, self._failed = getattr(module, name), False
         patch.setattr(module, name, self)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -135,7 +135,7 @@ class OutOfMemory:
         if not self._failed:
             self._failed = True
             raise torch.OutOfMemoryError
-        return self._there
+        return self._original
 
 
 @on_one_device
@@ -175,17 +175,17 @@ def test_what_could_not_be_kept_is_kept_the_next_time(monkeypatch: pytest.Monkey
 def test_a_save_that_failed_holds_no_rows(device: Device) -> None:
     with tables_on(device) as place, make(options("device"), "adam").to(place) as embedding:
         train(embedding, range(100))
-        held: list[weakref.ref[Any]] = []
+        alive: list[weakref.ref[Any]] = []
 
         def write(chunks: Chunks) -> None:
             next(chunks)
             kept = table_of(embedding).observers._image
             assert isinstance(kept, MemoryImage)
-            held.append(weakref.ref(kept._table))
+            alive.append(weakref.ref(kept._table))
             raise OSError("as planned")
 
         save = table_of(embedding).observers.save_in_background("it", write)
         with pytest.raises(OSError, match="as planned"):
             save.wait()
         gc.collect()
-        assert held[0]() is None
+        assert alive[0]() is None

@@ -1,4 +1,4 @@
-"""Budgets that are "auto": the division of free memory, the line that tells it, what is refused, the rows' bits."""
+"""Budgets that are "auto": the division of free memory, the line that is printed, what is refused, the rows' bits."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ def test_too_little_memory_is_refused(tmp_path: Path) -> None:
         numbers(ssd(tmp_path / "store", host_cache_budget_mb=100), machine(tmp_path / "given", 99))
 
 
-def test_where_the_system_does_not_tell_auto_is_refused(tmp_path: Path) -> None:
-    message = r"cache_budget_mb='auto': this system does not tell .* '.*/proc/meminfo'; give a number of MiB"
+def test_without_a_report_of_free_memory_auto_is_refused(tmp_path: Path) -> None:
+    message = r"cache_budget_mb='auto': this system does not report .* '.*/proc/meminfo'; give a number of MiB"
     with pytest.raises(OptionError, match=message):
         numbers(ssd(tmp_path / "store"), tmp_path)
     with pytest.raises(OptionError, match=f"host_{message}"):

@@ -1,4 +1,4 @@
-"""The rows of one instant, read while they change."""
+"""The rows as of one step, read while they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for a save in the background, and who does not."""
+"""Which threads wait for a save in the background, and which do not."""
 
 from __future__ import annotations
 

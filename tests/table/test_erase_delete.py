@@ -1,4 +1,4 @@
-"""`delete` on every store: rows are gone from every tier, their room is free, and they begin anew."""
+"""`delete` on every store: rows are erased from every tier, their memory is free, and they start again."""
 
 from __future__ import annotations
 
