@@ -409,8 +409,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self._accumulating:
             accumulate(self, lookup, grad, weights, order)
 
-    def pin(self, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None) -> Pinned:
-        """Pin the rows of all lookups of a training step, as `Rows.pin`."""
+    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Pinned:
+        """Pin the rows of all lookups of a training step, as `EmbeddingBase.pin`."""
         return self._trained().pin(lookups, dtype or self.output_dtype, dedup_from)
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:

@@ -154,7 +154,7 @@ def test_too_little_memory_is_refused(tmp_path: Path) -> None:
         numbers(options, machine(tmp_path / "little", 0.125))
     with pytest.raises(
         OptionError,
-        match=r"'auto': 99\.0 MiB are free .*options give away \d+\.0: lower these; the cache would get 0\.0 MiB",
+        match=r"'auto': 99\.0 MiB are free .*options take \d+\.0: lower them; the cache would get 0\.0 MiB",
     ):
         numbers(ssd(tmp_path / "store", host_cache_budget_mb=100), machine(tmp_path / "given", 99))
 

@@ -134,7 +134,7 @@ def test_a_dirty_row_is_newer_than_below_until_it_is_flushed(tmp_path: Path) -> 
 def test_what_cannot_be_a_row(tmp_path: Path) -> None:
     with make(options("device", tmp_path), "adagrad", padding_idx=-1) as embedding:
         padding = embedding.explain(-1, 0)
-        assert (padding["stored"], padding["why"], padding["tiers"]) == (False, "padding_idx=-1 is no row", [])
+        assert (padding["stored"], padding["why"], padding["tiers"]) == (False, "padding_idx=-1 has no row", [])
         for table in (None, 3, -1, 0.0, [0]):
             with pytest.raises(InputError, match=r"table of embedding 'rows': got .+; give the key's, from 0 to 2"):
                 embedding.explain(1, table)  # type: ignore[arg-type]
