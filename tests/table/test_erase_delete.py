@@ -227,7 +227,7 @@ def test_ctrl_c_while_rows_leave_loses_no_table() -> None:
         table._erasure._before_write = lambda step: signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             embedding.get([5], 0)
-        assert (table.failure, table._erasure.asked) == (None, None)
+        assert (table.failure, table._erasure.pending_rows) == (None, None)
         assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
         assert embedding.size() == 7
 
