@@ -182,7 +182,7 @@ def test_an_announced_batch_of_other_features_is_not_taken() -> None:
         ({"features": None}, r"num_features of embedding 'rows': got 4 without features"),
         ({"num_features": 0}, r"num_features of embedding 'rows': got 0; give the number of features"),
         ({"num_features": 5, "features": [0, 1]}, r"offsets of embedding 'rows': shape \(25,\) is not"),
-        ({"offsets": None, "pooling": None}, r"features of embedding 'rows': they are parts of offsets"),
+        ({"offsets": None, "pooling": None}, r"features of embedding 'rows': features are ranges of offsets"),
         ({"table_ids": [0, 1]}, r"shape \(2,\) does not broadcast to that of features, \(3,\)"),
         ({"table_ids": None, "features": [0, 1]}, r"give table_ids, one for each of the features"),
         ({"table_ids": [0, 3, 0]}, r"table id 3 at position 1; they run from 0 to 2"),
