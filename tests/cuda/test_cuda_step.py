@@ -199,7 +199,7 @@ def test_pooling_and_its_gradients(device: Device, weighted: bool, mean: bool, d
 def test_more_lookups_than_a_kernel_takes_gradients_of(device: Device) -> None:
     rng = np.random.default_rng(4)
     both = both_of(device, RULES["sgd"], DIM)
-    segments: list[HostSegment] = [(random_keys(rng, 5), None, None) for _ in range(cuda.MOST_PARTS + 2)]
+    segments: list[HostSegment] = [(random_keys(rng, 5), None, None) for _ in range(cuda.MAX_SOURCES + 2)]
     both.pin(segments)
     grads = [rng.standard_normal((5, DIM), np.float32) for _ in segments]
     nothing = [None] * len(segments)
