@@ -135,7 +135,7 @@ class ShardedBatch:
         self._rows = self._received.rows.to(self.local.processor.device, torch.float32)
         assert self.own is not None
         own = (self.own.core, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
-        self.local.processor.set_lines(self.core, self._rows, self.local.by_owner.places, own)
+        self.local.processor.set_lines(self.core, self._rows, self.local.by_owner.positions, own)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
         """The rows of lookup number `index`, as `PinnedBatch.gather`."""
@@ -180,7 +180,7 @@ class ShardedBatch:
         device = local.processor.device
         plain = wire == torch.float32 and device.type == "cpu"
         sums = blocks.rows if plain else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
-        local.processor.sum_gradients(self.core, gradients, local.by_owner.places, sums)
+        local.processor.sum_gradients(self.core, gradients, local.by_owner.positions, sums)
         if not plain:
             blocks.rows.copy_(sums)
         return blocks
@@ -457,7 +457,7 @@ class ShardedTable:
         self.traffic.rows_received += sum(local.counts) - local.counts[self.world.rank]
         RowExchange(self.world, f"rows of {op}", given, taken, self.traffic, error).wait()
         here = taken.rows.to(local.processor.device, torch.float32)
-        local.processor.set_lines(local.batch, here, local.by_owner.places)
+        local.processor.set_lines(local.batch, here, local.by_owner.positions)
         local.rows = here
         return local
 

@@ -39,7 +39,7 @@ from ..engine.options.table_spec import table_spec
 from ..engine.row_format import EMBEDDING
 from ..engine.signals import uninterrupted
 from ..engine.table.table import OpenTable, square_gradients, sum_gradients, unique_rows
-from ..engine.table.table_report import metrics, settled, where
+from ..engine.table.table_report import locate, metrics, scan_caught_up
 from . import lookup_op as ops
 from .conversion import converter
 from .ddp_guard import check_world, refuse_lookup
@@ -109,7 +109,7 @@ class KeyedRows(SavedRows):
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
         table = self._own_table()
-        for _, rows in settled(table):
+        for _, rows in scan_caught_up(table):
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
             values = table.form.numbers(rows, EMBEDDING).copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
@@ -126,7 +126,7 @@ class KeyedRows(SavedRows):
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
         with table.lock, uninterrupted():
-            table.use()
+            table.ready()
             assert table.stack is not None
             table.stack.compact()
 
@@ -147,7 +147,7 @@ class KeyedRows(SavedRows):
         holds it). Raises InputError.
         """
         key, at = check_row(self.spec, key, table)
-        tiers, why = where(self._own_table(), self._lookup([key], at))
+        tiers, why = locate(self._own_table(), self._lookup([key], at))
         row = {**with_table_name(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
@@ -409,9 +409,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self._accumulating:
             accumulate(self, lookup, grad, weights, order)
 
-    def pin(self, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None) -> Pinned:
-        """Pin the rows of all lookups of a training step, as `Rows.pin`."""
-        return self._trained().pin(lookups, dtype or self.output_dtype, like)
+    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Pinned:
+        """Pin the rows of all lookups of a training step, as `EmbeddingBase.pin`."""
+        return self._trained().pin(lookups, dtype or self.output_dtype, dedup_from)
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:
         """The rows of one call's lookups, as `Rows.unique_rows`."""

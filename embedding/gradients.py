@@ -86,7 +86,7 @@ class RowGradients:
                 one.grad, one.version = product, _version(product)
             self._scale, self._dtype = 1.0, torch.float32  # rounded no further
         given = (*lookup.tensors, weights)
-        key = (lookup.pooling, lookup.places, *map(_identity, given))
+        key = (lookup.pooling, lookup.feature_columns, *map(_identity, given))
         kept = self._kept.get(key)
         if kept is not None and not kept.is_of(given):  # NumPy has written to the tensors, which changes no version
             key, kept = (key, len(self._kept)), None

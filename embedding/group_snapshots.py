@@ -15,7 +15,7 @@ from typing import Any
 from ..distributed.world import World, catch
 from ..engine.errors import OptionError, SnapshotError, StoreError
 from ..engine.table.background_save import BackgroundSave, SaveHandle
-from ..engine.threads import LOOK
+from ..engine.threads import POLL_SECONDS
 from ..snapshots.files.format import snapshot_id
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import Instant
@@ -142,7 +142,7 @@ class SavingAll:
             for save in saves:
                 save.wait(0)  # raises why it was not saved
             raise StoreError(f"{self.what}: that of another embedding was not saved")
-        Event().wait(LOOK)
+        Event().wait(POLL_SECONDS)
 
 
 def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
@@ -258,7 +258,7 @@ def _save_on_ranks(
                 save.drop()
             raise
         if background:
-            parts = [(table.own_table.watch, save) for table, (save, _) in zip(tables, saves, strict=True)]
+            parts = [(table.own_table.observers, save) for table, (save, _) in zip(tables, saves, strict=True)]
             saving = BackgroundShardedSave(world, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
             for table in tables:
                 table.note_saving(saving)

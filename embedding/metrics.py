@@ -1,4 +1,4 @@
-"""The metrics of embeddings: what each one means, and how Prometheus and TensorBoard get them."""
+"""The metrics of embeddings: their meaning, and their export to Prometheus and TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .embedding import MultiTableMultiColumnEmbedding
 
 
 class Metric(NamedTuple):
-    """What one number of `metrics()` is.
+    """The description of one number of `metrics()`.
 
-    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: its name in Prometheus, "" for the
-    same.
+    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: its name in Prometheus; "" is the
+    same name.
     """
 
     kind: str
@@ -32,113 +32,115 @@ def _latencies(name: str, calls: str) -> dict[str, Metric]:
 
 METRICS: dict[str, Metric] = {
     # of the table
-    "rows": Metric("gauge", "rows that are written, in all tables: `size()`"),
-    "step": Metric("gauge", "training steps that updated this embedding; a snapshot keeps it"),
-    "dropped": Metric("counter", "ids of lookups and `get` that their table does not have, where `bad_ids` is `drop`"),
-    "refused": Metric("counter", "new rows that `admission` did not let in, each time"),
-    "evicted": Metric("counter", "rows that left because of `capacity`"),
-    "expired": Metric("counter", "rows that left because of `ttl_steps`"),
-    "deleted": Metric("counter", "rows that `delete` took out"),
-    "ledger_bytes": Metric("gauge", "host memory for what `eviction`, `admission` and `ttl_steps` remember"),
-    "prefetch_hits": Metric("counter", "steps whose batch `prefetch` had announced"),
-    "prefetch_misses": Metric("counter", "steps that had another batch than the next announced one"),
-    "prefetch_dropped": Metric("counter", "announced batches that were forgotten, as too many waited"),
-    # of an embedding with a world, beside its tiers
-    "ids_sent": Metric("counter", "distinct ids of steps and lookups that other ranks were asked for"),
-    "ids_received": Metric("counter", "distinct ids that other ranks asked for"),
-    "rows_sent": Metric("counter", "rows that went to other ranks"),
-    "rows_received": Metric("counter", "rows that came from other ranks"),
-    "bytes_sent": Metric("counter", "bytes of ids, rows and gradients that went to other ranks"),
-    "bytes_received": Metric("counter", "bytes of ids, rows and gradients that came from other ranks"),
+    "rows": Metric("gauge", "written rows of all tables: `size()`"),
+    "step": Metric("gauge", "training steps that updated this embedding; stored in snapshots"),
+    "dropped": Metric("counter", "illegal ids of lookups and `get` that were dropped, if `bad_ids` is `drop`"),
+    "refused": Metric("counter", "new rows that `admission` refused, each time"),
+    "evicted": Metric("counter", "rows deleted because of `capacity`"),
+    "expired": Metric("counter", "rows deleted because of `ttl_steps`"),
+    "deleted": Metric("counter", "rows deleted by `delete`"),
+    "ledger_bytes": Metric("gauge", "host memory of the ledger of `eviction`, `admission` and `ttl_steps`"),
+    "prefetch_hits": Metric("counter", "steps whose batch was announced by `prefetch`"),
+    "prefetch_misses": Metric("counter", "steps with another batch than the next announced one"),
+    "prefetch_dropped": Metric("counter", "announced batches that were dropped, since too many waited"),
+    # of an embedding with a world, in addition to its tiers
+    "ids_sent": Metric("counter", "distinct ids of steps and lookups requested from other ranks"),
+    "ids_received": Metric("counter", "distinct ids requested by other ranks"),
+    "rows_sent": Metric("counter", "rows sent to other ranks"),
+    "rows_received": Metric("counter", "rows received from other ranks"),
+    "bytes_sent": Metric("counter", "bytes of ids, rows and gradients sent to other ranks"),
+    "bytes_received": Metric("counter", "bytes of ids, rows and gradients received from other ranks"),
     # of every tier
-    "hits": Metric("counter", "rows asked of this tier and found here"),
-    "misses": Metric("counter", "rows asked of this tier and not found here"),
-    "insertions": Metric("counter", "rows that got a place here; of `ssd`, `rows_written`"),
+    "hits": Metric("counter", "rows requested from this tier that it had"),
+    "misses": Metric("counter", "rows requested from this tier that it did not have"),
+    "insertions": Metric("counter", "rows inserted here; of `ssd`, `rows_written`"),
     "bytes_in": Metric(
-        "counter", "bytes of rows that came here: from below to a cache, from above to the last tier", "in_bytes"
+        "counter", "bytes of rows copied here: from below to a cache, from above to the last tier", "in_bytes"
     ),
-    "bytes_out": Metric("counter", "bytes of rows that went from here, the other way", "out_bytes"),
-    "resident_rows": Metric("gauge", "rows held here now; of `ssd` an estimate, high until compaction"),
-    "bytes": Metric("gauge", "memory taken, metadata included; not `overflow_bytes`, `window_bytes`", "memory_bytes"),
+    "bytes_out": Metric("counter", "bytes of rows copied from here, in the other direction", "out_bytes"),
+    "resident_rows": Metric("gauge", "rows that are here now; of `ssd` an estimate, high until compaction"),
+    "bytes": Metric("gauge", "memory, metadata included; without `overflow_bytes`, `window_bytes`", "memory_bytes"),
     **_latencies("fetch", "fetches"),
     **_latencies("write", "writes"),
     # of caches
     "capacity": Metric("gauge", "rows that there is memory for", "capacity_rows"),
     "fill": Metric("gauge", "`resident_rows` / `capacity`", "fill_ratio"),
     "index_bytes": Metric("gauge", "of `bytes`, those of the index"),
-    "evictions_clean": Metric("counter", "rows that gave way and were as the tier below has them"),
-    "evictions_dirty": Metric("counter", "rows that gave way and differed from what the tier below has"),
-    "too_small": Metric("gauge", "1 if the cache misses more than half of the rows, as it evicts what is needed again"),
-    "overflows": Metric("counter", "rows that got no place in their set, since batches need all rows there"),
-    "overflow_rows": Metric("gauge", "rows in the overflow area now"),
-    "overflow_peak_rows": Metric("gauge", "the most rows that were there at a time"),
-    "overflow_capacity": Metric(
-        "gauge", "rows in the overflow area from which on prefetch and changed rows wait", "overflow_capacity_rows"
+    "evictions_clean": Metric("counter", "rows evicted clean (no write-back)"),
+    "evictions_dirty": Metric("counter", "rows evicted dirty (written back)"),
+    "too_small": Metric(
+        "gauge", "1 if the cache misses more than half of the rows, since it evicts rows that are needed again"
     ),
-    "overflow_evictions": Metric("counter", "rows that left the overflow area and are in no other count of evictions"),
+    "overflows": Metric("counter", "rows that did not fit their set, since batches need all rows there"),
+    "overflow_rows": Metric("gauge", "rows in the overflow area now"),
+    "overflow_peak_rows": Metric("gauge", "the maximum of rows in the overflow area"),
+    "overflow_capacity": Metric(
+        "gauge", "rows in the overflow area beyond which prefetch and dirty rows wait", "overflow_capacity_rows"
+    ),
+    "overflow_evictions": Metric("counter", "rows evicted from the overflow area, not in the other counts"),
     "overflow_bytes": Metric("gauge", "memory of the overflow area"),
-    "window_bytes": Metric("gauge", "memory that lists the rows of announced batches, until their rows are up"),
-    "prefetch_waits": Metric("counter", "prefetched batches that had to wait for room in the overflow area"),
+    "window_bytes": Metric("gauge", "memory that lists the rows of announced batches, until they are resident"),
+    "prefetch_waits": Metric("counter", "prefetched batches that waited for memory in the overflow area"),
     # of RocksDB
     "rows_written": Metric("counter", "rows written"),
-    "rows_erased": Metric("counter", "rows erased, whether they were there or not"),
-    "read_threads": Metric("gauge", "threads that the next read takes: as many as the disk answers to, or the limit"),
+    "rows_erased": Metric("counter", "rows erased, whether they existed or not"),
+    "read_threads": Metric("gauge", "threads of the next read: as many as the disk can serve, or the limit"),
     "memtable_bytes": Metric("gauge", "written rows in memory that are not in files yet"),
     "index_filter_bytes": Metric("gauge", "indexes and filters of files in memory, outside of the block cache"),
     "block_cache_bytes": Metric("gauge", "blocks of files in RocksDB's own cache"),
     "block_cache_hits": Metric("counter", "blocks found in RocksDB's own cache"),
     "block_cache_misses": Metric("counter", "blocks read from files"),
-    "bloom_useful": Metric("counter", "reads of a file that its filter spared"),
+    "bloom_useful": Metric("counter", "reads of a file that its filter avoided"),
     "sst_bytes": Metric("gauge", "size of the files"),
     "live_data_bytes": Metric("gauge", "size of the files without replaced versions of rows: an estimate"),
     "flush_bytes": Metric("counter", "bytes written to files from memory"),
     "compaction_bytes": Metric("counter", "bytes written to files by compactions"),
     "compaction_read_bytes": Metric("counter", "bytes read from files by compactions"),
     "pending_compaction_bytes": Metric("gauge", "bytes that compactions have yet to rewrite: an estimate"),
-    "running_flushes": Metric("gauge", "flushes under way"),
-    "running_compactions": Metric("gauge", "compactions under way"),
+    "running_flushes": Metric("gauge", "running flushes"),
+    "running_compactions": Metric("gauge", "running compactions"),
     "background_errors": Metric("counter", "flushes and compactions that failed"),
-    "stall_seconds": Metric("counter", "how long writes were held back for flushes and compactions"),
+    "stall_seconds": Metric("counter", "how long writes waited for flushes and compactions"),
     "write_amplification": Metric("gauge", "bytes written to files / bytes of rows written"),
 }
 
 TABLE_METRICS: dict[str, Metric] = {
-    "rows": Metric("gauge", "rows of this table that are written", "table_rows"),
-    "hits": Metric("counter", "rows of this table asked of the top tier and found there", "table_hits"),
-    "misses": Metric("counter", "rows of this table asked of the top tier and not found there", "table_misses"),
-    "dropped": Metric("counter", "ids of lookups that this table does not have and drops", "table_dropped"),
+    "rows": Metric("gauge", "written rows of this table", "table_rows"),
+    "hits": Metric("counter", "rows of this table requested from the top tier that it had", "table_hits"),
+    "misses": Metric("counter", "rows of this table requested from the top tier that it did not have", "table_misses"),
+    "dropped": Metric("counter", "illegal ids of lookups that this table dropped", "table_dropped"),
 }
 
 _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
 
 
 class MetricsCollector:
-    """Gives a `prometheus_client` registry the metrics of each embedding whose store is open when it asks.
+    """Collects the metrics of embeddings for a `prometheus_client` registry, at the time of each request.
 
-    `prometheus_client.REGISTRY.register(MetricsCollector(embedding))`, then `start_http_server` serves them.
+    Call `prometheus_client.REGISTRY.register(MetricsCollector(embedding))`, and serve them by `start_http_server`.
     """
 
     def __init__(self, *embeddings: MultiTableMultiColumnEmbedding) -> None:
-        """Raises OptionError where `prometheus_client` is missing, InputError for no embedding or equal names."""
+        """Raises OptionError if `prometheus_client` is not installed, InputError for no embedding or equal names."""
         _prometheus()
         _check(embeddings)
         self._embeddings = embeddings
 
     def describe(self) -> list[Any]:
-        """An empty list: registering asks no store."""
+        """An empty list: registering reads no store."""
         return []
 
     def collect(self) -> Iterator[Any]:
         """One family for each metric, labelled by `embedding` and `tier`.
 
         Latencies have the label `quantile` as well, 1 for the longest. Metrics of a table are labelled by `embedding`
-        and `table`. `tierbed_up` of each embedding is 1, or 0 where the embedding gave no metrics: unused, closed, or
-        failed, with a warning.
+        and `table`. `tierbed_up` of each embedding is 1, or 0 if it has no metrics: unused, closed, or failed, with a
+        warning.
         """
         families = _Families()
         for embedding in self._embeddings:
             metrics = _read(embedding)
-            families.add("up", Metric("gauge", "whether the embedding gave its metrics"), bool(metrics), embedding.name)
+            families.add("up", Metric("gauge", "whether the embedding has metrics"), bool(metrics), embedding.name)
             for table, numbers in metrics.pop("tables", {}).items():
                 for name, value in numbers.items():
                     families.add(name, TABLE_METRICS[name], value, embedding.name, table=table)
@@ -154,7 +156,7 @@ class MetricsCollector:
 
 
 class _Families:
-    """The families of one collection, in the order in which their metrics come."""
+    """The families of one collection, in the order of their metrics."""
 
     def __init__(self) -> None:
         self._all: dict[str, Any] = {}
@@ -173,9 +175,9 @@ class _Families:
 
 
 def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
-    """The metrics of open embeddings in Prometheus' text format, for a textfile collector or a server of one's own.
+    """The metrics of open embeddings in Prometheus' text format, for a textfile collector or your own server.
 
-    `tierbed_up` says which embeddings gave metrics. Raises as `MetricsCollector` does.
+    `tierbed_up` shows which embeddings have metrics. Raises as `MetricsCollector` does.
     """
     prometheus = _prometheus()
     registry = prometheus.CollectorRegistry(auto_describe=False)
@@ -188,8 +190,8 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
 
     Tags are `<embedding>/<tier>/<metric>`, and for a table `<embedding>/tables/<table>/<metric>`. step: on the x axis;
     by default the embedding's step. An embedding that was not used yet adds nothing; one that fails gives a warning.
-    Raises ClosedError for an embedding that was closed, and InputError for what is no writer, for no embedding, and for
-    embeddings of equal names.
+    Raises ClosedError for an embedding that was closed, and InputError for anything that is not a writer, for no
+    embedding, and for embeddings with equal names.
     """
     if not hasattr(writer, "add_scalar"):
         raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
@@ -209,19 +211,17 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
 def _check(embeddings: Sequence[Any]) -> None:
     for embedding in embeddings:
         if not isinstance(embedding, MultiTableMultiColumnEmbedding):
-            raise InputError(
-                f"embeddings: got {type(embedding).__name__}; give embeddings, each as an argument of its own"
-            )
+            raise InputError(f"embeddings: got {type(embedding).__name__}; give each embedding as a separate argument")
     for name, count in Counter(embedding.name for embedding in embeddings).items():
         if count > 1:
             raise InputError(
-                f"embeddings: {count} have the name {name!r}, so their series would be the same; make them with names "
-                "of their own"
+                f"embeddings: {count} have the name {name!r}, so their series would be the same; give them different "
+                "names"
             )
 
 
 def _read(embedding: MultiTableMultiColumnEmbedding) -> dict[str, dict[str, Any]]:
-    """The metrics of an embedding; {} where it is unused, closed or, with a warning, failed. Opens no store."""
+    """The metrics of an embedding; {} if it is unused, closed or, with a warning, failed. Opens no store."""
     try:
         return embedding.metrics() if embedding.is_open else {}
     except ClosedError:  # closed meanwhile

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..engine import _core
 from ..engine._core import WAYS
-from ..engine.cache.memory_split import LEAST, LINE_OVERHEAD_BYTES, MB, MemorySplit, divide
+from ..engine.cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySplit, split_memory
 from ..engine.checks import as_int, as_number, budget_option, int_option
 from ..engine.errors import InputError, OptionError
 from ..engine.host_memory import free_host_memory
@@ -76,10 +76,12 @@ class Plan:
         self.uses = _estimates(uses.table[counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
-        """How many lines a cache with `cache_budget_mb=budget_mb` has. Raises OptionError for fewer than LEAST."""
+        """How many lines a cache with `cache_budget_mb=budget_mb` has. OptionError for fewer than MIN_CACHE_ROWS."""
         budget = as_number(budget_mb)
-        if budget is None or not self.bytes(LEAST) / MB <= budget < 1 << 40:
-            raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB from {self.bytes(LEAST) / MB:.3f} on")
+        if budget is None or not self.bytes(MIN_CACHE_ROWS) / MB <= budget < 1 << 40:
+            raise OptionError(
+                f"budget_mb={budget_mb!r}: give a number of MiB from {self.bytes(MIN_CACHE_ROWS) / MB:.3f} on"
+            )
         return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
@@ -95,9 +97,9 @@ class Plan:
             raise OptionError(f"budget_mb={budget_mb!r}, rows={rows!r}: give one of them")
         if budget_mb is not None:
             rows = self.rows(budget_mb)
-        lines = as_int(rows, least=LEAST)
+        lines = as_int(rows, minimum=MIN_CACHE_ROWS)
         if lines is None:
-            raise OptionError(f"rows={rows!r}: give a whole number of lines, {LEAST} or more")
+            raise OptionError(f"rows={rows!r}: give a whole number of lines, {MIN_CACHE_ROWS} or more")
         return self._mean(lines, self._of_table(table))
 
     def division(self, capacity: int | None = None) -> MemorySplit:
@@ -112,18 +114,18 @@ class Plan:
         if capacity is not None:
             capacity = _count("capacity", capacity, 1)
         overflow_mb = CachedSsdOptions.overflow_mb
-        return divide(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=overflow_mb)
+        return split_memory(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=overflow_mb)
 
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
         """The miss ratio from small caches to one for every row that was seen, sizes in equal ratios.
 
         table: counts only this table's rows, in the cache that all tables share. Raises OptionError.
         """
-        if as_int(points, least=2) is None:
+        if as_int(points, minimum=2) is None:
             raise OptionError(f"points={points!r}: give a whole number, 2 or more")
         of = self._of_table(table)
-        most = max(2 * int(self.seen.sum()), 2 * LEAST)
-        rows = np.unique(np.geomspace(LEAST, most, points).astype(np.int64))
+        most = max(2 * int(self.seen.sum()), 2 * MIN_CACHE_ROWS)
+        rows = np.unique(np.geomspace(MIN_CACHE_ROWS, most, points).astype(np.int64))
         missed = np.array([1 - self._mean(int(size), of) for size in rows])
         return Curve(rows, np.array([self.bytes(int(size)) / MB for size in rows]), missed)
 
@@ -158,12 +160,13 @@ class Plan:
         ]
         if self.ranks is not None:
             lines.append(repr(self.ranks))
-        if seen < LEAST:
-            return "\n".join([*lines, f"caches of fewer than {LEAST} rows are not predicted: one of {LEAST} holds all"])
+        if seen < MIN_CACHE_ROWS:
+            known = f"caches of fewer than {MIN_CACHE_ROWS} rows are not predicted: one of {MIN_CACHE_ROWS} holds all"
+            return "\n".join([*lines, known])
         lines.append(f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}")
         for share in SHARES:
             rows = round(share * seen)
-            if rows < LEAST:
+            if rows < MIN_CACHE_ROWS:
                 continue
             lines.append(f"{self.bytes(rows) / MB:16.2f}{rows:12d}{share:8.0%}{self.hit_rate(rows=rows):10.1%}")
         if self.memory_mb is not None:
@@ -342,10 +345,10 @@ class RankPlan:
         asked, sent = self.ids.sum() / steps, self.bytes() / steps
         return "\n".join(
             [
-                f"{self.size} ranks ask for {asked:.0f} rows a step, {self.dedup:.2f} ids each; owners pin "
+                f"{self.size} ranks request {asked:.0f} rows per step, {self.dedup:.2f} ids each; owners pin "
                 f"{self.rows.sum() / steps:.0f}, the most loaded {self.skew:.2f} times the mean",
-                f"{sent.sum() / 1e6:.3f} MB travel a step in float32, the most of a rank {sent.sum(1).max() / 1e6:.3f} "
-                f"MB, of a pair {sent.max() / 1e6:.3f} MB",
+                f"{sent.sum() / 1e6:.3f} MB are sent per step in float32, the most by a rank "
+                f"{sent.sum(1).max() / 1e6:.3f} MB, of a pair {sent.max() / 1e6:.3f} MB",
             ]
         )
 

@@ -103,7 +103,7 @@ class RankSnapshots:
             self.check_not_saving(op)
             save, _ = self.begin_save(op, name, kind, overwrite)
             what = f"snapshot {name!r}"
-            self._saving = BackgroundShardedSave(self._world, op, [(table.watch, save)], [self.when_saved()], what)
+            self._saving = BackgroundShardedSave(self._world, op, [(table.observers, save)], [self.when_saved()], what)
         return self._saving
 
     def at_step(self) -> None:
@@ -295,7 +295,7 @@ class RankSnapshots:
             raise OptionError(f"background=True, kind={kind!r}: only kind='full' is saved so; leave background out")
         if self.home is None:
             self._lacks_place()
-        self.own.table.opened()
+        self.own.table.require_open()
         self.own.table.check()
 
     def check_not_saving(self, op: str) -> None:
@@ -346,8 +346,8 @@ class RankSnapshots:
     def end_save(self, kind: str, made: str) -> None:
         """After a save: note what changes from here on, where that is asked for."""
         table = self.own.table
-        if kind == "incremental" or table.watch.changes is not None:
-            table.watch.track_changes(made)
+        if kind == "incremental" or table.observers.changes is not None:
+            table.observers.track_changes(made)
         if self.membership is not None:
             self.membership.saved_as(made)
 
@@ -356,7 +356,7 @@ class RankSnapshots:
         if parent is None:
             save.write(table.scan(), progress)
             return
-        changed = table.watch.changed(parent.manifest.id)
+        changed = table.observers.changed(parent.manifest.id)
         save.write_changes(changes_between(parent.chunks(), table.scan()) if changed is None else changed, progress)
 
     def when_saved(self) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from ..distributed.world import catch
 from ..engine.durable import fsync_dir
 from ..engine.errors import StoreError
 from ..engine.row_format import Change, Chunks
-from ..engine.store.image import KEPT_BYTES
+from ..engine.store.image import MAX_BEFORE_IMAGE_BYTES
 from ..snapshots.files.format import HashShard, RowFile
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.writer import (
@@ -204,7 +204,7 @@ class BackgroundShardedSave:
     def _begin(self) -> None:
         for watch, save in zip(self._watches, self._saves, strict=True):
             write = partial(self._write, save)
-            self._threads.append(watch.save_in_background(self.what, write, KEPT_BYTES // len(self._saves)))
+            self._threads.append(watch.save_in_background(self.what, write, MAX_BEFORE_IMAGE_BYTES // len(self._saves)))
 
     def _write(self, save: ShardedSave, chunks: Chunks) -> None:
         save.write(self._rows(chunks))

@@ -145,7 +145,7 @@ class LocalTableHandle(TableSnapshots):
 
     def _share_gate(self) -> None:
         if self.membership is not None and self.membership.group is not None and self._table is not None:
-            self._table.between_steps = self.membership.group.gate
+            self._table.step_gate = self.membership.group.gate
 
     @property
     def own_table(self) -> OpenTable:
@@ -245,7 +245,7 @@ class LocalTableHandle(TableSnapshots):
     def forget_announced(self) -> None:
         """Forget what was announced, and end the prefetch thread, if the table is open."""
         if self._table is not None:
-            self._table.rest()
+            self._table.stop_prefetch()
 
     def release(self) -> None:
         """Drop the pin that a failed step left, if the table is open."""
@@ -334,7 +334,7 @@ class LocalTableHandle(TableSnapshots):
         with table.lock:
             table.check()
             description = table.describe()
-            row = read_row(table.use(), table.form, *place_of(description, label, key))
+            row = read_row(table.ready(), table.form, *place_of(description, label, key))
         return {} if row is None else plain_row(row[0], description)
 
     def _visit(
@@ -343,7 +343,7 @@ class LocalTableHandle(TableSnapshots):
         """The result of a call between two steps, of all tables that are trained together with this and `others`."""
         while True:
             table = self.table
-            with table.between_steps.visit(lambda: self._visited(others), give_up) as entered:
+            with table.step_gate.between_steps(lambda: self._visited(others), give_up) as entered:
                 if not entered:
                     return None
                 if table.stack is not None:
@@ -388,7 +388,7 @@ class LocalTableHandle(TableSnapshots):
     def _close(self) -> None:
         if self._table is not None and self._process == os.getpid():
             with _disable_current_modes():  # a trace may be running, and would record what this does
-                unsaved = self._table.watch.finish_saving()
+                unsaved = self._table.observers.finish_saving()
                 self._service.stop()
                 deferred = (
                     self._table.deferred_error(wait=True) or unsaved
@@ -418,7 +418,7 @@ class LocalTableHandle(TableSnapshots):
             log.error("embedding %r could not be closed: %s; %s", self.name, error, kept)
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
-        before.watch.finish_saving()  # its error was logged
+        before.observers.finish_saving()  # its error was logged
         try:
             self._table = build()
             self._share_gate()

@@ -181,11 +181,11 @@ class TablePersistence:
         or replaced, and then StoreError is raised.
         """
         with table.lock:
-            table.rest()  # first: a later call may fail, and no thread may be running when the process ends
+            table.stop_prefetch()  # first: a later call may fail, and no thread may be running when the process ends
             if self.membership is not None and self.membership.group is not None:
                 self.membership.group.check_passed()
             is_torn = self.unsettled != "" or (self.membership is not None and self.membership.torn != "")
-            if self.folder is not None and self._scratch and not table.is_lost and not is_torn:
+            if self.folder is not None and self._scratch and not table.is_inconsistent and not is_torn:
                 try:
                     self.folder.check()
                 except StoreError:
@@ -194,11 +194,11 @@ class TablePersistence:
                 try:
                     self._keep(table, self.folder)
                 except BaseException:
-                    if table.is_lost:
+                    if table.is_inconsistent:
                         table.close()
                     raise
                 self._scratch = self._is_written = False
-            elif self.membership is not None and not table.is_lost and not is_torn:
+            elif self.membership is not None and not table.is_inconsistent and not is_torn:
                 self.membership.rest()
             if self.membership is not None:
                 self.membership.closed()
@@ -467,7 +467,7 @@ class TablePersistence:
         if table.state.names and not stored["states"]:
             chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
         checked = checked_rows(chunks, self.spec.num_tables)
-        remembered = table.lifecycle.remember(checked)
+        remembered = table.lifecycle.note_loaded(checked)
         table.counts.stored = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
         return int(table.counts.stored.sum())
 
@@ -483,16 +483,16 @@ class TablePersistence:
         stack = build_stack(self._budgets.numbers(processor), processor, place, shards)
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
-        table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.threads_beside)
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
         table.optimizer = optimizer
         if stored is not None:
             table.counts.stored_rows, table.step = rows, stored["step"]
             table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
         if stored is not None and shards is not None:  # the rows are in RocksDB already
             table.counts.stored = counts_in(stored, self.spec.num_tables)
-            if lifecycle.remembers:
+            if lifecycle.has_ledger:
                 try:
-                    remembered = lifecycle.remember(checked_rows(table.scan(), self.spec.num_tables))
+                    remembered = lifecycle.note_loaded(checked_rows(table.scan(), self.spec.num_tables))
                     table.counts.stored = counted_chunks(remembered, self.spec.num_tables)
                 except BaseException:
                     table.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..engine.errors import OptionError, SnapshotError
 from ..engine.row_format import Chunks
-from ..engine.store.image import KEPT_BYTES
+from ..engine.store.image import MAX_BEFORE_IMAGE_BYTES
 from ..engine.store.rocksdb import RocksDB
 from ..engine.table.background_save import BackgroundSave
 from ..engine.table.table import OpenTable
@@ -91,12 +91,12 @@ class TableSnapshots:
         table, folder = self.table, self._folder_of(name)
         with self._rows_of_one_step(table, of_all) as together:
             table.check()
-            table.watch.check_not_saving()
+            table.observers.check_not_saving()
             if kind == "checkpoint":
                 table.flush()
             manifest = save_snapshot_of(folder, name, kind, self._source(table, together), progress, overwrite)
-            if kind == "incremental" or table.watch.changes is not None:
-                table.watch.track_changes(manifest.id)
+            if kind == "incremental" or table.observers.changes is not None:
+                table.observers.track_changes(manifest.id)
             if self.membership is not None:
                 self.membership.saved_as(manifest.id)
             return manifest
@@ -124,17 +124,17 @@ class TableSnapshots:
             )
         with self._rows_of_one_step(table, of_all) as together:
             table.check()
-            table.watch.check_not_saving()
+            table.observers.check_not_saving()
             source = self._source(table, together)
             place = begin_save(folder, name, kind, source, overwrite)
             replaces = os.path.lexists(place)
 
             def write(chunks: Chunks) -> None:
                 made = write_snapshot(place, source.description, chunks, overwrite=replaces, together=together)
-                table.watch.changes_saved(made.id)
+                table.observers.changes_saved(made.id)
 
-            kept = KEPT_BYTES if of_all is None else KEPT_BYTES // of_all.stores
-            return table.watch.save_in_background(f"snapshot {name!r}", write, kept)
+            kept = MAX_BEFORE_IMAGE_BYTES if of_all is None else MAX_BEFORE_IMAGE_BYTES // of_all.stores
+            return table.observers.save_in_background(f"snapshot {name!r}", write, kept)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
         """The name of the rows as they are, saved as a snapshot that no chain or recovery of the user is based on.
@@ -174,7 +174,7 @@ class TableSnapshots:
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """Replace the rows by those of a snapshot in the store folder, as `load_from`."""
-        self.table.watch.finish_saving()  # it may be the one to load; its error was logged
+        self.table.observers.finish_saving()  # it may be the one to load; its error was logged
         return self.load_from(self.snapshot(name), selection, strict)
 
     def load_from(
@@ -207,7 +207,7 @@ class TableSnapshots:
         """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
         table, folder = self.table, self.folder()
         with table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
-            if table.watch.saving is None or table.watch.saving.done:
+            if table.observers.saving is None or table.observers.saving.done:
                 clear_leftovers(folder)
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
 
@@ -289,7 +289,7 @@ class TableSnapshots:
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
         record = None if self.membership is None else self.membership.record
         return SaveSource(
-            table.describe(), table.counts.rows, table.scan, rocksdb, table.watch.changed, together, record
+            table.describe(), table.counts.rows, table.scan, rocksdb, table.observers.changed, together, record
         )
 
     def _folder_of(self, name: str) -> StoreFolder:

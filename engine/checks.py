@@ -1,4 +1,4 @@
-"""Checks of what users give: numbers, names that are folders as well, and paths with `~` and environment variables."""
+"""Checks of arguments: numbers, names of folders, and paths with `~` and environment variables."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from .errors import OptionError
 _VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
 
 
-def as_int(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
-    """A whole number from `least` to `most` as an int; None for anything else."""
+def as_int(value: Any, minimum: float = -math.inf, maximum: float = math.inf) -> int | None:
+    """A whole number from `minimum` to `maximum` as an int; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return None
     number = int(value)
-    return number if least <= number <= most else None
+    return number if minimum <= number <= maximum else None
 
 
 def as_number(value: Any) -> float | None:
-    """A number as a float, or as an int where it is whole; None for anything else."""
+    """A number as a float, or as an int if its type is one of whole numbers; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def int_option(name: str, value: Any, wanted: str, least: float = -math.inf, most: float = math.inf) -> int:
-    """The option `name` as an int from `least` to `most`. OptionError for anything else, with what is `wanted`."""
-    number = as_int(value, least, most)
+def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf, maximum: float = math.inf) -> int:
+    """The option `name` as an int from `minimum` to `maximum`. OptionError for anything else, which says `expected`."""
+    number = as_int(value, minimum, maximum)
     if number is None:
-        raise OptionError(f"{name}={value!r}: give {wanted}")
+        raise OptionError(f"{name}={value!r}: give {expected}")
     return number
 
 
-def budget_option(name: str, value: Any, zero: bool, otherwise: str = "") -> float:
-    """The option `name`, a number of MiB. zero: whether it may be 0. otherwise: another remedy. OptionError."""
+def budget_option(name: str, value: Any, zero: bool, alternative: str = "") -> float:
+    """The option `name`, a number of MiB. zero: whether it may be 0. alternative: another remedy. OptionError."""
     number = as_number(value)
     if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
-        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0{otherwise}")
+        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0{alternative}")
     return number
 
 
 def auto_budget_option(name: str, value: Any, zero: bool) -> float | Literal["auto"]:
-    """The option `name`, a number of MiB as `budget_option` takes it, or "auto". Raises OptionError."""
+    """The option `name`, a number of MiB as in `budget_option`, or "auto". Raises OptionError."""
     if isinstance(value, str) and value == "auto":
         return "auto"
-    return budget_option(name, value, zero, otherwise=', or "auto"')
+    return budget_option(name, value, zero, alternative=', or "auto"')
 
 
 def is_folder_name(name: Any) -> bool:
@@ -60,8 +60,8 @@ def is_folder_name(name: Any) -> bool:
 def expanded(option: str, path: str) -> str:
     """The path with `${NAME}`, `$NAME` and a leading `~` replaced. `option` names it in errors.
 
-    Raises OptionError for a variable that is not set or empty, and for an unknown user: no folder has such a name by
-    mistake.
+    Raises OptionError for a variable that is not set or empty, and for an unknown user, so that no folder gets such a
+    name by mistake.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -75,5 +75,5 @@ def expanded(option: str, path: str) -> str:
     result = os.path.expanduser(_VARIABLE.sub(value, path))
     if result.startswith("~"):
         user = result.partition("/")[0]
-        raise OptionError(f"{option}={path!r}: {user!r} is no user here; give './{user}' for a folder of that name")
+        raise OptionError(f"{option}={path!r}: {user!r} is not a user here; give './{user}' for a folder of that name")
     return result

@@ -1,4 +1,4 @@
-"""Files that survive a crash and show damage: fsync, atomic replacement, msgpack sealed with a checksum."""
+"""Files that survive a crash and whose damage is found: fsync, atomic replace, msgpack sealed with a checksum."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import msgpack  # type: ignore[import-untyped]
 from .signals import uninterrupted
 
 TEMPORARY = ".tmp-"  # begins the name of a file or folder that is being written
-MORE_FILES = "let this process open more files (ulimit -n)"  # the remedy where there is no descriptor left
-MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
+MORE_FILES = "let this process open more files (ulimit -n)"  # the remedy if no descriptor is left
+MAX_SEALED = 1 << 24  # bytes; limits the memory that reading a foreign file allocates
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 _trying = Lock()  # one `check_exchange` at a time: a save in the background calls it as well
 
 
 def remedy_for(error: OSError, otherwise: str) -> str:
-    """What to do about an error of the system; `otherwise` where that depends on the call that failed."""
+    """What to do about an error of the system; `otherwise` if that depends on the call that failed."""
     return MORE_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else otherwise
 
 
@@ -42,7 +42,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents where they are missing, durably."""
+    """Create a folder and its missing parents, durably."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -57,25 +57,25 @@ def temporary_path(path: Path) -> Path:
 
 
 class Commit:
-    """Lets several folders be there at once, or none. Each is made aside, and waits in `wait` until all are durable."""
+    """Creates several folders, or none. Each is a temporary folder that waits in `wait` until all are durable."""
 
     def wait(self) -> None:
-        """Return when the folder is to have its name. What it raises undoes the folder."""
+        """Return when the folder is to be renamed. If this raises, the folder is removed."""
 
     @property
     def is_made(self) -> bool:
-        """Whether one of the folders has its name, so that the others are to get theirs, whatever happens."""
+        """Whether one of the folders was renamed, so that the others have to be renamed too, whatever happens."""
         raise NotImplementedError
 
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path, overwrite: bool = False, commit: Commit | None = None) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which gets the name `folder`, durably, when the block ends.
+    """A temporary folder next to `folder`, which is durably renamed to `folder` when the block ends.
 
-    If the block raises, nothing is left. The block makes durable what it puts into the temporary folder. Parents are
-    created; what a killed process left is removed. With `overwrite` the new folder takes the place of an old one at one
-    instant, and the old one is removed when that is durable. commit: of a folder that is made with others. Raises
-    OSError; NoExchangeError, and the old folder is untouched; UnsyncedError, and the new folder is there.
+    If the block raises, no files are left. The block makes durable what it puts into the temporary folder. Parents are
+    created; leftovers of a killed process are removed. With `overwrite` the new folder replaces an old one atomically,
+    and the old one is removed when that is durable. commit: of a folder that is created with others. Raises OSError;
+    NoExchangeError, and the old folder is unchanged; UnsyncedError, and the new folder exists.
     """
     temporary = temporary_path(folder)
     try:
@@ -87,13 +87,13 @@ def atomic_folder(folder: Path, overwrite: bool = False, commit: Commit | None =
         if commit is not None:
             fsync_dir(folder.parent)  # the name by which it is found when another has committed it
             commit.wait()
-        with uninterrupted():  # between the exchange and its sync the old one must not be removed
+        with uninterrupted():  # between the swap and its sync the old one must not be removed
             put_in_place(temporary, folder, overwrite)
-    except UnsyncedError:  # a power loss may bring the old folder back, so that stays
+    except UnsyncedError:  # a power loss may restore the old folder, so keep it
         raise
     except BaseException:
         if commit is None or not commit.is_made:
-            with contextlib.suppress(OSError):  # what went wrong first is told
+            with contextlib.suppress(OSError):  # the first error is raised
                 remove_folder(temporary)
         raise
     with contextlib.suppress(OSError):  # the next call removes it
@@ -101,36 +101,36 @@ def atomic_folder(folder: Path, overwrite: bool = False, commit: Commit | None =
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what `atomic_folder` of killed processes left in a folder, if the folder is there. Raises OSError."""
+    """Remove the leftovers of `atomic_folder` of killed processes from a folder, if it exists. Raises OSError."""
     remove_temporary(list(folder.glob(f"{TEMPORARY}*/")))
 
 
 class UnsyncedError(OSError):
-    """A file or folder was put in place, whole; whether it survives a power loss is not known."""
+    """A file or folder was renamed and is complete; whether it survives a power loss is not known."""
 
 
 class NoExchangeError(OSError):
-    """The file system cannot exchange two folders, so no folder can be replaced at one instant."""
+    """The file system cannot exchange two folders, so no folder can be replaced atomically."""
 
 
 def put_in_place(temporary: Path, path: Path, overwrite: bool = False) -> None:
-    """Rename a durable file or folder to `path`, durably; nothing has that name. Raises OSError, UnsyncedError.
+    """Rename a durable file or folder to `path`, durably. Raises OSError, UnsyncedError.
 
-    With `overwrite` `path` may be there: an old folder gets the name `temporary`, or NoExchangeError is raised; an old
-    file is replaced.
+    overwrite: whether `path` may exist. An old file is replaced; an old folder gets the name `temporary`, or
+    NoExchangeError is raised.
     """
     if overwrite and temporary.is_dir() and os.path.lexists(path):
-        exchange(temporary, path)
+        swap_folders(temporary, path)
     else:
         temporary.rename(path)
     try:
         fsync_dir(path.parent)
-    except OSError as error:  # whether an undoing is durable would not be known either
-        raise UnsyncedError(f"it is there, whole, but may not outlive a power loss: {error}") from error
+    except OSError as error:  # whether undoing it is durable would not be known either
+        raise UnsyncedError(f"it is complete, but may not survive a power loss: {error}") from error
 
 
-def exchange(one: Path, other: Path) -> None:
-    """Exchange two names of one file system at one instant. Raises OSError, NoExchangeError."""
+def swap_folders(one: Path, other: Path) -> None:
+    """Swap two names on one file system atomically. Raises OSError, NoExchangeError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         number = errno.ENOSYS
@@ -144,34 +144,34 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def check_exchange(folder: Path) -> None:
-    """Raises NoExchangeError or OSError where a folder made beside `folder` could not take its place."""
-    place = folder.parent / f"{TEMPORARY}.{folder.name}"  # no name of a user: those have no leading dot
+    """Raises NoExchangeError or OSError if a folder next to `folder` could not replace it."""
+    path = folder.parent / f"{TEMPORARY}.{folder.name}"  # no name that a user gave: those have no leading dot
     with _trying:
         try:
-            remove_folder(place)
+            remove_folder(path)
             for name in "12":
-                (place / name).mkdir(parents=True)
-            exchange(place / "1", place / "2")
+                (path / name).mkdir(parents=True)
+            swap_folders(path / "1", path / "2")
         finally:
             with contextlib.suppress(OSError):
-                remove_folder(place)
+                remove_folder(path)
 
 
 def remove_temporary(folders: Collection[Path]) -> None:
-    """Remove folders that killed processes left, all in one parent, where they are there. Raises OSError.
+    """Remove those of the folders that exist: leftovers of killed processes, all in one parent. Raises OSError.
 
-    One of them may be an old folder after an exchange, so the exchange is made durable first.
+    One of them may be an old folder after a swap, so the swap is made durable first.
     """
-    there = [folder for folder in folders if os.path.lexists(folder)]
-    if there:
-        fsync_dir(there[0].parent)
-    for folder in there:
+    existing = [folder for folder in folders if os.path.lexists(folder)]
+    if existing:
+        fsync_dir(existing[0].parent)
+    for folder in existing:
         remove_folder(folder)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it, if it is there. Of a link to a folder, only the link is removed."""
-    with uninterrupted(), contextlib.suppress(FileNotFoundError):  # shutil loses track of its descriptors otherwise
+    """Remove a folder with its contents, if it exists. Of a link to a folder, only the link is removed."""
+    with uninterrupted(), contextlib.suppress(FileNotFoundError):  # otherwise shutil leaks descriptors
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
@@ -184,7 +184,7 @@ def _fsync(path: Path, flags: int) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that at any instant the old file or the new file is there, whole. One writer at a time."""
+    """Replace a file atomically: readers see the old file or the new one, complete. One writer at a time."""
     temporary = temporary_path(path)
     try:
         with uninterrupted(), temporary.open("wb") as file:
@@ -193,7 +193,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.rename(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong first is told
+        with contextlib.suppress(OSError):  # the first error is raised
             temporary.unlink()
         raise
     fsync_dir(path.parent)
@@ -208,7 +208,7 @@ def seal(value: Any) -> bytes:
     data: bytes = msgpack.packb([payload, zlib.crc32(payload)])
     if len(data) > MAX_SEALED:
         raise ValueError(f"more than {MAX_SEALED} bytes")
-    unseal(data)  # a record that could not be read back is never written
+    unseal(data)  # so that a record that cannot be read is never written
     return data
 
 
@@ -224,7 +224,7 @@ def unseal(data: bytes) -> Any:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError; also for a pipe or a device, since they could block for ever."""
+    """Open a file for reading. Raises OSError; also for a pipe or a device, since they could block forever."""
     check_regular(path)
     return path.open("rb")
 
@@ -232,7 +232,7 @@ def open_regular(path: Path) -> BinaryIO:
 def check_regular(path: Path) -> None:
     """Raises OSError for anything but a file, and for a symbolic link to anything else."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{str(path)!r} is not a regular file: put a file, or a link to one, in its place")
+        raise OSError(f"{str(path)!r} is not a regular file: replace it by a file, or by a link to one")
 
 
 def read_record(path: Path) -> bytes:

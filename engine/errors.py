@@ -1,4 +1,4 @@
-"""Every exception that tierbed raises for a user's mistake or a store's fault.
+"""Every exception that tierbed raises for a mistake of a user or a failure of a store.
 
 Messages name the argument, the value and the remedy.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class TierbedError(Exception):
-    """The root: `except TierbedError` catches all of them."""
+    """The base class: `except TierbedError` catches all of them."""
 
 
 class OptionError(TierbedError, ValueError):
@@ -21,11 +21,11 @@ class InputError(TierbedError, ValueError):
 
 
 class OptimizerError(TierbedError, ValueError):
-    """Rows cannot follow the optimizer, or it is missing, or the stored rows have the state of another optimizer."""
+    """The optimizer cannot train rows, or it is missing, or the stored rows have the state of another optimizer."""
 
 
 class CapacityError(TierbedError, RuntimeError):
-    """The batch would bring more rows than `capacity` allows. Nothing was changed; the store stays usable."""
+    """The batch has more new rows than `capacity` allows. Nothing was changed, and the store can still be used."""
 
 
 class StoreError(TierbedError, RuntimeError):
@@ -37,15 +37,15 @@ class ClosedError(StoreError):
 
 
 class SnapshotError(TierbedError, RuntimeError):
-    """A snapshot is missing, foreign, damaged, or of another table. The running table stays as it was."""
+    """A snapshot is missing, foreign, damaged, or of another table. The open table is unchanged."""
 
 
 class GraphError(TierbedError, RuntimeError):
-    """`build` does something that a static graph cannot hold."""
+    """`build` does something that a trace cannot record."""
 
 
 class GroupError(TierbedError, RuntimeError):
-    """A rank did not answer, or did otherwise than the others; `ranks` are those that did not answer."""
+    """A rank did not answer, or made another call than the others; `ranks` are those that did not answer."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -56,4 +56,4 @@ for _error in (
     TierbedError, OptionError, InputError, OptimizerError, CapacityError, StoreError, ClosedError, SnapshotError,
     GraphError, GroupError,
 ):  # fmt: skip
-    _error.__module__ = "tierbed"  # from where users import it, as tracebacks name it
+    _error.__module__ = "tierbed"  # where users import it from, for tracebacks

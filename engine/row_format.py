@@ -1,6 +1,6 @@
 """The format of a stored row, in a scan and in a snapshot: its fields, its bucket and its key.
 
-Tiers move rows as 4-byte words (`row_dtype`); what the words are is told by a `RowForm`.
+Tiers move rows as 4-byte words (`row_dtype`); `RowForm` says what the words mean.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUCKETS = 64
-WORD = 4  # bytes of which lines are made
-RECORD_BYTES = 8  # of a line: how often its row was written, and when last
+WORD = 4  # bytes; lines consist of words
+RECORD_BYTES = 8  # of a line: the counters `updates` and `last step` of its row
 EMBEDDING = "embedding"  # the field of a row that lookups return
-STATE_TYPES = "state_dtypes"  # of a description: the types of states, where a field is not float32
+STATE_TYPES = "state_dtypes"  # of a description: the types of states, if a field is not float32
 NUMBERS: dict[str, np.dtype[Any]] = {  # as they are stored
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
-LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and the number of the step after it is needed
+LAST_STEP = 2**32 - 2  # of a table: rows hold a step as u32, and the number after it is needed
 
 TableIds = NDArray[np.uint32]  # [n]
 Keys = NDArray[np.uint64]  # [n]
@@ -41,7 +41,7 @@ def row_dtype(width: int) -> np.dtype[np.void]:
 
 
 def words_of(type: str, count: int) -> int:
-    """The words of `count` numbers of a type of NUMBERS, padded to whole ones."""
+    """How many words `count` numbers of a type of NUMBERS take, padding included."""
     return -(-count * NUMBERS[type].itemsize // WORD)
 
 
@@ -61,7 +61,7 @@ class Field:
 
     @property
     def is_padded(self) -> bool:
-        """Whether a number of padding, 0, follows."""
+        """Whether a padding number, 0, follows."""
         return self.count * NUMBERS[self.type].itemsize % WORD != 0
 
     @property
@@ -71,11 +71,11 @@ class Field:
 
 
 class RowForm:
-    """What the line of a row is made of: an embedding, the states of an optimizer, and numbers of which types.
+    """The fields of a row's line: the embedding, then each state of the optimizer, with the types of their numbers.
 
-    `fields`: the embedding first, then each state. `width`: 4-byte words of all fields. `dtype`: of stored rows. Where
-    all numbers are float32, it is `row_dtype(width)`; else it has a NumPy field for each by its name, bfloat16 as
-    `<u2`, the upper half of a float32, and one behind each that is padded.
+    `fields`: the embedding first, then each state. `width`: 4-byte words of all fields. `dtype`: of stored rows. If all
+    numbers are float32 it is `row_dtype(width)`; else it has a NumPy field of the same name for each field, with
+    bfloat16 as `<u2`, the upper half of a float32, and a field for padding after each padded one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RowForm:
         state_widths: Sequence[int] = (),
         state_types: Sequence[str] | None = None,
     ) -> None:
-        """type: of the embedding, as `state_types` of the states: float32, float16 or bfloat16. Left out: float32."""
+        """type: of the embedding: float32, float16 or bfloat16. state_types: of each state; None is float32 for all."""
         self.dim, fields = dim, [Field(EMBEDDING, dim, type, 0)]
         types = ["float32"] * len(states) if state_types is None else state_types
         for name, count, of in zip(states, state_widths, types, strict=True):
@@ -95,11 +95,11 @@ class RowForm:
         self._by_name = {field.name: field for field in fields}
         self.width = fields[-1].end // WORD
         self.is_narrow = any(field.type != "float32" for field in fields)
-        self.dtype = self._named() if self.is_narrow else row_dtype(self.width)
+        self.dtype = self._named_dtype() if self.is_narrow else row_dtype(self.width)
 
     @staticmethod
     def described(description: Mapping[str, Any]) -> RowForm:
-        """The form of the rows of a table, of its valid description."""
+        """The row format of a table, from its valid description."""
         return RowForm(
             sum(description["columns"]),
             description["dtype"],
@@ -114,7 +114,7 @@ class RowForm:
         return {field.name: field.count for field in self.fields}
 
     def of_words(self, chunks: Chunks) -> Chunks:
-        """Rows of `dtype`, given them as words of `row_dtype(width)`."""
+        """Rows of `dtype`, from rows of `row_dtype(width)`."""
         for bucket, rows in chunks:
             yield bucket, rows.view(self.dtype)
 
@@ -134,17 +134,17 @@ class RowForm:
         else:
             rows[name] = narrowed(values, field.type)
 
-    def _named(self) -> np.dtype[np.void]:
+    def _named_dtype(self) -> np.dtype[np.void]:
         fields: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
         for field in self.fields:
             fields.append((field.name, NUMBERS[field.type], (field.count,)))
-            if field.is_padded:  # by a field of its own, since NumPy copies no bytes between fields
+            if field.is_padded:  # as a separate field, since NumPy copies no bytes between fields
                 fields.append((f"{field.name}_padding", NUMBERS[field.type]))
         return np.dtype([*fields, ("updates", "<u4"), ("step", "<u4")])
 
 
 def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
-    """float32 numbers as they are stored in `type`: each rounded to nearest even, a NaN to the one that there is."""
+    """float32 numbers as stored in `type`: each rounded to nearest even, and every NaN the same NaN."""
     if type == "float32":
         return values
     if type == "float16":
@@ -156,7 +156,7 @@ def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
 
 
 def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
-    """The float32 numbers that stored numbers of `type` are."""
+    """Stored numbers of `type` as float32 numbers, exactly."""
     if type != "bfloat16":
         return numbers.astype(np.float32)
     widened: NDArray[np.float32] = (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -164,7 +164,7 @@ def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
 
 
 def overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
-    """Which finite numbers `narrowed` makes infinite."""
+    """Which finite numbers become infinite in `narrowed`."""
     flags: NDArray[np.bool_] = np.isfinite(values) & ~np.isfinite(widened(narrowed(values, type), type))
     return flags
 

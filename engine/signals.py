@@ -1,76 +1,76 @@
-"""Holds signal handlers back while native memory and what Python knows of it must change together."""
+"""Defers signal handlers while native memory and Python's view of it must change together."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from _signal import getsignal  # type: ignore[import-not-found]  # signal's own makes enums, which a step would notice
+from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal makes enums, which slows a step
 from _signal import signal as set_handler
 from collections.abc import Callable
 from types import FrameType
 
 # the signals that users handle: Ctrl-C raises, and a SIGTERM handler may save a checkpoint
-_HELD = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)))
-_holding: list[tuple[int, FrameType | None]] | None = (
-    None  # what came in such a block of the main thread, if it is in one
+_DEFERRED = tuple(
+    map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM))
 )
+_received: list[tuple[int, FrameType | None]] | None = None  # signals in a block of the main thread, if it is in one
 
 Handler = Callable[[int, FrameType | None], object]
 
 
-class uninterrupted:  # a class and no generator, which costs more: a step enters several
-    """A block in which signal handlers written in Python wait. They run when the outermost such block ends.
+class uninterrupted:  # a class, since a generator costs more and a step enters several
+    """A block that defers signal handlers written in Python. They run when the outermost such block ends.
 
-    Handlers run in the main thread alone.
+    Handlers run only in the main thread.
     """
 
-    __slots__ = ("_came", "_handlers")
+    __slots__ = ("_handlers", "_signals")
 
     def __enter__(self) -> None:
-        global _holding
+        global _received
         self._handlers: dict[int, Handler] = {}
-        if _holding is not None or threading.current_thread() is not threading.main_thread():
+        if _received is not None or threading.current_thread() is not threading.main_thread():
             return
-        came: list[tuple[int, FrameType | None]] = []
-        self._came = came
+        signals: list[tuple[int, FrameType | None]] = []
+        self._signals = signals
 
         def note(number: int, frame: FrameType | None) -> None:
-            came.append((number, frame))
+            signals.append((number, frame))
 
-        handlers = {number: handler for number in _HELD if callable(handler := getsignal(number))}
+        handlers = {number: handler for number in _DEFERRED if callable(handler := getsignal(number))}
         if not handlers:  # there may be handlers when the next block begins
             return
         try:
-            for held in handlers:
-                set_handler(held, note)
+            for number in handlers:
+                set_handler(number, note)
         except BaseException:  # raised by a handler that was not yet replaced
-            for held, handler in handlers.items():
-                set_handler(held, handler)
+            for number, handler in handlers.items():
+                set_handler(number, handler)
             raise
-        self._handlers, _holding = handlers, came
+        self._handlers, _received = handlers, signals
 
     def __exit__(self, *error: object) -> None:
-        global _holding
+        global _received
         if not self._handlers:
             return
-        _holding = None
+        _received = None
         try:
-            for held, handler in self._handlers.items():
-                set_handler(held, handler)
-        except BaseException:  # raised by a handler that is back already
-            for held, handler in self._handlers.items():
-                set_handler(held, handler)
+            for number, handler in self._handlers.items():
+                set_handler(number, handler)
+        except BaseException:  # raised by a handler that was set again already
+            for number, handler in self._handlers.items():
+                set_handler(number, handler)
             raise
         finally:
-            for number, frame in self._came:
+            for number, frame in self._signals:
                 self._handlers[number](number, frame)
 
 
 def deferred_signals() -> list[int]:
-    """The signals that wait for the end of the block in which this thread is, in the order in which they came.
+    """The signals that this thread's block defers, in the order in which they arrived.
 
-    For a block that waits for another process, which may never answer: it fails then, and the handlers run at its end.
+    A block that waits for another process, which may never answer, raises if there are some; then their handlers run.
     """
-    if _holding is None or threading.current_thread() is not threading.main_thread():
+    if _received is None or threading.current_thread() is not threading.main_thread():
         return []
-    return [number for number, _ in _holding]
+    return [number for number, _ in _received]

@@ -1,4 +1,4 @@
-"""Threads whose end also ends every wait for them: for lack of memory, a thread may end at any of its lines."""
+"""Threads whose death ends every wait for them: if memory runs out, a thread may die at any of its lines."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from time import monotonic
 from typing import Any
 from weakref import ref
 
-LOOK = 0.05  # seconds between two looks at whether the awaited thread lives
+POLL_SECONDS = 0.05  # between two checks of whether the awaited thread lives
 
 
 class Thread(threading.Thread):
-    """`threading.Thread`, whose `start` raises RuntimeError where the new thread ended before it had begun.
+    """`threading.Thread`, whose `start` raises RuntimeError if the new thread dies before it has begun.
 
-    CPython's own `start` waits for ever then (https://github.com/python/cpython/issues/140746).
+    CPython's own `start` hangs then (https://github.com/python/cpython/issues/140746).
     """
 
     def start(self) -> None:
-        held = _Held()  # held by what the thread runs, whatever ends that
-        self._bootstrap = partial(_run, held, super()._bootstrap)  # type: ignore[misc]
-        self._started = _Started(ref(held), partial(delattr, self, "_bootstrap"))
-        del held
+        self._bootstrap = partial(super()._bootstrap)  # type: ignore[misc]  # only the thread refers to it when it runs
+        self._started = _Started(ref(self._bootstrap), partial(delattr, self, "_bootstrap"))
         try:
             super().start()
-        except _NeverRanError as error:
-            threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # where a started thread takes itself out
-            raise RuntimeError("can't start new thread: it ended at once, as where memory runs out") from error
+        except RuntimeError:
+            threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # a thread that starts leaves it by itself
+            raise
 
 
 def wait_for(
@@ -36,42 +34,30 @@ def wait_for(
     thread: threading.Thread | None,
     timeout: float | None = None,
 ) -> Any:
-    """`condition.wait_for(predicate, timeout)`, but no longer than `thread` lives, which is to fulfil the predicate."""
+    """`condition.wait_for(predicate, timeout)`, which also ends if `thread` dies, which has to fulfil the predicate."""
     end = None if timeout is None else monotonic() + timeout
     while not (value := predicate()):
         if thread is None or not thread.is_alive():
             return predicate()  # the thread may have fulfilled it right before its end
         if end is not None and monotonic() >= end:
             return value
-        condition.wait(LOOK if end is None else min(LOOK, end - monotonic()))
+        condition.wait(POLL_SECONDS if end is None else min(POLL_SECONDS, end - monotonic()))
     return value
 
 
-class _Held:
-    pass
-
-
-class _NeverRanError(Exception):
-    pass
-
-
 class _Started(threading.Event):
-    """The event that `start` waits for once there is a thread. The wait ends where what the thread runs is let go.
+    """The event that `Thread.start` waits for. The wait ends with an error once nothing refers to what the thread runs.
 
-    `begun` is called before the wait.
+    forget: called before the wait, so that only the thread refers to it.
     """
 
-    def __init__(self, held: Callable[[], object], begun: Callable[[], None]) -> None:
+    def __init__(self, running: Callable[[], object], forget: Callable[[], None]) -> None:
         super().__init__()
-        self._held, self._begun = held, begun
+        self._running, self._forget = running, forget
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._begun()
-        while not super().wait(LOOK):
-            if self._held() is None and not self.is_set():
-                raise _NeverRanError
+        self._forget()
+        while not super().wait(POLL_SECONDS):
+            if self._running() is None and not self.is_set():
+                raise RuntimeError("can't start new thread: it died at once, as if memory had run out")
         return True
-
-
-def _run(held: object, bootstrap: Callable[[], None]) -> None:
-    bootstrap()

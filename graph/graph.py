@@ -233,7 +233,7 @@ class Graph(ModelSnapshots, HasBuild):
         The steps are those of `run(batches, ahead=ahead)` and train to the same bits. `print` shows time
         by stage; `by_op()` and `chrome_trace(path)` have each op. Raises what `run` raises.
         """
-        if steps is not None and as_int(steps, least=1) is None:
+        if steps is not None and as_int(steps, minimum=1) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
         timer = Timer()
         self.__forward = timer.forward

@@ -1,4 +1,4 @@
-"""A write-back cache of the CPU in front of a slower tier. The cache is a store and a tier, so caches stack."""
+"""A write-back cache of the CPU above a slower tier. It is a top tier and a tier, so caches stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import OptionError, StoreError
 from ..options.store_options import CachedHostMemOptions
 from ..row_format import Chunks, Keys, TableIds
 from ..store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
-from ..store.full import check_room
+from ..store.full import check_capacity
 
 MB = 1 << 20
 
@@ -23,12 +23,12 @@ log = logging.getLogger("tierbed")
 
 
 def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
-    """The OptionError for a budget: too small where the cache raised ValueError, else too large for the memory."""
+    """The OptionError for a budget: too small if the cache raised ValueError, else too large for the memory."""
     problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
-class CachedStore:
+class CpuCachedStore:
     """A write-back cache with the `options`. `budget_mb` bounds its lines and their metadata.
 
     `option` names the budget in errors and warnings, `tier` the memory in metrics.
@@ -47,12 +47,14 @@ class CachedStore:
                 budget_bytes=int(budget_mb * MB),
                 overflow_bytes=int(options.overflow_mb * MB),
                 policy=options.cache_policy,
-                io_threads=options.threads_beside,
+                io_threads=options.background_threads,
             )
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._rows = int(self.native.metrics()["capacity"])  # of the sets; a batch with more rows is warned of, once
+        self._rows = int(
+            self.native.metrics()["capacity"]
+        )  # of the sets; a batch with more rows causes a warning, once
         self._pinned: _core.Batch | None = None
 
     def announce(self, batch: _core.Batch) -> None:
@@ -66,23 +68,23 @@ class CachedStore:
     def cancel(self) -> None:
         self.native.cancel()
 
-    def pin(self, batch: _core.Batch, room: CapacityLimit | None) -> None:
+    def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
         if self._pinned is not None:
             raise StoreError("a batch is still pinned; one step at a time")
         with self._errors():
             self.native.pin(batch)
         try:
-            if room is not None:
-                check_room(_core.count_new(batch, self._layout), room)
+            if capacity_limit is not None:
+                check_capacity(_core.count_new(batch, self._layout), capacity_limit)
         except BaseException:
             self.native.unpin(batch)
             raise
         self._pinned = batch
         if batch.unique > self._rows:
-            self._tell(batch.unique)
+            self._warn_small_cache(batch.unique)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        """End a pin. `dirty` changes nothing here: the record of a line tells whether it was written."""
+        """End a pin. `dirty` changes nothing here: the record of a line shows whether it was written."""
         if self._pinned is not batch:
             raise StoreError("unpin of a batch that is not pinned")
         self._pinned = None
@@ -104,12 +106,12 @@ class CachedStore:
         with self._errors():
             self.native.erase(tables, keys)
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
-        place = self.native.where(table, key)
-        here = [] if place is None else [{"tier": self._tier, **place}]
-        return [*here, *self._below.where(table, key)]
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
+        location = self.native.where(table, key)
+        here = [] if location is None else [{"tier": self._tier, **location}]
+        return [*here, *self._below.locate(table, key)]
 
-    def tracker(self) -> None:
+    def change_source(self) -> None:
         """None: `_core.ChangedRows` follows batches of the CPU."""
 
     def scan(self) -> Chunks:
@@ -128,18 +130,18 @@ class CachedStore:
     def metrics(self) -> dict[str, dict[str, float]]:
         return {self._tier: self.native.metrics(), **self._below.metrics()}
 
-    def asked(self) -> HitCounts:
+    def hit_counts(self) -> HitCounts:
         return self.native.asked().astype(np.int64).reshape(-1, 2)
 
-    def _tell(self, rows: int) -> None:
+    def _warn_small_cache(self, rows: int) -> None:
         """Warn of a batch with more rows than the sets have room for."""
         metrics = self.native.metrics()
         needed = math.ceil(rows * metrics["bytes"] / metrics["capacity"] / MB * 100) / 100
-        room, self._rows = self._rows, 1 << 62
+        capacity, self._rows = self._rows, 1 << 62
         log.warning(
-            "%s has room for %d rows, and a batch has %d different ones: %d are in the overflow while it is used, "
-            "memory beside that budget; give at least %s, or smaller batches",
-            self._budget, room, rows, metrics["overflow_rows"], needed,
+            "%s has room for %d rows, and a batch has %d different ones: %d are in the overflow area while it is used, "
+            "in addition to that budget; give at least %s, or smaller batches",
+            self._budget, capacity, rows, metrics["overflow_rows"], needed,
         )  # fmt: skip
 
     @contextlib.contextmanager

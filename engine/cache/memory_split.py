@@ -1,4 +1,4 @@
-"""How free memory is divided between a cache of rows and what lies beside it: the rule of `cache_budget_mb="auto"`."""
+"""How free memory is divided between a cache and what shares the memory: the rule of `cache_budget_mb="auto"`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ..store.rocksdb import WRITE_BUFFER_BYTES
 
 MB = 1 << 20
 LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # of a cache's metadata for each line: a way and a tag
-LEAST = WAYS * BUCKETS  # lines; a smaller cache takes the rows of a batch in another order
+MIN_CACHE_ROWS = WAYS * BUCKETS  # a smaller cache inserts the rows of a batch in another order
 
 SharedWith = Literal["rocksdb", "table", "device"]
 CACHE = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
 OVERFLOW = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # at most
 ROCKSDB = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}
 REST = {"rocksdb": "page cache and all else", "table": "the table and all else", "device": "all else"}
-LINES_A_ROW = 1.5  # of a cache in which hardly a row gives way: rows fall on its sets at random
+LINES_PER_ROW = 1.5  # of a cache that hardly evicts: rows hash to its sets at random
 INDEX_BYTES = 3  # of RocksDB's files for each row
 
 
 class MemorySplit(NamedTuple):
-    """MiB of free memory, by what they are for; the others add up to `free_mb`."""
+    """MiB of free memory by use, which add up to `free_mb`."""
 
     free_mb: float
     cache_mb: float
     overflow_mb: float
     rocksdb_mb: float  # index and filters of files, write buffers
-    given_mb: float  # what other options give away by numbers
+    given_mb: float  # of other options with numbers
     rest_mb: float
-    beside: SharedWith
+    shared_with: SharedWith
 
     def __str__(self) -> str:
         parts = [
@@ -40,31 +40,31 @@ class MemorySplit(NamedTuple):
             ("other options", self.given_mb),
         ]
         shown = [f"{name} {mb:.1f} MiB" for name, mb in parts if mb]
-        return ", ".join([*shown, f"{REST[self.beside]} {self.rest_mb:.1f} MiB"])
+        return ", ".join([*shown, f"{REST[self.shared_with]} {self.rest_mb:.1f} MiB"])
 
 
-def divide(
+def split_memory(
     free_mb: float,
     row_bytes: int,
-    beside: SharedWith,
+    shared_with: SharedWith,
     *,
     capacity: int | None = None,
     overflow_mb: float = 0,
     given_mb: float = 0,
 ) -> MemorySplit:
-    """Divide `free_mb` MiB, less `given_mb` that other options give away, between a cache and what lies beside it.
+    """Divide `free_mb` MiB, less the `given_mb` of other options, between a cache and what shares the memory with it.
 
-    beside: what shares the memory. "rocksdb": half is the cache, an eighth RocksDB's index, filters and write buffers,
-    at most an eighth the overflow, and the rest the page cache and what steps take. "table", a full table of the same
-    rows: an eighth is the cache, at most an eighth the overflow. "device", the memory of a GPU: half is the cache.
-    row_bytes: of a row in the cache, metadata included. capacity: the most rows; the cache and RocksDB get no more than
-    they take. overflow_mb: the most that the overflow may have.
+    shared_with: "rocksdb": half is for the cache, an eighth for RocksDB's index, filters and write buffers, at most an
+    eighth for the overflow area, and the rest for the page cache and steps. "table", a full table of the same rows: an
+    eighth is for the cache, at most an eighth for the overflow area. "device", the memory of a GPU: half is for the
+    cache. row_bytes: of a row in the cache, metadata included. capacity: the maximum of rows; the cache and RocksDB get
+    no more than these need. overflow_mb: the maximum for the overflow area.
     """
     shared = max(free_mb - given_mb, 0)
-    cache = shared * CACHE[beside]
-    rocksdb = shared * ROCKSDB[beside]
+    cache = shared * CACHE[shared_with]
+    rocksdb = shared * ROCKSDB[shared_with]
     if capacity is not None:
-        cache = min(cache, max(LINES_A_ROW * capacity, LEAST) * row_bytes / MB)
+        cache = min(cache, max(LINES_PER_ROW * capacity, MIN_CACHE_ROWS) * row_bytes / MB)
         rocksdb = min(rocksdb, (WRITE_BUFFER_BYTES + INDEX_BYTES * capacity) / MB)
-    overflow = min(overflow_mb, shared * OVERFLOW[beside])
-    return MemorySplit(free_mb, cache, overflow, rocksdb, given_mb, shared - cache - overflow - rocksdb, beside)
+    overflow = min(overflow_mb, shared * OVERFLOW[shared_with])
+    return MemorySplit(free_mb, cache, overflow, rocksdb, given_mb, shared - cache - overflow - rocksdb, shared_with)

@@ -1,6 +1,6 @@
-"""Lookups as the native core sees them: segments of a batch, flat arrays in and out.
+"""Lookups as arguments of the native core: segments of a batch, flat arrays in and out.
 
-Here are the checks of values, which a trace cannot make.
+It checks values, which a trace cannot do.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64]
 
 def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
     """A segment of `_core.Batch`. Raises InputError for offsets and table ids that are out of range."""
-    keys, places = _keys(lookup.ids), lookup.places
-    if places is None:
+    keys, feature_columns = _keys(lookup.ids), lookup.feature_columns
+    if feature_columns is None:
         return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(spec, lookup)
     assert lookup.offsets is not None
     batch, columns = lookup.shape
     tables = _in_order(columns, spec.num_tables) if lookup.table_ids is None else _tables(spec, lookup.table_ids)
-    return keys, tables, _offsets(spec, lookup.offsets, len(keys)), features_of(places), batch
+    return keys, tables, _offsets(spec, lookup.offsets, len(keys)), features_of(feature_columns), batch
 
 
 @cache
-def features_of(places: tuple[int, ...]) -> NDArray[np.uint32]:
-    """The feature of each column [columns] of a lookup with these `Lookup.places`."""
-    columns = {column: feature for feature, column in enumerate(places)}
-    return np.array([columns[column] for column in range(len(places) - places.count(-1))], np.uint32)
+def features_of(feature_columns: tuple[int, ...]) -> NDArray[np.uint32]:
+    """The feature of each column [columns] of a lookup with these `Lookup.feature_columns`."""
+    columns = {column: feature for feature, column in enumerate(feature_columns)}
+    return np.array([columns[column] for column in range(len(feature_columns) - feature_columns.count(-1))], np.uint32)
 
 
 @cache
@@ -53,7 +53,7 @@ def _in_order(columns: int, num_tables: int) -> NDArray[np.uint32]:
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup]) -> _core.Batch:
-    """The unique rows of lookups on the CPU. InputError for table ids, offsets and ids that cannot be."""
+    """The unique rows of lookups on the CPU. InputError for illegal table ids, offsets and ids."""
     segments = [segment(spec, lookup) for lookup in lookups]
     batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, spec.drops)
     if spec.last_ids is not None and batch.illegal is not None:
@@ -97,7 +97,7 @@ def _on_host(lookup: Lookup) -> Lookup:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor; the memory of a large one is used again for a later tensor."""
+    """An uninitialised tensor; the memory of a large one is reused for a later tensor."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
         return torch.empty(shape, dtype=dtype)

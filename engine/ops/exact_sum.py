@@ -1,4 +1,4 @@
-"""Sums of float32 numbers, and of squares of gradients, with the same bits in any order and on every processor."""
+"""Sums of float32 numbers, and of squares of gradients, bit-identical in any order and on every processor."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _LIMBS, _BITS = 10, 32  # of a partial sum, the least first: room for 2^40 numbers
-_UNIT = 1 << 149  # in how many parts 1 is counted: float32 has none that is smaller
-_CHUNK = 1 << 28  # so many integers of 24 bits have a sum that is exact in float64
-_LANES = 1 << 16  # how many sums run side by side
+_UNIT = 1 << 149  # 1 as a multiple of the smallest float32
+_CHUNK = 1 << 28  # integers of 24 bits, whose sum is exact in float64
+_LANES = 1 << 16  # sums that are computed in parallel
 
 
 def partial(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
     """The exact sum of numbers [n] >= 0 as [12] integers, which `total` adds to those of other ranks.
 
-    The last two are how many numbers are infinite, and how many are no numbers.
+    The last two are the counts of infinite numbers and of NaNs.
     """
-    bits = numbers.view(np.uint32) & 0x7FFFFFFF  # a number that is none may have a sign
+    bits = numbers.view(np.uint32) & 0x7FFFFFFF  # a NaN may have a sign
     exponents = (bits >> 23).astype(np.int64)
     mantissas = (bits & 0x7FFFFF) + ((exponents > 0).astype(np.uint32) << 23)
     exact = 0
@@ -34,8 +34,8 @@ def partial(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def total(partials: Sequence[NDArray[np.int64]]) -> float:
-    """The sum of what `partial` was given, of all partial sums together, rounded once."""
-    *limbs, infinite, nan = (sum(place) for place in zip(*(part.tolist() for part in partials), strict=True))
+    """The sum of the numbers of all partial sums, rounded once."""
+    *limbs, infinite, nan = (sum(column) for column in zip(*(part.tolist() for part in partials), strict=True))
     if infinite or nan:
         return float("nan" if nan else "inf")
     return sum(count << _BITS * limb for limb, count in enumerate(limbs)) / _UNIT  # of integers, so rounded once
@@ -43,9 +43,9 @@ def total(partials: Sequence[NDArray[np.int64]]) -> float:
 
 @torch.no_grad()
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """The sum of the squares of all elements, in float64: torch's norm is another for other threads or processors.
+    """The sum of the squares of all elements, in float64. Torch's norm depends on threads and processors.
 
-    Each element is squared and added by ops that work on elements, which IEEE leaves one result.
+    Each element is squared and added by elementwise ops, which have one result by IEEE.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -55,7 +55,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
 
 
 def _of_device(flats: list[Tensor]) -> float:
-    """The sum over tensors [n] of one device, which is waited for once."""
+    """The sum over tensors [n] of one device; waits for the device once."""
     small = [flat for flat in flats if len(flat) < _LANES]  # as one: each op costs more than its elements
     flats = [torch.cat(small), *(flat for flat in flats if len(flat) >= _LANES)] if small else flats
     lanes = flats[0].new_zeros(min(max(map(len, flats)), _LANES), dtype=torch.float64)
@@ -68,4 +68,4 @@ def _of_device(flats: list[Tensor]) -> float:
         half = len(lanes) // 2
         rest, lanes = lanes[2 * half :], lanes[:half] + lanes[half : 2 * half]
         lanes[: len(rest)] += rest
-    return float(lanes.sum())  # of one element, or none
+    return float(lanes.sum())  # of one element or none

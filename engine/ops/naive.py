@@ -1,4 +1,4 @@
-"""What the native loops compute, in plain NumPy and Python numbers: the specification, and the oracle of the tests.
+"""The results of the native loops in NumPy and Python numbers: the specification, and the oracle of the tests.
 
 Every function is a fixed sequence of IEEE operations without fma, so the native core gives the same bits.
 """
@@ -25,14 +25,14 @@ U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 
 _GOLDEN = np.uint32(0x9E3779B9)
-_LAST_PLACE = {"float16": (11, -24), "bfloat16": (8, -133)}  # digits of a number, exponent of the smallest one
+_PRECISION = {"float16": (11, -24), "bfloat16": (8, -133)}  # bits of a number, exponent of the smallest one
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 MASK32 = 0xFFFFFFFF
 
 
 def noise(seed: int, hashes: U64, step: int | U32, columns: int) -> U32:
-    """[n, columns] of 32 bits each, for rows by their hashes [n]. A column is a number's place in a float32 line.
+    """[n, columns] of 32 bits each, for rows by their hashes [n]. A column is a number's index in a float32 line.
 
     step: of all rows, or of each.
     """
@@ -45,16 +45,16 @@ def noise(seed: int, hashes: U64, step: int | U32, columns: int) -> U32:
 
 
 def by_chance(values: F32, type: str, noise: U32) -> NDArray[Any]:
-    """Numbers as they are stored in `type`, float16 or bfloat16: each one of its two neighbours. noise: of its shape.
+    """Numbers as stored in `type`, float16 or bfloat16: each is one of its two neighbours. noise: of its shape.
 
-    A number is cut off after its last place, once the highest bits of noise were added to what is below: as many as
-    float32 has more places. A subnormal float16 is first rounded to nearest after as many.
+    The highest bits of noise, as many as the bits that float32 has more, are added below the last bit of `type`; then
+    the number is truncated to `type`. A subnormal float16 is first rounded to nearest at that number of bits.
     """
-    digits, smallest = _LAST_PLACE[type]
+    digits, smallest = _PRECISION[type]
     exact = np.abs(values.astype(np.float64))
     with np.errstate(all="ignore"):
         exponent = np.maximum(np.frexp(exact)[1] - digits, smallest)
-        units = np.ldexp(exact, -exponent)  # of the last place
+        units = np.ldexp(exact, -exponent)  # of the last bit
         bits = 24 - digits
         if type == "float16":
             units = np.where(exact < 2.0**-14, np.ldexp(np.rint(np.ldexp(units, bits)), -bits), units)
@@ -83,7 +83,7 @@ def _mixed(x: Any) -> Any:
 
 
 def hash_row(table: int, key: int) -> int:
-    """The 64 bits that decide a row's place: the splitmix64 finaliser over the key, displaced by its table."""
+    """The hash of a row, 64 bits: the splitmix64 finaliser of the key, displaced by its table."""
     x = (key ^ ((table + 1) * 0x9E3779B97F4A7C15)) & MASK64
     x ^= x >> 30
     x = (x * 0xBF58476D1CE4E5B9) & MASK64
@@ -114,7 +114,7 @@ class Unique:
 
 
 def unique(keys: U64, tables: U32, padding: int | None = None) -> Unique:
-    """The unique rows of keys [n], tables [n]; keys equal to `padding` as unsigned 64 bits are no rows."""
+    """The unique rows of keys [n], tables [n]; keys equal to `padding` as unsigned 64 bits have no rows."""
     positions: dict[tuple[int, int], list[int]] = {}
     for position, row in enumerate(zip(tables.tolist(), keys.tolist(), strict=True)):
         if padding is None or row[1] != padding & MASK64:
@@ -295,7 +295,11 @@ def update(
         g = clip(grads, value, norm)
         found.reference(
             SimpleNamespace(
-                **_named(found, rows, dim, hyper), g=g, first=(updates == 0)[:, None], step=step, dim=np.float32(dim)
+                **_arguments(found, rows, dim, hyper),
+                g=g,
+                first=(updates == 0)[:, None],
+                step=step,
+                dim=np.float32(dim),
             )
         )
         if row_norm > 0:
@@ -304,12 +308,12 @@ def update(
 
 
 def catch_up(rows: F32, updates: U32, last: U32, dim: int, rule: str, hyper: Sequence[float], step: int) -> None:
-    """Bring rows [n, width] to the beginning of `step` in place, where the rule catches up; updates, last: [n]."""
+    """Apply missed steps to rows [n, width] in place, if the rule catches up; updates, last: [n]."""
     found = rule_named(rule)
     if found.catch_up is None:
         return
     for index in np.flatnonzero((updates != 0) & (last.astype(np.int64) + 1 < step)):
-        named = _named(found, rows[index : index + 1], dim, hyper)
+        named = _arguments(found, rows[index : index + 1], dim, hyper)
         with np.errstate(all="ignore"):
             found.catch_up(SimpleNamespace(**named, last=int(last[index]), missed=step - 1 - int(last[index])))
 
@@ -333,7 +337,7 @@ def norm_scales(rows: F32, limit: np.float32) -> F32:
     return scales
 
 
-def _named(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[str, Any]:
+def _arguments(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[str, Any]:
     """Weights, states and hyper-parameters by the names of the rule's kernel."""
     kernel = rule.kernel
     ends = np.cumsum([dim, *rule.kernel.state_widths(dim)]).tolist()

@@ -1,4 +1,4 @@
-"""What the ops and the graph need of an embedding, whatever stands behind its rows."""
+"""What the ops and the graph need of an embedding, and of its pinned rows."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class Pinned(Protocol):
         """
 
     def release(self) -> None:
-        """End the pin; the rows stay as they are."""
+        """End the pin; the rows are unchanged."""
 
 
 class SharedPinned(Pinned, Protocol):
-    """A `Pinned` of rows that ranks share."""
+    """`Pinned` of rows that are spread over ranks."""
 
-    unsent: BaseException | None  # why the gradients were not sent
+    unsent: BaseException | None  # the error for which the gradients were not sent
 
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """Start to send the gradients, as `update` takes them, to the ranks that have the rows."""
+        """Start to send the gradients, as in `update`, to the owners of the rows."""
 
 
 class EmbeddingBase(nn.Module):
@@ -67,11 +67,11 @@ class EmbeddingBase(nn.Module):
 
     spec: TableSpec
     store_options: StoreOptions
-    output_dtype: torch.dtype  # of what a lookup returns, and of its gradient
+    output_dtype: torch.dtype  # of the results of lookups, and of their gradients
     handle: int  # the number by which the ops find the module
-    shadow: nn.Parameter  # [1] float32, by which optimizers and autograd know the module
+    shadow: nn.Parameter  # [1] float32, through which optimizers and autograd reach the rows
     row_optimizer: RowOptimizer | None  # the optimizer of the next update
-    world: Any = None  # the ranks that share the rows
+    world: Any = None  # the ranks that own the rows
     group: Any = None  # of the embeddings that are trained together with this one
 
     def join(self) -> None:
@@ -84,40 +84,40 @@ class EmbeddingBase(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where lookups take place: the device that the module was moved to."""
+        """The device of lookups, to which the module was moved."""
         raise NotImplementedError
 
     @property
     def dim(self) -> int:
-        """Floats of a row that a lookup returns."""
+        """Columns of a lookup's result."""
         raise NotImplementedError
 
     def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-        """What a lookup returns, for checked arguments: lookup.shape + (dim,), inserting nothing."""
+        """The result of a lookup, for checked arguments: lookup.shape + (dim,). Inserts no rows."""
         raise NotImplementedError
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
+        """The gradient of a lookup's weights from the gradient of its result, with the present rows."""
         raise NotImplementedError
 
-    def pin(self, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None) -> Pinned:
+    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Pinned:
         """The rows of all lookups of a training step, pinned until they are updated.
 
-        like: another embedding's batch of the same lookups, already deduplicated. dtype: of results and gradients;
-        left out, `output_dtype`. OptimizerError, StoreError, CapacityError, InputError.
+        dedup_from: another embedding's batch of the same lookups, whose deduplication is reused. dtype: of results and
+        gradients, by default `output_dtype`. OptimizerError, StoreError, CapacityError, InputError.
         """
         raise NotImplementedError
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:
-        """A lookup of each row that these look up, once: the part of a coming step that one call makes. InputError."""
+        """A lookup of the unique rows of these lookups, which are a micro-batch of a future step. InputError."""
         raise NotImplementedError
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
     ) -> tuple[Lookup, Tensor]:
-        """The part of a step that one call makes: its unique rows [n], and the gradient [n, dim] float32 of each.
+        """A micro-batch of a step: its unique rows [n], and the gradient [n, dim] float32 of each.
 
-        grads and weights are as in `Pinned.update`, which sums as well. InputError.
+        grads and weights are as in `Pinned.update`. InputError.
         """
         raise NotImplementedError
 
@@ -126,36 +126,36 @@ class EmbeddingBase(nn.Module):
         raise NotImplementedError
 
     def release(self) -> None:
-        """Drop the pin that a failed step left."""
+        """End the pin that a failed step left."""
         raise NotImplementedError
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """Announce the checked lookups of a coming step, so that its rows may be made ready. In the order of steps."""
+        """Announce the checked lookups of a future step, so that its rows may be prefetched. In the order of steps."""
         raise NotImplementedError
 
     def forget_announced(self) -> None:
-        """Forget what was announced, and end the thread that makes it ready."""
+        """Forget announced steps, and end the prefetch thread."""
         raise NotImplementedError
 
     def is_reached(self) -> bool:
-        """Whether the backward pass under way reaches `shadow`. GraphError for what has no derivative."""
+        """Whether the running backward pass reaches `shadow`. GraphError for an op without a derivative."""
         raise NotImplementedError
 
     def check_trained_lookup(self) -> None:
-        """Called before a lookup whose rows are to be trained. OptimizerError where they cannot be."""
+        """Called before a lookup whose rows are to be trained. OptimizerError if they cannot be."""
         raise NotImplementedError
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        """Keep the gradient of a lookup outside a graph for the coming step. GraphError where no step comes.
+        """Keep the gradient of a lookup outside a graph for the next step. GraphError if there is no next step.
 
         Threads may call it at once.
         """
         raise NotImplementedError
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
-        """Let the rows follow one of the optimizer's param groups. OptimizerError."""
+        """Let one of the optimizer's param groups train the rows. OptimizerError."""
         raise NotImplementedError
 
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
-        """Let the next updates be those of `rows_optimizer`. OptimizerError."""
+        """Let `rows_optimizer` make the next updates. OptimizerError."""
         raise NotImplementedError

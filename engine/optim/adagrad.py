@@ -4,7 +4,7 @@
     w -= lr / (1 + (t - 1) * lr_decay) * (g / (sqrt(s) + eps))
 
 `g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. `t` counts the steps of the embedding.
-Where sqrt(s) + eps is 0 (eps = 0, and no gradient yet), w stays as it is; torch makes it NaN.
+If sqrt(s) + eps is 0 (eps = 0, and no gradient so far), w is unchanged; torch makes it NaN.
 """
 
 from __future__ import annotations

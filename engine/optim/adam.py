@@ -6,8 +6,8 @@
     adamw   w *= 1 - lr * weight_decay, then adam without weight decay
 
 `g` is negated for `maximize`; adam's weight decay then adds `weight_decay * w` to it. `t` counts the steps of the
-embedding. Lazy: `m` and `v` of a row decay only in steps that touch it. Where m is divided by 0 (eps = 0, and no
-gradient yet), w takes no step by it; torch makes it NaN.
+embedding. Lazy: `m` and `v` of a row decay only in steps that touch it. If m would be divided by 0 (eps = 0, and no
+gradient so far), w does not change by it; torch makes it NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the optimizers share that torch.optim does not have, Adam's settings and moments among it."""
+"""Base classes of the optimizers that torch.optim does not have, and checks of their settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> 
 
 
 def positive(name: str, value: float | None) -> float | None:
-    """OptimizerError for what is neither None nor a number above 0 that float32 holds with full precision."""
+    """OptimizerError for anything but None or a number above 0 that float32 holds with full precision."""
     if value is None:
         return None
     number = as_number(value)
@@ -61,7 +61,7 @@ def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """An optimizer with `step()` over dense parameters. A subclass says how one parameter moves."""
+    """An optimizer with `step()` for dense parameters. A subclass updates one parameter in `move`."""
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         """Update a parameter in place, given its gradient; `state` is empty at first."""
@@ -73,9 +73,9 @@ class OwnOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move every parameter that has a gradient. Returns what `closure`, which computes the gradients, returns.
+        """Update every parameter that has a gradient. Returns the result of `closure`, which computes the gradients.
 
-        Raises OptimizerError for a sparse gradient, and no parameter has moved.
+        Raises OptimizerError for a sparse gradient, and no parameter has changed.
         """
         loss = None
         if closure is not None:
@@ -86,7 +86,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             if parameter.grad.layout is not torch.strided:
                 raise OptimizerError(
                     f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} has a gradient of layout "
-                    f"{parameter.grad.layout}; give dense ones, as of nn.Embedding(sparse=False)"
+                    f"{parameter.grad.layout}; give dense ones, as nn.Embedding(sparse=False) does"
                 )
         for parameter, group in reached:
             self.move(parameter, parameter.grad, self.state[parameter], group)
@@ -94,7 +94,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
 
 class Moments(NamedTuple):
-    """Of a dense parameter, after its gradient: the numbers of `hyper`, the first moment, and what divides it."""
+    """Adam's numbers for a dense parameter after its gradient: those of `hyper`, the first moment, and its divisor."""
 
     x: dict[str, float]
     m: Tensor
@@ -102,7 +102,7 @@ class Moments(NamedTuple):
 
 
 class OwnAdam(OwnOptimizer):
-    """Adam's settings. A subclass says by `fed` what its second moment takes, and by `move` how a parameter moves.
+    """Adam's settings. A subclass may override `second_moment_input`, and updates a parameter in `move`.
 
     Raises OptimizerError for negative arguments, and for betas that are not below 1.
     """
@@ -123,20 +123,20 @@ class OwnAdam(OwnOptimizer):
             hyper(group, 1)
 
     @staticmethod
-    def fed(squares: Tensor) -> Tensor:
-        """What the second moment takes of the squares of gradients."""
+    def second_moment_input(squares: Tensor) -> Tensor:
+        """What is averaged in the second moment, from the squares of gradients."""
         return squares
 
     def moments(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> Moments:
-        """Count a step of a parameter, and move its moments."""
+        """Count a step of a parameter, and update its moments."""
         if not state:
-            state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.fed(w))}
-        count = state.setdefault("step", torch.tensor(0.0))  # as torch's optimizers count it
+            state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
+        count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
         count += 1
         x, m, v = hyper(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
         g = -g if x["maximize"] else g
         m.lerp_(g, x["one_minus_beta1"])
-        v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.fed(g.square()))
+        v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.second_moment_input(g.square()))
         return Moments(x, m, v.sqrt() / x["sqrt_correction2"] + x["eps"])
 
 
@@ -146,7 +146,7 @@ def row_mean(squares: Tensor) -> Tensor:
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:
-    """The numbers of `adam.hyper`, of a group whose settings are checked. Raises OptimizerError."""
+    """The numbers of `adam.hyper` for a group whose settings are checked. Raises OptimizerError."""
     betas(group)
     for name in ("lr", "eps", "weight_decay"):
         number(group, name)

@@ -1,18 +1,19 @@
 """Adam whose rows catch up: lazy in work, equal to dense torch.optim.Adam in values.
 
-A row moves only in steps that touch it; when it is next looked up or touched, it first takes the steps that it missed.
-Those had a gradient of zero, so each of them, for s = last + 1 ... t - 1, is
+A row changes only in steps that touch it. When it is next looked up or touched, the steps that it missed are applied
+first. Those had a gradient of zero, so each of them, for s = last + 1 ... t - 1, is
 
     m -= (1 - beta1) * m;  v = beta2 * v
     w -= lr / (1 - beta1^s) * (m / (sqrt(v) / sqrt(1 - beta2^s) + eps))
 
-They are taken one by one, at most `terms` of them; for the rest, w stays, and m and v are multiplied by powers of beta1
-and beta2. Error: with r = beta1 / sqrt(beta2), the move of w that comes j steps after the first missed one is at most
-r^j sqrt(1 + j) times the first (sqrt(1 - beta2^s) grows by no more than sqrt(1 + j)). `terms` is where the sum of the
-bounds that are left falls below 2^-24: less than the rounding of the first step. The lr of missed steps is taken to be
-the current one. Weight decay is not supported: it would move rows that were never touched.
+At most `terms` of them are applied one by one. For the rest, w is unchanged, and m and v are multiplied by powers of
+beta1 and beta2. Error: with r = beta1 / sqrt(beta2), the change of w in the j-th step after the first missed one is at
+most r^j sqrt(1 + j) times the first change (sqrt(1 - beta2^s) grows by no more than sqrt(1 + j)). `terms` is the number
+of steps after which the sum of the remaining bounds is below 2^-24, less than the rounding of the first step. The lr of
+missed steps is taken to be the current one. Weight decay is not supported: it would change rows that were never
+touched.
 
-The bias corrections advance step by step in double. Same purpose: SmartDecayAdam of OneFlow.
+The bias corrections advance step by step in double. OneFlow's SmartDecayAdam has the same purpose.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .base import SMALLEST, number
 from .kernel import CatchUp, Kernel
 from .rule import Group, Row, Rule, decayed
 
-ALL = 2**32 - 2**8  # missed steps, as float32 can tell
+ALL = 2**32 - 2**8  # missed steps: the largest number of them that float32 holds
 
 CATCH_UP_ADAM = Kernel(
     name="catch_up_adam",
@@ -78,7 +79,7 @@ CATCH_UP_ADAM = Kernel(
 
 
 class CatchUpAdam(torch.optim.Adam):
-    """torch.optim.Adam whose rows end where dense Adam takes them, however rarely their ids come; see above.
+    """torch.optim.Adam whose rows get the values of dense Adam, however rarely their ids occur; see above.
 
     Over dense parameters it is torch.optim.Adam. Raises OptimizerError for a weight decay, and for eps = 0: a row
     that was put has moments of 0, and its missed steps would be 0 / 0.
@@ -104,21 +105,21 @@ def catch_up_adam(x: Row) -> None:
 
 def missed_steps(x: Row) -> None:
     power1, power2 = power_by_squaring(x.decay1, x.last), power_by_squaring(x.decay2, x.last)
-    taken = min(x.missed, int(x.terms))
-    for _ in range(taken):
+    applied = min(x.missed, int(x.terms))
+    for _ in range(applied):
         power1, power2 = power1 * x.decay1, power2 * x.decay2
         size, correction2 = np.float32(x.lr / (1.0 - power1)), np.float32(math.sqrt(1.0 - power2))
         x.exp_avg -= x.exp_avg * x.one_minus_beta1
         x.exp_avg_sq *= x.beta2
         x.w -= size * (x.exp_avg / (np.sqrt(x.exp_avg_sq) / correction2 + x.eps))
-    if taken < x.missed:
-        x.exp_avg *= np.float32(power_by_squaring(x.decay1, x.missed - taken))
-        x.exp_avg_sq *= np.float32(power_by_squaring(x.decay2, x.missed - taken))
+    if applied < x.missed:
+        x.exp_avg *= np.float32(power_by_squaring(x.decay1, x.missed - applied))
+        x.exp_avg_sq *= np.float32(power_by_squaring(x.decay2, x.missed - applied))
 
 
 @cache
 def terms(beta1: float, beta2: float) -> int:
-    """How many missed steps are taken one by one: all, where their sum need not vanish."""
+    """How many missed steps are applied one by one: all, if their sum need not vanish."""
     ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
 
     def vanish(count: int) -> bool:  # the bounds from `count` on: a geometric sum of at most `growth`
@@ -131,8 +132,8 @@ def terms(beta1: float, beta2: float) -> int:
 def _hyper(group: Group, step: int) -> dict[str, float]:
     if number(group, "weight_decay"):
         raise OptimizerError(
-            f"param group: weight_decay={group['weight_decay']!r}; CatchUpAdam takes none, which would move rows that "
-            "were never touched: use torch.optim.Adam or AdamW"
+            f"param group: weight_decay={group['weight_decay']!r}; CatchUpAdam has none, since it would change rows "
+            "that were never touched: use torch.optim.Adam or AdamW"
         )
     beta1, beta2 = map(float, group["betas"])
     lr = number(group, "lr")

@@ -3,12 +3,12 @@ power of the accumulator; the arguments are those of OneFlow's `one_embedding.Ft
 
     n'  = n + g * g
     z  += g - (n'^p - n^p) / lr * w;  n = n'
-    w   = 0 where |z| <= lambda1, else -(z - sign(z) * lambda1) / ((beta + n^p) / lr + lambda2)
+    w   = 0 if |z| <= lambda1, else -(z - sign(z) * lambda1) / ((beta + n^p) / lr + lambda2)
 
-Where that denominator is 0 (n = 0 at first, and g * g underflows), w stays as it is instead.
+If that denominator is 0 (n = 0 at first, and g * g underflows), w is unchanged.
 `g` is the gradient plus `weight_decay * w`. The convention is the usual one, p = -lr_power, so that steps shrink as
-the accumulator grows: lr_power = -0.5 takes the square root, and lr_power = 0 never shrinks them. `z` begins at 0, so a
-row's first step leaves of its initial weight only what its sigma = (n'^p - n^p) / lr carries over.
+the accumulator grows: lr_power = -0.5 uses the square root, and lr_power = 0 never shrinks them. `z` begins at 0, so a
+row's first step keeps of its initial weight only the part given by sigma = (n'^p - n^p) / lr.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ FTRL = Kernel(
 class Ftrl(OwnOptimizer):
     """FTRL-Proximal; see the formula above.
 
-    lr_power: the accumulator's power, negated. `power_sign="lr_power"` does not negate it, as OneFlow's kernel, which
-    makes steps grow with the accumulator for a negative lr_power. Raises OptimizerError for a negative argument other
-    than lr_power, lr = 0, and an initial_accumulator_value of 0 where its power is negative.
+    lr_power: the accumulator's power, negated. `power_sign="lr_power"` does not negate it, like OneFlow's kernel: then
+    steps grow with the accumulator for a negative lr_power. Raises OptimizerError for a negative argument other
+    than lr_power, lr = 0, and an initial_accumulator_value of 0 if its power is negative.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Ftrl(OwnOptimizer):
 
     @property
     def support_sparse(self) -> bool:
-        """Whether dense parameters may have sparse gradients, as OneFlow's optimizers tell: False. Rows have none."""
+        """Whether dense parameters may have sparse gradients, a property of OneFlow's optimizers: False."""
         return False
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
@@ -94,8 +94,8 @@ class Ftrl(OwnOptimizer):
         after = state["sum"] ** x["power_of_sum"]
         z = state["z"].add_(g - (after - before) / x["lr"] * w)
         scale = (x["beta"] + after) / x["lr"] + x["lambda2"]
-        moved = torch.where(scale == 0, w, -(z - z.sign() * x["lambda1"]) / scale)
-        w.copy_(torch.where(z.abs() <= x["lambda1"], 0, moved))
+        updated = torch.where(scale == 0, w, -(z - z.sign() * x["lambda1"]) / scale)
+        w.copy_(torch.where(z.abs() <= x["lambda1"], 0, updated))
 
 
 def ftrl(x: Row) -> None:
@@ -106,8 +106,8 @@ def ftrl(x: Row) -> None:
     x.z += g - (after - before) / x.lr * x.w
     shrunk = np.where(x.z > 0, x.z - x.lambda1, x.z + x.lambda1)
     scale = (x.beta + after) / x.lr + x.lambda2
-    moved = np.where(scale == 0, x.w, -shrunk / scale)
-    x.w[:] = np.where(np.abs(x.z) <= x.lambda1, np.float32(0), moved)
+    updated = np.where(scale == 0, x.w, -shrunk / scale)
+    x.w[:] = np.where(np.abs(x.z) <= x.lambda1, np.float32(0), updated)
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""How an optimizer's file declares its kernel, and the C++ header that is made of all of them.
+"""How an optimizer's file declares its kernel, and the C++ header that is generated from all of them.
 
 A kernel is C++ text over named inputs, in the spirit of `cupy.ElementwiseKernel`. Each file of this folder holds
-`NAME = Kernel(...)` with literals alone, so that this module reads them without importing the files: the build runs it
+`NAME = Kernel(...)` with only literals, so that this module reads them without importing the files: the build runs it
 as a script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy; for a GPU `header()` gives the
 same text at run time.
 
@@ -14,9 +14,9 @@ What a body may name:
     row       row_states      of this row; the body updates them
               total, dim      the sum of `term` over the row's elements (kernels/gradients.h); elements of the row
               row_values      which the body sets
-    after     norms           by name, sums over the row's elements of w and g as `element` left them
+    after     norms           by name, sums over the row's elements of w and g after `element`
               row_values      which the body sets
-    finish    as element      a last pass, with g as `element` left it
+    finish    as element      a last pass, with g after `element`
     any       hypers          float32, rounded once from double; `doubles` stay double
               functions       of kernels/rule.h
 """
@@ -31,17 +31,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")  # of every rule, after its own numbers; 0 is none
+LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")  # of every rule, after its other numbers; 0 is none
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """What a row does, when it is next needed, for the steps that it missed.
+    """How a row gets the steps that it missed when it is next needed.
 
-    At most `limit` steps (the name of a hyper-parameter) are taken one by one, the rest at once. Bodies see hypers,
-    and `values` (float32) and `doubles`, which one body leaves to the next:
+    At most `limit` steps (the name of a hyper-parameter) are applied one by one, the rest at once. Bodies see hypers,
+    and `values` (float32) and `doubles`, which one body passes to the next:
     `begin` (may name `last`, the row's step); then for each step `step`, and `element` for w and element states;
-    then `rest` and `rest_element` with `rest`, the number of steps left.
+    then `rest` and `rest_element` with `rest`, the number of remaining steps.
     """
 
     limit: str
@@ -59,7 +59,7 @@ class Kernel:
     """The kernel of one rule.
 
     Without `term` and `row` there is no pass before the one over a row's elements, and without `norms`, `after` and
-    `finish` none behind it. norms: (name, term) of each sum.
+    `finish` none after it. norms: (name, term) of each sum.
     """
 
     name: str
@@ -226,7 +226,7 @@ def _references(states: dict[str, str], fields: dict[str, str], owner: str = "ro
 
 
 def _function(result: str, name: str, arguments: str, references: dict[str, str], body: str) -> str:
-    """A member function whose body names `references`; those, and arguments, that it does not name are left out."""
+    """A member function whose body names `references`; references and arguments that it does not name are left out."""
     lines = [line.strip() for line in body.strip().splitlines()]
     lines = [f"auto& {name} = {place};" for name, place in references.items() if _names(body, name)] + lines
     text = "\n".join(lines)

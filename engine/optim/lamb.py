@@ -9,8 +9,8 @@ layers of the paper are rows, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
     w -= lr * |w| / |r| * r
 
 |x| is the L2 norm of a row. `g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of
-a row decay only in steps that touch it. Where |w| or |r| is 0, w takes the step lr * r; FBGEMM divides by 0. Where m is
-divided by 0 (eps = 0, and no gradient yet), that part of r is 0.
+a row decay only in steps that touch it. If |w| or |r| is 0, w changes by lr * r; FBGEMM divides by 0. If m would be
+divided by 0 (eps = 0, and no gradient so far), that part of r is 0.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class LAMB(OwnAdam):
 class PartialRowWiseLAMB(LAMB):
     """`LAMB` with one second moment for each row."""
 
-    fed = staticmethod(row_mean)
+    second_moment_input = staticmethod(row_mean)
 
 
 def lamb(x: Row) -> None:

@@ -6,7 +6,7 @@ paper being rows, as in FBGEMM's LARS_SGD (https://github.com/pytorch/FBGEMM, sp
     w -= b
 
 |x| is the L2 norm of a row. `g` is negated for `maximize`. The buffer of a row decays only in steps that touch it.
-Where |w| or the divisor is 0, a = lr; FBGEMM divides by 0, and never moves a row of zeros.
+If |w| or the divisor is 0, a = lr; FBGEMM divides by 0, and never changes a row of zeros.
 """
 
 from __future__ import annotations

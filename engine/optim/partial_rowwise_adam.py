@@ -6,7 +6,7 @@
     w  = w * (1 - lr * weight_decay) - lr / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) * m
 
 `g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of a row decay only in steps
-that touch it. Where the divisor of m is 0 (eps = 0, and no gradient yet), w takes no step by it.
+that touch it. If the divisor of m is 0 (eps = 0, and no gradient so far), w does not change by it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PARTIAL_ROWWISE_ADAM = Kernel(
 class PartialRowWiseAdam(OwnAdam):
     """Adam with one second moment for each row of a parameter, its last dimension; see the formula above."""
 
-    fed = staticmethod(row_mean)
+    second_moment_input = staticmethod(row_mean)
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x, m, root = self.moments(w, g, state, group)

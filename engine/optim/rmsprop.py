@@ -5,7 +5,8 @@ https://docs.pytorch.org/docs/stable/generated/torch.optim.RMSprop.html
     w -= lr * g / (sqrt(v) + eps)
 
 `g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. Lazy: `v` of a row decays only in steps
-that touch it. Where g is divided by 0 (eps = 0, and no gradient yet), w stays; torch makes it NaN.
+that touch it. If g would be divided by 0 (eps = 0, and no gradient so far), w is unchanged; torch makes it
+NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def rmsprop(x: Row) -> None:
 def _hyper(group: Group, step: int) -> dict[str, float]:
     if float(group["momentum"]):
         raise OptimizerError(
-            f"param group: momentum={group['momentum']!r}; rows follow RMSprop without momentum: use momentum=0"
+            f"param group: momentum={group['momentum']!r}; RMSprop trains rows without momentum: use momentum=0"
         )
     alpha = number(group, "alpha", high=1.0)
     return {

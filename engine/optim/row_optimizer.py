@@ -1,7 +1,7 @@
-"""How the rows of an embedding follow an optimizer of torch, or one of `engine.optim`; docs/optimizers.md.
+"""How an optimizer of torch, or one of `tierbed.optim`, trains the rows of an embedding; docs/optimizers.md.
 
-Rows are lazy: a row and its optimizer state move only in steps whose batch holds it. NaN gradients make NaN rows, as in
-torch.
+Rows are lazy: a row and its optimizer state change only in steps whose batch contains it. NaN gradients make NaN rows,
+as in torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .row_state import RowState
 from .rule import Group, Rule, all_rules
 
 _REFUSED = ("amsgrad", "centered", "differentiable")
-# what torch, its schedulers and users write into a group that changes no step
+# keys of a group that change no step, from torch, its schedulers and users
 _LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0, in every optimizer that has them
+_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0 in every optimizer that has them
 
 
 class RowOptimizer:
-    """One param group of an optimizer as rows see it. Settings are read from the group at each step.
+    """One param group of an optimizer that trains rows. Settings are read from the group at each step.
 
-    Attributes: `rule`, the name that `_core.update` takes; `states`, the names of the states that a row carries;
-    `initial`, the value each of them begins with.
+    Attributes: `rule`, the name for `_core.update`; `states`, the names of the states of a row; `initial`, the initial
+    value of each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
         self._optimizer = optimizer
-        # by place: load_state_dict replaces the dict itself
+        # by index, since load_state_dict replaces the dict
         self._index = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
         self._rule = _rule_of(optimizer, group)
         self.rule = self._rule.kernel.name
@@ -41,16 +41,16 @@ class RowOptimizer:
         self._names = self._rule.kernel.all_hypers
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
-        self._checked: dict[str, Any] | None = None  # the settings that were checked last, and are right
-        self._limits = [0.0] * len(LIMITS)  # those in these settings
-        self.hyper(1)  # reports what is wrong with the group now
+        self._checked: dict[str, Any] | None = None  # the last settings that passed the checks
+        self._limits = [0.0] * len(LIMITS)  # of these settings
+        self.hyper(1)  # raises the errors of the group now
 
     def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
-        """The numbers that the rule takes at the embedding's step `step`, which counts from 1; limits at the end.
+        """The rule's numbers at the embedding's step `step`, which counts from 1; limits at the end.
 
-        A `max_row_norm` that is none is left out. clip_value: a clip of this step, beside the group's own.
+        Without a `max_row_norm` there is one limit less. clip_value: a clip of this step, in addition to the group's.
 
-        Raises OptimizerError where the group now asks for another rule than at the start, or has a wrong setting.
+        Raises OptimizerError if the group now has the settings of another rule than at the start, or a wrong setting.
         """
         group = self._optimizer.param_groups[self._index]
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -71,8 +71,9 @@ class RowOptimizer:
         rule = _rule_of(self._optimizer, group)
         if rule.kernel.name != self.rule:
             raise OptimizerError(
-                f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now asks for {rule.kernel.name!r}, "
-                "whose state the rows lack; keep momentum (zero or not) and decoupled_weight_decay as they were"
+                f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now has the settings of "
+                f"{rule.kernel.name!r}, whose state the rows lack; do not change momentum (from or to zero) or "
+                "decoupled_weight_decay"
             )
         _check(self._optimizer, group)
         self._limits = [_limit(group, name) for name in LIMITS]
@@ -80,7 +81,7 @@ class RowOptimizer:
         self._checked = None if changes_inside else settings
 
     def row_state(self, dim: int, state_type: str = "float32") -> RowState:
-        """The state that a row of `dim` elements carries. state_type: of the numbers of states that elements have."""
+        """The state of a row of `dim` elements. state_type: of the numbers of states that elements have."""
         kernel = self._rule.kernel
         types = (state_type,) * len(kernel.element_states) + ("float32",) * len(kernel.row_states)
         narrow = state_type != "float32" and bool(kernel.element_states)
@@ -90,15 +91,15 @@ class RowOptimizer:
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     """The row optimizer of one of `optimizer.param_groups`.
 
-    Raises OptimizerError for any but torch's SGD, Adagrad, Adam, AdamW and RMSprop and those of `engine.optim`, by
-    exact type; for amsgrad, centered or differentiable; for limits that are no positive numbers of float32; for keys
-    of the group that the optimizer does not have.
+    Raises OptimizerError for any but torch's SGD, Adagrad, Adam, AdamW and RMSprop and those of `tierbed.optim`, by
+    exact type; for amsgrad, centered or differentiable; for limits that are not positive numbers of float32; for
+    keys of the group that the optimizer does not have.
     """
     return RowOptimizer(optimizer, group)
 
 
 def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises OptimizerError for a class of torchrec.optim that stands for a fused optimizer, and has no step."""
+    """Raises OptimizerError for a class of torchrec.optim that only names a fused optimizer, and has no step."""
     if not hasattr(optimizer, "param_groups"):
         raise _refusal(type(optimizer))
 
@@ -134,7 +135,7 @@ def _name(kind: type) -> str:
 
 
 def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
-    """Check a group. Torch does so only when an optimizer is made, and never looks for unknown keys."""
+    """Check a group. Torch does so only when it makes an optimizer, and never checks for unknown keys."""
     for name in _NUMBERS:
         if name in group:
             number(group, name)

@@ -1,4 +1,4 @@
-"""What a row carries beside its embedding, and the last settings it was trained with: known without an optimizer."""
+"""The optimizer state of rows, as it is described without an optimizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
 
 @dataclass(frozen=True)
 class RowState:
-    """The state of rows under `rule`, None where rows were put without an optimizer.
+    """The state of rows trained by `rule`; None if rows were put without an optimizer.
 
     `names`, `widths` (numbers in a row) and `initial` values of the states, in the order of the line. `types`: of the
-    numbers of each state; empty where all are float32.
+    numbers of each state; empty if all are float32.
     """
 
     rule: str | None = None
@@ -37,11 +37,11 @@ class RowState:
         return (narrow[0] if narrow else "float32"), len(narrow)
 
     def form(self, dim: int, dtype: str) -> RowForm:
-        """The form of a row with an embedding of `dim` numbers of `dtype`."""
+        """The format of a row with an embedding of `dim` numbers of `dtype`."""
         return RowForm(dim, dtype, self.names, self.widths, self.types or None)
 
     def describe(self) -> dict[str, Any]:
-        """The state as plain values, as marks and snapshots keep it."""
+        """The state as plain values, for the file MARK and for snapshots."""
         return {
             "optimizer": self.rule,
             "states": list(self.names),
@@ -63,10 +63,10 @@ class RowState:
         """Scanned rows without state, embeddings of `dim` numbers of `dtype`, with the state of a new row added."""
         bare, form = RowForm(dim, dtype), self.form(dim, dtype)
         for bucket, rows in chunks:
-            whole = np.zeros(len(rows), form.dtype)
+            full = np.zeros(len(rows), form.dtype)
             for field in ("table", "key", "updates", "step"):
-                whole[field] = rows[field]
-            form.set_numbers(whole, EMBEDDING, bare.numbers(rows, EMBEDDING))
+                full[field] = rows[field]
+            form.set_numbers(full, EMBEDDING, bare.numbers(rows, EMBEDDING))
             for name, width, value in zip(self.names, self.widths, self.initial, strict=True):
-                form.set_numbers(whole, name, np.full((len(rows), width), value, np.float32))
-            yield bucket, whole
+                form.set_numbers(full, name, np.full((len(rows), width), value, np.float32))
+            yield bucket, full

@@ -5,8 +5,8 @@
     w -= lr / (sqrt(s) + eps) * g
 
 With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, in the mean too; with "decoupled", `w` is
-multiplied by 1 - lr * weight_decay first. Where sqrt(s) + eps is 0 (eps = 0, and no gradient yet), the row takes no
-step by `g`, which is zero, instead of 0 / 0.
+multiplied by 1 - lr * weight_decay first. If sqrt(s) + eps is 0 (eps = 0, and no gradient so far), `g` is 0 too, and
+the row does not change by it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an optimizer's file says of its rule on the side of Python, and the registry of all rules."""
+"""The Python side of an optimizer's rule, and the registry of all rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .kernel import Kernel
 
 Group = dict[str, Any]  # one of an optimizer's param groups
 
-# What a reference works on, by the names that a kernel's body uses: `w` and element states [n, dim] and row states
+# The arguments of a reference, by the names that a kernel's body uses: `w` and element states [n, dim] and row states
 # [n, 1], float32, updated in place; `g` [n, dim], `first` [n, 1], `step`, `dim`; hyper-parameters as NumPy scalars.
 # Every operation is rounded to float32, as in the kernels.
 Row = Any
@@ -32,7 +32,7 @@ def decayed(
 
 
 def quotient(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
-    """a / b, or 0 where b is 0 and a thus 0, or so small that its square was."""
+    """a / b, or 0 where b is 0: then a is 0, or so small that its square was 0."""
     divisor: NDArray[np.float32] = np.where(b == 0, np.float32(2.0**127), b)
     return a / divisor
 
@@ -47,11 +47,11 @@ def _always(group: Group) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """How rows follow an optimizer.
+    """How an optimizer trains rows.
 
     `optimizer`: the exact type; `when`: for which of its param groups. `hyper(group, step)`: each hyper-parameter of
     the kernel by name (others are ignored) at the embedding's step, which counts from 1. `reference`: one step in
-    NumPy. `initial(group)`: the value that each state begins with, 0 for those not named. `catch_up`: the reference of
+    NumPy. `initial(group)`: the initial value of each state, 0 for those not named. `catch_up`: the reference of
     the kernel's, for one row.
     """
 
@@ -80,5 +80,5 @@ def rule_named(name: str) -> Rule:
 
 @cache
 def catches_up(name: str | None) -> bool:
-    """Whether rows of the rule of that name must take the steps that they missed before they are used."""
+    """Whether rows of the rule of that name need the steps that they missed before they are used."""
     return any(rule.kernel.name == name and rule.catch_up is not None for rule in all_rules())

@@ -1,4 +1,4 @@
-"""How new rows begin: initializers, the table options that carry them, and the numbers that kernels draw rows by."""
+"""Initial values of new rows: initializers, table options, and the numbers from which kernels draw rows."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _E = (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.242660947388078438
 _F = (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
       1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0)  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-MIN_MASS = 1e-6  # the least share of a distribution that a truncation must leave
-REACH = 7.0  # no normal draw lies this many standard deviations from the mean
+MIN_MASS = 1e-6  # of a distribution that a truncation must leave
+MAX_DEVIATIONS = 7.0  # standard deviations from the mean that no normal draw exceeds
 Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
-TABLE_FACTS = ("name", "ids", "bad_ids")  # of table options, what does not say how rows begin
+TABLE_FACTS = ("name", "ids", "bad_ids")  # table options that do not change initial values
 BAD_IDS = ("raise", "drop")
 _DEFAULT = {"name": None, "ids": None, "bad_ids": "raise"}
 
@@ -65,7 +65,7 @@ def normal_quantile(p: float) -> float:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Initializer(PlainDict):
-    """A distribution of initial values, held and computed as float32."""
+    """A distribution of initial values, stored and computed as float32."""
 
     type: str = field(init=False)
 
@@ -82,22 +82,22 @@ class Initializer(PlainDict):
             object.__setattr__(self, item.name, number)
 
     def entry(self) -> Entry:
-        """Kind, parameters and quantiles, as `_core.Layout` takes them for one column group of one table."""
+        """Kind, parameters and quantiles, for `_core.Layout`, of one column group of one table."""
         raise NotImplementedError
 
     @property
     def reach(self) -> float:
-        """The largest distance of a value from 0 that there may be."""
+        """The largest possible absolute value."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class UniformInitializer(Initializer):
-    """Uniform over [low, high]."""
+    """Uniform over [low, high]. Raises OptionError for low > high or what float32 cannot hold."""
 
     type: str = field(default="uniform", init=False)
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +118,7 @@ class UniformInitializer(Initializer):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ConstantInitializer(Initializer):
-    """The same value everywhere."""
+    """`value` everywhere. Raises OptionError for what float32 cannot hold."""
 
     type: str = field(default="constant", init=False)
     value: float
@@ -133,17 +133,20 @@ class ConstantInitializer(Initializer):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class NormalInitializer(Initializer):
-    """Normal with mean and standard deviation; `std=0` gives the mean."""
+    """Normal with mean and standard deviation; `std=0` gives the mean.
+
+    Raises OptionError for std < 0 or what float32 cannot hold.
+    """
 
     type: str = field(default="normal", init=False)
-    mean: float
-    std: float
+    mean: float = 0.0
+    std: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.std < 0:
             raise OptionError(f"{self.type} initializer: std={self.std} < 0; give std >= 0")
-        if abs(self.mean) + REACH * self.std > FLOAT32_MAX:
+        if abs(self.mean) + MAX_DEVIATIONS * self.std > FLOAT32_MAX:
             raise OptionError(
                 f"{self.type} initializer: mean={self.mean}, std={self.std}: values overflow float32; give smaller ones"
             )
@@ -153,19 +156,21 @@ class NormalInitializer(Initializer):
 
     @property
     def reach(self) -> float:
-        return abs(self.mean) + REACH * self.std
+        return abs(self.mean) + MAX_DEVIATIONS * self.std
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TruncNormalInitializer(NormalInitializer):
-    """Normal, conditioned on the absolute bounds [a, b] (not multiples of `std`), drawn by inversion: no resampling.
+    """Normal within the absolute bounds [a, b] (not multiples of `std`), as `torch.nn.init.trunc_normal_`.
 
-    Bounds and parameters are rounded to float32, and so is each value: it lies in [float32(a), float32(b)].
+    It is drawn by inversion, without resampling. Bounds and parameters are rounded to float32, and so is each value: it
+    lies in [float32(a), float32(b)]. Raises OptionError for std < 0, a >= b, bounds that hold less than 1e-6 of the
+    distribution, or what float32 cannot hold.
     """
 
     type: str = field(default="trunc_normal", init=False)
-    a: float
-    b: float
+    a: float = -2.0
+    b: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,7 +193,7 @@ class TruncNormalInitializer(NormalInitializer):
 
 @lru_cache(maxsize=1024)
 def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
-    """(q0, q1), the extreme p whose values lie in [a, b], by a row's arithmetic before the last rounding."""
+    """(q0, q1), the extreme p with values in [a, b], by a row's arithmetic before the last rounding."""
     mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
     if std == 0.0:
         return (0.0, 1.0) if a <= mean <= b else (0.0, 0.0)
@@ -209,37 +214,16 @@ def _bisect(reached: Callable[[float], bool]) -> tuple[float, float]:
     return low, high
 
 
-def make_uniform_initializer(low: float = 0.0, high: float = 1.0) -> UniformInitializer:
-    """Uniform over [low, high]. Raises OptionError for low > high or what float32 cannot hold."""
-    return UniformInitializer(low, high)
+make_uniform_initializer = UniformInitializer
+make_normal_initializer = NormalInitializer
+make_constant_initializer = ConstantInitializer
+make_trunc_normal_initializer = TruncNormalInitializer
 
-
-def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> NormalInitializer:
-    """Normal. Raises OptionError for std < 0 or what float32 cannot hold."""
-    return NormalInitializer(mean, std)
-
-
-def make_constant_initializer(value: float) -> ConstantInitializer:
-    """`value` everywhere. Raises OptionError for what float32 cannot hold."""
-    return ConstantInitializer(value)
-
-
-def make_trunc_normal_initializer(
-    mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
-) -> TruncNormalInitializer:
-    """Normal within the absolute bounds [a, b], as `torch.nn.init.trunc_normal_`.
-
-    Raises OptionError for std < 0, a >= b, bounds that hold less than 1e-6 of the distribution, or what float32 cannot
-    hold.
-    """
-    return TruncNormalInitializer(mean, std, a, b)
-
-
-_MAKERS: dict[str, Callable[..., Initializer]] = {
-    "uniform": make_uniform_initializer,
-    "normal": make_normal_initializer,
-    "constant": make_constant_initializer,
-    "trunc_normal": make_trunc_normal_initializer,
+_INITIALIZERS: dict[str, Callable[..., Initializer]] = {
+    "uniform": UniformInitializer,
+    "normal": NormalInitializer,
+    "constant": ConstantInitializer,
+    "trunc_normal": TruncNormalInitializer,
 }
 
 
@@ -251,13 +235,13 @@ def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
     if isinstance(options, Initializer):
         return options
     if not isinstance(options, Mapping):
-        raise OptionError(f"initializer {options!r}: make one by make_uniform_initializer or its like")
+        raise OptionError(f"initializer {options!r}: make one with make_uniform_initializer or another maker")
     given = dict(options)
     kind = given.pop("type", None)
-    if kind not in _MAKERS:
-        raise OptionError(f"initializer type {kind!r} is unknown; use one of {', '.join(_MAKERS)}")
+    if kind not in _INITIALIZERS:
+        raise OptionError(f"initializer type {kind!r} is unknown; use one of {', '.join(_INITIALIZERS)}")
     try:
-        return _MAKERS[kind](**given)
+        return _INITIALIZERS[kind](**given)
     except TypeError as error:
         raise OptionError(
             f"{kind} initializer: {given} are not its arguments ({error}); see make_{kind}_initializer"
@@ -273,7 +257,7 @@ class ColumnOptions(PlainDict):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class NamedOptions(PlainDict):
-    """The options of one table. `name`, `ids` and `bad_ids` are items where they are not their defaults."""
+    """The options of one table. `name`, `ids` and `bad_ids` are items if they are not their defaults."""
 
     name: str | None = field(default=None, kw_only=True)
     ids: int | None = field(default=None, kw_only=True)
@@ -282,8 +266,8 @@ class NamedOptions(PlainDict):
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", check_table_name(self.name))
         if self.ids is not None:
-            wanted = "how many ids the table has, from 1 to 2**64, all below it, or None for any id"
-            object.__setattr__(self, "ids", int_option("ids", self.ids, wanted, 1, 2**64))
+            expected = "how many ids the table has, from 1 to 2**64, all below it, or None for any id"
+            object.__setattr__(self, "ids", int_option("ids", self.ids, expected, 1, 2**64))
         if self.bad_ids not in BAD_IDS:
             raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not below `ids`")
         if self.bad_ids != "raise" and self.ids is None:
@@ -331,9 +315,10 @@ def make_table_options(
 ) -> AnyTableOptions:
     """Options of one table. `param`: an initializer, a list of column options, or table options; or dicts of the kind.
 
-    name: the table's name, beside its number. ids: how many ids are legal, 0 to ids - 1; None for all of `key_type`.
-    bad_ids: what a lookup does with other ids: "raise" (the default) raises InputError; "drop" takes them as padding,
-    and counts them in the metric `dropped`. None keeps what is in `param`. Raises OptionError for anything else.
+    name: the table's name, in addition to its number. ids: how many ids are legal, 0 to ids - 1; None for all of
+    `key_type`. bad_ids: what a lookup does with other ids: "raise" (the default) raises InputError; "drop" treats them
+    as padding, and counts them in the metric `dropped`. None keeps the one of `param`. Raises OptionError for anything
+    else.
     """
     facts: dict[str, Any] = {"name": name, "ids": ids, "bad_ids": bad_ids}
     if isinstance(param, Mapping) and set(param) - set(TABLE_FACTS) in ({"initializer"}, {"columns"}):
@@ -351,7 +336,7 @@ make_table = make_table_options
 
 
 class InitialValues(NamedTuple):
-    """How new rows begin, in the form that `_core.Layout` takes."""
+    """The initial values of new rows, for `_core.Layout`."""
 
     states: Sequence[float]
     state_widths: Sequence[int]
@@ -361,16 +346,16 @@ class InitialValues(NamedTuple):
     parameters: NDArray[np.float32]
     quantiles: NDArray[np.float64]
     dtype: str = "float32"  # of the embedding's numbers
-    state_dtype: str = "float32"  # of those of the first `narrow_states` states
+    state_dtype: str = "float32"  # of the numbers of the first `narrow_states` states
     narrow_states: int = 0
 
 
 def as_arrays(
     tables: Sequence[AnyTableOptions], columns: Sequence[int]
 ) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
-    """(kinds, parameters [n, 2], quantiles [n, 2]) as `_core.Layout` takes them, n = len(tables) * len(columns).
+    """(kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, n = len(tables) * len(columns).
 
-    `columns` are the widths of the column groups. Raises OptionError where a table lists another number of groups.
+    `columns` are the widths of the column groups. Raises OptionError if a table lists another number of groups.
     """
     entries: list[Entry] = []
     for index, table in enumerate(tables):

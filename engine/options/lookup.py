@@ -1,4 +1,4 @@
-"""Checks of what users pass to lookups. The checks look at shapes and dtypes alone, so they hold in a trace as well."""
+"""Checks of the arguments of lookups. They read only shapes and dtypes, so they work in a trace as well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..row_format import overflows
 from .table_names import choices, table_number
 from .table_spec import KEY_TYPES, TableSpec
 
-DEVICES = ("cpu", "cuda")  # that tables live on
+DEVICES = ("cpu", "cuda")  # of tables
 OUTPUT_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -26,12 +26,12 @@ class Lookup(NamedTuple):
     """The checked arguments of a lookup. A bag is a group of ids whose rows are pooled into one row."""
 
     ids: Tensor  # [...]; pooled [..., L], or [n] with offsets
-    # integers, of the result's shape, or [columns] with places; None: the result's last dimension is the tables
+    # integers of the result's shape, or [columns] with feature_columns; None: the result's last dimension is the tables
     table_ids: Tensor | None = None
     offsets: Tensor | None = None  # [bags + 1], where each bag of ids begins and the last one ends
     pooling: str | None = None  # "sum" or "mean"
-    # offsets are [features * batch + 1], feature by feature: the column of each feature in the result, -1 for none
-    places: tuple[int, ...] | None = None
+    # the column of each feature in the result, -1 for none; offsets are [features * batch + 1], feature by feature
+    feature_columns: tuple[int, ...] | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -40,16 +40,20 @@ class Lookup(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the result without its last dimension: of ids, of the bags, or (batch, columns) with places."""
+        """The shape of the result without its last dimension: of ids, of bags, or (batch, columns)."""
         if self.offsets is not None:
             parts = self.offsets.shape[0] - 1
-            places = self.places
-            return (parts,) if places is None else (parts // len(places), len(places) - places.count(-1))
+            feature_columns = self.feature_columns
+            return (
+                (parts,)
+                if feature_columns is None
+                else (parts // len(feature_columns), len(feature_columns) - feature_columns.count(-1))
+            )
         return tuple(self.ids.shape if self.pooling is None else self.ids.shape[:-1])
 
 
 class Gradients(NamedTuple):
-    """Gradients of what the lookups of a batch returned. A row's is the sum over its occurrences in all lookups."""
+    """Gradients of the results of a batch's lookups. A row's is the sum over its occurrences in all lookups."""
 
     lookups: Sequence[Lookup]
     grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
@@ -66,10 +70,10 @@ def check_lookup(
     features: Any = None,
     num_features: Any = None,
 ) -> Lookup:
-    """The arguments of a lookup, checked, with table ids broadcast to the shape of the result, or of the features.
+    """The checked arguments of a lookup, with table ids broadcast to the shape of the result, or of the features.
 
-    table_ids: a tensor, an array or nested lists, also of names. The other arguments stay as they are, and all tensors
-    are of one device. Raises InputError.
+    table_ids: a tensor, an array or nested lists, also of names. The other arguments are unchanged. All tensors have to
+    be on one device. Raises InputError.
     """
     where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
@@ -77,11 +81,11 @@ def check_lookup(
     _refuse_nested(where, "ids", ids)
     if ids.dtype != spec.key_type:
         raise InputError(
-            f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; convert them by ids.to({spec.key_type})"
+            f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; convert them with ids.to({spec.key_type})"
         )
-    _check_place(where, "ids", ids, ids)
+    _check_device(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
-    lookup = Lookup(ids, None, offsets, pooling, _places(spec, offsets, features, num_features))
+    lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
     table_ids = _table_ids_from(spec, table_ids, ids.device)
     if table_ids is None:
         _check_tables_in_order(spec, lookup)
@@ -90,22 +94,24 @@ def check_lookup(
     _refuse_nested(where, "table_ids", table_ids)
     if table_ids.dtype.is_floating_point or table_ids.dtype.is_complex or table_ids.dtype == torch.bool:
         raise InputError(f"{where}: got {table_ids.dtype}; give a torch.Tensor of an integer dtype")
-    _check_place(where, "table_ids", table_ids, ids)
-    wanted = lookup.shape if lookup.places is None else lookup.shape[-1:]
+    _check_device(where, "table_ids", table_ids, ids)
+    expected = lookup.shape if lookup.feature_columns is None else lookup.shape[-1:]
     try:
-        return lookup._replace(table_ids=table_ids.broadcast_to(wanted))
+        return lookup._replace(table_ids=table_ids.broadcast_to(expected))
     except RuntimeError:
         what, one = ("ids", "id, or for each column") if pooling is None else ("the bags", "bag")
-        if lookup.places is not None:
+        if lookup.feature_columns is not None:
             what, one = "features", "of the features"
         raise InputError(
-            f"{where}: shape {tuple(table_ids.shape)} does not broadcast to that of {what}, {wanted}; "
+            f"{where}: shape {tuple(table_ids.shape)} does not broadcast to that of {what}, {expected}; "
             f"give one table id for each {one}"
         ) from None
 
 
-def _places(spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any) -> tuple[int, ...] | None:
-    """`Lookup.places` for the features that are looked up, in the order of the result's columns. Raises InputError."""
+def _feature_columns(
+    spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any
+) -> tuple[int, ...] | None:
+    """`Lookup.feature_columns` for features in the order of the result's columns. Raises InputError."""
     where = f"features of embedding {spec.name!r}"
     if features is None:
         if num_features is not None:
@@ -115,26 +121,28 @@ def _places(spec: TableSpec, offsets: Tensor | None, features: Any, num_features
             )
         return None
     if offsets is None:
-        raise InputError(f"{where}: they are parts of offsets, and there are none; give offsets, feature by feature")
+        raise InputError(
+            f"{where}: features are ranges of offsets, and there are no offsets; give offsets, feature by feature"
+        )
     if not isinstance(features, (list, tuple)) or not features:
         raise InputError(f"{where}: got {features!r}; give a list of whole numbers, one for each column of the result")
-    total = len(features) if num_features is None else as_int(num_features, least=1)
+    total = len(features) if num_features is None else as_int(num_features, minimum=1)
     if total is None:
         raise InputError(
-            f"num_features of embedding {spec.name!r}: got {num_features!r}; give how many features offsets are of"
+            f"num_features of embedding {spec.name!r}: got {num_features!r}; give the number of features in offsets"
         )
     columns = dict[int, int]()
     for column, feature in enumerate(features):
         number = as_int(feature, 0, total - 1)
         if number is None or columns.setdefault(number, column) != column:
             raise InputError(
-                f"{where}: {feature!r} at place {column}; give numbers from 0 to {total - 1}, each once, and "
-                "num_features where offsets are of more features than that"
+                f"{where}: {feature!r} at position {column}; give numbers from 0 to {total - 1}, each once, and "
+                "num_features if offsets have more features than that"
             )
     if (offsets.shape[0] - 1) % total:
         raise InputError(
             f"offsets of embedding {spec.name!r}: shape {tuple(offsets.shape)} is not (features * batch + 1,) of "
-            f"{total} features; give num_features, where offsets are of more features than are looked up"
+            f"{total} features; give num_features if offsets have more features than are looked up"
         )
     return tuple(columns.get(feature, -1) for feature in range(total))
 
@@ -153,14 +161,14 @@ def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> Non
         return
     where = f"offsets of embedding {spec.name!r}"
     if pooling is None:
-        raise InputError(f"{where}: they make bags, and pooling=None pools none; give pooling='sum' or 'mean'")
+        raise InputError(f"{where}: offsets make bags, and pooling=None pools none; give pooling='sum' or 'mean'")
     _refuse_nested(where, "offsets", offsets)
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
         got = f"{offsets.dtype} {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else type(offsets).__name__
         raise InputError(f"{where}: got {got}; give a 1-D torch.Tensor of int64 or int32")
     if offsets.shape[0] == 0:
-        raise InputError(f"{where}: shape (0,); give (bags + 1,) of them, [0] for no bag")
-    _check_place(where, "offsets", offsets, ids)
+        raise InputError(f"{where}: shape (0,); give bags + 1 offsets, [0] for no bag")
+    _check_device(where, "offsets", offsets, ids)
     if ids.dim() != 1:
         raise InputError(
             f"ids of embedding {spec.name!r}: shape {tuple(ids.shape)} with offsets; give the ids of all bags one "
@@ -172,25 +180,25 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
     if spec.num_tables == 1:
         return
     where = f"ids of embedding {spec.name!r}"
-    if lookup.places is not None and lookup.shape[-1] == spec.num_tables:
+    if lookup.feature_columns is not None and lookup.shape[-1] == spec.num_tables:
         return
     if lookup.offsets is not None:
-        each = "bag" if lookup.places is None else "of the features"
+        each = "bag" if lookup.feature_columns is None else "of the features"
         raise InputError(
-            f"{where}: with offsets nothing tells which of {spec.num_tables} tables a bag belongs to; give table_ids, "
-            f"one for each {each}"
+            f"{where}: with offsets it is not known which of {spec.num_tables} tables a bag belongs to; give "
+            f"table_ids, one for each {each}"
         )
     last = [] if lookup.pooling is None else ["L"]
     if lookup.ids.dim() < 2 + len(last) or lookup.shape[-1] != spec.num_tables:
-        wanted = ", ".join(["...", str(spec.num_tables), *last])
+        expected = ", ".join(["...", str(spec.num_tables), *last])
         raise InputError(
-            f"{where}: shape {tuple(lookup.ids.shape)} is not ({wanted}), one column for each table; give that, or "
+            f"{where}: shape {tuple(lookup.ids.shape)} is not ({expected}), one column for each table; give that, or "
             f"table_ids that say which table each {'bag' if last else 'id'} belongs to"
         )
 
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
-    """A key and its table; `table` may be None where the embedding has one table. Raises InputError."""
+    """A key and its table; `table` may be None if the embedding has one table. Raises InputError."""
     if as_int(key) is None:
         raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
@@ -209,22 +217,24 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
         return
     where = f"weights of embedding {spec.name!r}"
     if lookup.pooling is None:
-        raise InputError(f"{where}: they weigh the rows of a bag, and pooling=None makes none; give pooling='sum'")
+        raise InputError(
+            f"{where}: weights multiply the rows of a bag, and pooling=None makes no bags; give pooling='sum'"
+        )
     _refuse_nested(where, "weights", weights)
-    wanted = tuple(lookup.ids.shape)
-    if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != wanted:
+    expected = tuple(lookup.ids.shape)
+    if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != expected:
         got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-        raise InputError(f"{where}: got {got}; give torch.float32 of the shape of ids, {wanted}")
-    _check_place(where, "weights", weights, lookup.ids)
+        raise InputError(f"{where}: got {got}; give torch.float32 of the shape of ids, {expected}")
+    _check_device(where, "weights", weights, lookup.ids)
 
 
 def check_grad(spec: TableSpec, lookup: Lookup, grad: Tensor, dtype: torch.dtype) -> None:
     """Raises InputError for a gradient whose shape or dtype is not that of the lookup's result."""
-    wanted = (*lookup.shape, spec.dim)
-    if grad.dtype != dtype or tuple(grad.shape) != wanted or grad.device != lookup.ids.device:
+    expected = (*lookup.shape, spec.dim)
+    if grad.dtype != dtype or tuple(grad.shape) != expected or grad.device != lookup.ids.device:
         raise InputError(
             f"gradient of embedding {spec.name!r}: got {grad.dtype} {tuple(grad.shape)} on {grad.device}; give {dtype} "
-            f"{wanted} on {lookup.ids.device}, as the lookup returned"
+            f"{expected} on {lookup.ids.device}, as the lookup returned"
         )
 
 
@@ -245,10 +255,10 @@ def check_output_dtype(dtype: Any) -> torch.dtype:
     return dtype
 
 
-def _check_place(where: str, name: str, values: Tensor, ids: Tensor) -> None:
+def _check_device(where: str, name: str, values: Tensor, ids: Tensor) -> None:
     if values.device.type not in DEVICES:
         raise InputError(
-            f"{where} are on {values.device}; tables live on the CPU or on CUDA devices: give {name}.cpu() or "
+            f"{where} are on {values.device}; tables are on the CPU or on CUDA devices: give {name}.cpu() or "
             f"{name}.cuda()"
         )
     if values.device != ids.device:
@@ -270,10 +280,10 @@ def keys_from(spec: TableSpec, keys: Any) -> Tensor:
     """Keys, given as an array or nested lists of whole numbers, as a tensor of the key type. Raises InputError."""
     error = f"keys of embedding {spec.name!r}: give whole numbers that {spec.key_type} can hold"
     given = _array(keys, error)
-    wanted = given.astype(KEY_TYPES[spec.key_type]) if given.dtype.kind in "iu" or given.size == 0 else None
-    if wanted is None or (wanted.astype(object) != given.astype(object)).any():
+    expected = given.astype(KEY_TYPES[spec.key_type]) if given.dtype.kind in "iu" or given.size == 0 else None
+    if expected is None or (expected.astype(object) != given.astype(object)).any():
         raise InputError(error)
-    return torch.from_numpy(wanted)
+    return torch.from_numpy(expected)
 
 
 def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:
@@ -289,7 +299,7 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     values = given.astype(np.int64)
     if values.ndim == 0:
         return _number(int(values), device)
-    with _disable_current_modes():  # a constant of a traced step: no step has to bring it to the device
+    with _disable_current_modes():  # a constant of a traced step, so that no step copies it to the device
         return torch.from_numpy(values).to(device, non_blocking=True)
 
 
@@ -298,36 +308,36 @@ def _numbers_of(spec: TableSpec, tables: NDArray[np.object_], error: str) -> NDA
     numbers = [table_number(table, spec.table_names) for table in tables.flat]
     if None in numbers:
         unknown = tables.flat[numbers.index(None)]
-        raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is none")
+        raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not one")
     return np.array(numbers, np.int64).reshape(tables.shape)
 
 
 @cache
 def _number(value: int, device: torch.device) -> Tensor:
-    """One tensor for each number, so that two lookups are seen to have the same table ids, in a trace as well."""
+    """One tensor for each number, which shows that two lookups have the same table ids, in a trace as well."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.full((), value, dtype=torch.int64, device=device)
 
 
 def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:
     """The rows given for keys of `shape` as an array [n, dim]. Raises InputError."""
-    where, wanted = f"rows of embedding {spec.name!r}", (*shape, spec.dim)
+    where, expected = f"rows of embedding {spec.name!r}", (*shape, spec.dim)
     if isinstance(rows, Tensor):
         if rows.device.type == "meta":
             raise InputError(f"{where} are on {rows.device} and have no values; give them on the CPU")
         given = rows.detach().cpu()
     else:
-        array = _array(rows, f"{where}: give float32 {wanted}")
+        array = _array(rows, f"{where}: give float32 {expected}")
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-        # numbers of Python have no dtype of their own
+        # numbers of Python have no dtype
         given = torch.from_numpy(array if isinstance(rows, np.ndarray) else array.astype(np.float32))
-    if given.dtype != torch.float32 or tuple(given.shape) != wanted:
-        raise InputError(f"{where}: {given.dtype} {tuple(given.shape)}; give float32 {wanted}")
+    if given.dtype != torch.float32 or tuple(given.shape) != expected:
+        raise InputError(f"{where}: {given.dtype} {tuple(given.shape)}; give float32 {expected}")
     return given.reshape(-1, spec.dim).contiguous().numpy()
 
 
 def check_range(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
-    """Raises InputError for a finite number of values [n, dim], of n keys, that rows cannot hold as finite."""
+    """Raises InputError for a finite number in values [n, dim], of n keys, that would be infinite in stored rows."""
     if spec.dtype == "float32" or not (flags := overflows(values, spec.dtype)).any():
         return
     row, column = np.argwhere(flags)[0].tolist()

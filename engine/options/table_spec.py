@@ -1,4 +1,4 @@
-"""What an embedding is, apart from where its rows live: names, widths, tables, seed.
+"""What an embedding is, without the store of its rows: names, widths, tables, seed.
 
 A `TableSpec` makes the native layout and the stored description.
 """
@@ -39,17 +39,17 @@ class TableSpec:
     seed: int
     dtype: str = "float32"  # of the embedding's numbers: a name of NUMBERS
     state_dtype: str = "float32"  # of the numbers of states that elements have
-    has_own_seed: bool = True  # whether the seed was given; else it is of the name, or that of the stored rows
+    has_own_seed: bool = True  # whether the seed was given; else it is made of the name, or that of the stored rows
     dim: int = field(init=False)  # numbers of a row, optimizer state apart
     num_tables: int = field(init=False)
     padding_key: int | None = field(init=False)  # the 64 bits of `padding_idx`
-    # [num_tables] uint64, the last legal id of each table; None where every id of every table is legal
+    # [num_tables] uint64, the last legal id of each table; None if every id of every table is legal
     last_ids: NDArray[np.uint64] | None = field(init=False, compare=False)
-    # for each table, whether lookups drop ids beyond its last one; empty where none does
+    # for each table, whether lookups drop ids beyond its last one; empty if none does
     drops: tuple[bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # not properties: a step asks for them several times
+        # not properties: a step reads them several times
         object.__setattr__(self, "dim", sum(self.columns))
         object.__setattr__(self, "num_tables", len(self.tables))
         object.__setattr__(self, "padding_key", None if self.padding_idx is None else self.padding_idx % 2**64)
@@ -61,7 +61,7 @@ class TableSpec:
 
     @property
     def legal_ids(self) -> Hashable:
-        """A value that is equal for embeddings that take the same ids of each table."""
+        """A value that is equal for embeddings with the same legal ids of each table."""
         return self.last_ids is not None and (self.last_ids.tobytes(), self.drops)
 
     @property
@@ -86,7 +86,7 @@ class TableSpec:
         return state.form(self.dim, self.dtype)
 
     def state_of(self, optimizer: RowOptimizer) -> RowState:
-        """The state that rows carry under an optimizer."""
+        """The state of rows that an optimizer trains."""
         return optimizer.row_state(self.dim, self.state_dtype)
 
     def plain_tables(self) -> list[dict[str, Any]]:
@@ -96,11 +96,11 @@ class TableSpec:
         ]
 
     def with_stored_seed(self, stored: dict[str, Any]) -> TableSpec:
-        """The spec for rows that are described so: rows not yet stored begin by their seed, where none was given."""
+        """The spec for stored rows: new rows are drawn with their seed, if no seed was given."""
         return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
-        """What marks and snapshots keep of the table, as plain values. `hyper`: the rule's numbers at that step."""
+        """The table's description in MARK and in manifests, as plain values. hyper: the rule's numbers at that step."""
         names, form = list(self.table_names), self.form(state)
         return {
             "name": self.name,
@@ -131,7 +131,7 @@ def table_spec(
 ) -> TableSpec:
     """The spec of an embedding from a user's arguments, `tables` with options for each table. Raises OptionError.
 
-    seed: None is the CRC-32 of the name, so that embeddings of two names begin with other rows.
+    seed: None is the CRC-32 of the name, so that embeddings with different names have different initial rows.
     """
     key_type = check_key_type(key_type)
     dtype, state_dtype = check_dtype(dtype), check_state_dtype(state_dtype)
@@ -165,7 +165,7 @@ def check_name(name: Any) -> str:
 def check_columns(embedding_dim: Any) -> tuple[int, ...]:
     """The widths of the column groups of `embedding_dim`, an int or a sequence of them. Raises OptionError."""
     given = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
-    columns = tuple(width for one in given if (width := as_int(one, least=1)) is not None)
+    columns = tuple(width for one in given if (width := as_int(one, minimum=1)) is not None)
     if not columns or len(columns) != len(given) or sum(columns) > 1 << 16:
         raise OptionError(
             f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several "
@@ -186,7 +186,7 @@ def check_dtype(dtype: Any) -> str:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
             f"dtype={dtype!r}: rows are stored in torch.float32, bfloat16 or float16; give one of them (an "
-            "embedding's output_dtype is for what its lookups return)"
+            "embedding's output_dtype is that of its lookups' results)"
         )
     return DTYPES[dtype]
 
@@ -195,7 +195,7 @@ def check_state_dtype(dtype: Any) -> str:
     """The name of the dtype of element states. Raises OptionError for one that they cannot have."""
     if dtype is torch.float16:
         raise OptionError(
-            "state_dtype=torch.float16: sums of squares under 6e-8 would be 0, and steps by them infinite; give "
+            "state_dtype=torch.float16: sums of squares under 6e-8 would become 0, and updates infinite; give "
             "torch.bfloat16, which has the range of float32, or torch.float32"
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
@@ -219,9 +219,9 @@ def check_seed(seed: Any) -> int:
 
 
 def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
-    """Raises OptionError for a padding id that no id of the key type can equal."""
+    """Raises OptionError for a padding id that is not an id of the key type."""
     if padding_idx is None:
         return None
     limits = torch.iinfo(key_type)
-    wanted = f"a whole number from {limits.min} to {limits.max}, or None"
-    return int_option("padding_idx", padding_idx, wanted, limits.min, limits.max)
+    expected = f"a whole number from {limits.min} to {limits.max}, or None"
+    return int_option("padding_idx", padding_idx, expected, limits.min, limits.max)

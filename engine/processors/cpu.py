@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _core
-from ..cache.cached import CachedStore
+from ..cache.cached import CpuCachedStore
 from ..ops.batch import array_of, batch_of, empty, flat
 from ..options.lookup import OUTPUT_DTYPES, Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions, mib
@@ -24,14 +24,14 @@ from .processor import ByOwner
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
     from ..options.table_spec import TableSpec
-    from .processor import Recorder
+    from .processor import Capturer
 
 
 class CpuProcessor:
-    """The `Processor` of the CPU. It finds no mistake late: all work of a call is done when the call returns."""
+    """The `Processor` of the CPU, without deferred errors: all work of a call is done when it returns."""
 
     defers_errors = False
-    recorder: Recorder | None = None
+    capturer: Capturer | None = None
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")
@@ -59,17 +59,19 @@ class CpuProcessor:
     def full_table(self, tier: str) -> CpuFullStore:
         return CpuFullStore(self.layout, tier)
 
-    def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
+    def cache(self, below: Tier, options: CachedHostMemOptions) -> CpuCachedStore:
         option = f"embedding {self._spec.name!r}: cache_budget_mb"
-        return CachedStore(self.layout, below, options, mib(options.cache_budget_mb), "device", option)
+        return CpuCachedStore(self.layout, below, options, mib(options.cache_budget_mb), "device", option)
 
-    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedStore, CpuFullStore]:
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[CpuCachedStore, CpuFullStore]:
         host = CpuFullStore(self.layout, "host")
         return self.cache(host, options), host
 
-    def batch(self, lookups: Sequence[Lookup], like: _core.Batch | None = None, ahead: bool = False) -> _core.Batch:
+    def batch(
+        self, lookups: Sequence[Lookup], dedup_from: _core.Batch | None = None, ahead: bool = False
+    ) -> _core.Batch:
         _core.set_threads(torch.get_num_threads())
-        return batch_of(self._spec, lookups) if like is None else like.sibling()
+        return batch_of(self._spec, lookups) if dedup_from is None else dedup_from.sibling()
 
     def side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -83,7 +85,7 @@ class CpuProcessor:
     def wait(self) -> None:
         """Does nothing: all work of a call is done when the call returns."""
 
-    def hand_over(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+    def adopt(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         """Does nothing: ids were compared before, and memory that nobody refers to is free at once."""
 
     def count_written(self, batch: _core.Batch) -> Counts:
@@ -106,7 +108,9 @@ class CpuProcessor:
         return out
 
     def weights_grad(self, batch: _core.Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        new = torch.empty if lookup.places is None else torch.zeros  # ids of other features have weights as well
+        new = (
+            torch.empty if lookup.feature_columns is None else torch.zeros
+        )  # ids of other features have weights as well
         out = new(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
         _core.weights_grad(batch, self.layout, index, array_of(grad), flat(out), mean, dtype)
@@ -128,12 +132,12 @@ class CpuProcessor:
         self,
         batch: _core.Batch,
         gradients: Gradients,
-        places: NDArray[np.int64] | None = None,
+        positions: NDArray[np.int64] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         out = empty((batch.unique, self.layout.dim), torch.float32) if out is None else out
         given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
-        _core.sum_gradients(batch, self.layout, *given, array_of(out), places, dtype)
+        _core.sum_gradients(batch, self.layout, *given, array_of(out), positions, dtype)
         return out
 
     def unique_rows(self, batch: _core.Batch) -> Lookup:
@@ -142,23 +146,23 @@ class CpuProcessor:
 
     def by_owner(self, batch: _core.Batch, ranks: int, last: int) -> ByOwner:
         keys, tables = (torch.empty(batch.unique, dtype=torch.int64) for _ in range(2))
-        places, counts = np.empty(batch.unique, np.int64), np.empty(ranks, np.int64)
-        _core.by_owner(batch, last, keys.numpy(), tables.numpy(), places, counts)
-        return ByOwner(keys, tables, places, counts.tolist())
+        positions, counts = np.empty(batch.unique, np.int64), np.empty(ranks, np.int64)
+        _core.by_owner(batch, last, keys.numpy(), tables.numpy(), positions, counts)
+        return ByOwner(keys, tables, positions, counts.tolist())
 
     def set_lines(
         self,
         batch: _core.Batch,
         rows: Tensor,
-        places: NDArray[np.int64],
+        positions: NDArray[np.int64],
         rest: tuple[_core.Batch, int] | None = None,
     ) -> None:
-        _core.set_lines(batch, self.layout, array_of(rows), places, *(rest or ()))
+        _core.set_lines(batch, self.layout, array_of(rows), positions, *(rest or ()))
 
     def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
         _core.assign(batch, self.layout, values, step, self._written)
 
-    def settle(self, batch: _core.Batch, rule: str) -> None:
+    def preview_catch_up(self, batch: _core.Batch, rule: str) -> None:
         _core.settle(batch, self.layout, rule, self._hyper, self._step)
 
     def catch_up(self, batch: _core.Batch, rule: str) -> None:

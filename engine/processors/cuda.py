@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _core
 from ..cache.cached import MB, wrong_budget
 from ..cache.cuda.cache import Cache
-from ..cache.cuda.cached import CachedStore
+from ..cache.cuda.cached import CudaCachedStore
 from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
 from ..host_memory import FreeMemory
@@ -27,7 +27,7 @@ from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
-from .processor import ByOwner, DeferredError, Factory, Recorder
+from .processor import ByOwner, Capturer, DeferredError, Factory
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:
-    """The maker of processors for a GPU. Raises OptionError for options that a table on a GPU lacks."""
+    """The factory of processors for a GPU. Raises OptionError for options that a table on a GPU cannot have."""
     for name, off in (("eviction", "none"), ("admission", None), ("ttl_steps", None)):
         value = getattr(options, name)
         if value != off:
@@ -47,9 +47,9 @@ def on_device(device: Device, options: StoreOptions) -> Factory:
 
 
 class CudaProcessor:
-    """The `Processor` of a GPU. A call returns before the device ran.
+    """The `Processor` of a GPU. A call returns before the device has run.
 
-    So bad ids, bad table ids, bad offsets and rows beyond a fixed capacity are found late.
+    So bad ids, table ids and offsets, and rows beyond a fixed capacity, raise deferred errors.
     """
 
     defers_errors = True
@@ -58,13 +58,13 @@ class CudaProcessor:
         self.device = device.torch_device
         self.layout = spec.layout(state)
         self._spec, self._capacity, self._on = spec, capacity, device
-        self.recorder: Recorder | None = device
+        self.capturer: Capturer | None = device
         self._layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
         self._dropped = torch.zeros_like(self._written)
         self._ids = _ids(spec, self.device)
-        self._taken = torch.zeros(1, dtype=torch.int64, device=self.device)  # how many updates took place
+        self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # how many updates were applied
         self._numbers = kernels.new_numbers(self.device)
 
     @property
@@ -79,7 +79,7 @@ class CudaProcessor:
 
     def deferred_error(self, wait: bool) -> DeferredError | None:
         error = self._faults.take(self._faults.seen(wait))
-        return None if error is None else DeferredError(error, int(self._taken))
+        return None if error is None else DeferredError(error, int(self._updates))
 
     def free_memory(self) -> FreeMemory:
         return FreeMemory(self._on.free_memory(), f"on {self.device}")
@@ -94,25 +94,25 @@ class CudaProcessor:
                 "table that grows"
             ) from None
 
-    def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
-        return CachedStore(self._layout, below, self._cache(options), self._faults)
+    def cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedStore:
+        return CudaCachedStore(self._layout, below, self._cache(options), self._faults)
 
     def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullStore]:
         host = self.full_table("host")
         return CachedTable(self._layout, host, self._cache(options), self._faults), host
 
-    def batch(self, lookups: Sequence[Lookup], like: Batch | None = None, ahead: bool = False) -> Batch:
-        """A batch as `Processor.batch` says. A batch that is made ahead has its occurrences grouped by row already."""
-        _core.set_threads(torch.get_num_threads())  # for tiers of the host below a cache
-        if like is not None:
-            return like.sibling(self._faults.word)
+    def batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
+        """`Processor.batch`. A batch that is made ahead has its occurrences grouped by row."""
+        _core.set_threads(torch.get_num_threads())  # for tiers on the host below a cache
+        if dedup_from is not None:
+            return dedup_from.sibling(self._faults.word)
         segments = [_segment(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
         batch = Batch(self._on, segments, self._ids, faults)
         if ahead:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
-                    self._on.keep(part)
+                    self._on.record_stream(part)
             _ = batch.groups  # made here, not in the step
         return batch
 
@@ -128,8 +128,8 @@ class CudaProcessor:
     def wait(self) -> None:
         self._on.wait()
 
-    def hand_over(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        batch.keep()  # its faults may be in use, where its rows are coming up
+    def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+        batch.record_stream()  # its faults may be in use while its rows are fetched
         differ = [
             (was != now).any()
             for pair in zip(announced, lookups, strict=True)
@@ -159,7 +159,8 @@ class CudaProcessor:
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        new = torch.empty if lookup.places is None else torch.zeros  # ids of other features have weights as well
+        # ids of other features have weights as well
+        new = torch.empty if lookup.feature_columns is None else torch.zeros
         out = new(lookup.ids.shape, dtype=torch.float32, device=self.device)
         kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
@@ -170,18 +171,18 @@ class CudaProcessor:
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
         tensors = self._tensors(gradients)
         self._rule(rule).update(batch, *tensors, self._numbers, self._written, self._faults.word)
-        self._taken += self._faults.word == 0
+        self._updates += self._faults.word == 0
 
     def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
         return kernels.square_rows(self._layout, batch, self._tensors(gradients))
 
     def sum_gradients(
-        self, batch: Batch, gradients: Gradients, places: NDArray[np.int64] | None = None, out: Tensor | None = None
+        self, batch: Batch, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
             out = torch.empty((batch.unique, self._layout.dim), dtype=torch.float32, device=self.device)
-        there = None if places is None else torch.from_numpy(places).to(self.device)
-        kernels.sum_rows(self._layout, batch, self._tensors(gradients), there, out)
+        on_device = None if positions is None else torch.from_numpy(positions).to(self.device)
+        kernels.sum_rows(self._layout, batch, self._tensors(gradients), on_device, out)
         return out
 
     def unique_rows(self, batch: Batch) -> Lookup:
@@ -190,43 +191,43 @@ class CudaProcessor:
         return Lookup(keys, tables)
 
     def by_owner(self, batch: Batch, ranks: int, last: int) -> ByOwner:
-        """As `Processor.by_owner`. Rows are grouped on the host."""
+        """`Processor.by_owner`. Rows are grouped on the host."""
         keys = batch.keys.cpu()
         tables = batch.tables[: len(keys)].cpu()
         owners = _core.owners(tables.numpy().view(np.uint32), keys.numpy().view(np.uint64), ranks).astype(np.int64)
         turns = np.where(owners == last, ranks - 1, owners - (owners > last))
         order = np.argsort(turns, kind="stable")
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
+        positions = np.empty_like(order)
+        positions[order] = np.arange(len(order))
         chosen = torch.from_numpy(order)
         counts = np.bincount(owners, minlength=ranks).tolist()
-        return ByOwner(keys[chosen], tables[chosen].to(torch.int64), places, counts)
+        return ByOwner(keys[chosen], tables[chosen].to(torch.int64), positions, counts)
 
     def set_lines(
-        self, batch: Batch, rows: Tensor, places: NDArray[np.int64], rest: tuple[Batch, int] | None = None
+        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None
     ) -> None:
-        there = torch.from_numpy(places).to(self.device)
-        lines = batch.own(rows.contiguous()) + 4 * self._layout.dim * there
+        on_device = torch.from_numpy(positions).to(self.device)
+        lines = batch.own(rows.contiguous()) + 4 * self._layout.dim * on_device
         if rest is not None:
             other, position = rest
-            behind = there >= len(rows)
-            positions = position + there[behind] - len(rows)
-            lines[behind] = kernels.wide_lines(other, self._layout, positions, batch)
+            behind = on_device >= len(rows)
+            in_rest = position + on_device[behind] - len(rows)
+            lines[behind] = kernels.wide_lines(other, self._layout, in_rest, batch)
         batch.has_wide_lines = self._layout.is_narrow
-        batch.lines[: len(places)] = lines
+        batch.lines[: len(positions)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
-        """(gradients, whether bags are means, weights) in the form that kernels take."""
+        """(gradients, whether bags are means, weights), as arguments of kernels."""
         rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in gradients.grads]
         means = [lookup.pooling == "mean" for lookup in gradients.lookups]
         return rows, means, [_contiguous(given) for given in gradients.weights]
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
-        there = torch.from_numpy(values).to(self.device)
-        kernels.assign(batch, self._layout, there, step, self._written, self._faults.word)
+        on_device = torch.from_numpy(values).to(self.device)
+        kernels.assign(batch, self._layout, on_device, step, self._written, self._faults.word)
 
-    def settle(self, batch: Batch, rule: str) -> None:
-        self._rule(rule).settle(batch, self._numbers)
+    def preview_catch_up(self, batch: Batch, rule: str) -> None:
+        self._rule(rule).preview_catch_up(batch, self._numbers)
 
     def catch_up(self, batch: Batch, rule: str) -> None:
         self._rule(rule).catch_up(batch, self._numbers)
@@ -243,7 +244,7 @@ class CudaProcessor:
 
 
 def _segment(lookup: Lookup) -> Segment:
-    """A segment of a batch, made on the device alone: no value is read here."""
+    """A segment of a batch, made on the device only: no value is read here."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
     tables = None
@@ -257,11 +258,11 @@ def _segment(lookup: Lookup) -> Segment:
         bags = lookup.ids.shape[-1] or torch.zeros(
             lookup.ids.shape[:-1].numel() + 1, dtype=torch.int64, device=ids.device
         )
-    return Segment(keys, tables, bags, lookup.places)
+    return Segment(keys, tables, bags, lookup.feature_columns)
 
 
 def _ids(spec: TableSpec, device: torch.device) -> Ids:
-    """What the tables of `spec` take for ids."""
+    """The legal ids of the tables of `spec`."""
     if spec.last_ids is None:
         return Ids(spec.num_tables, spec.padding_key)
     last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)

@@ -1,4 +1,4 @@
-"""The contract that every tier and every stack of tiers keeps. Lines are addressed, never copied through Python."""
+"""The contract of tiers and of stacks of tiers. Lines are passed by address and never copied through Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B = TypeVar("B", contravariant=True)  # the batches of a processor
 
 
 class CapacityLimit(NamedTuple):
-    """How many rows of an embedding may still be written for the first time."""
+    """How many rows of an embedding may still be inserted."""
 
     embedding: str
     capacity: int
@@ -27,28 +27,28 @@ class CapacityLimit(NamedTuple):
 
 
 class TierBase(Protocol):
-    """What the tiers of a stack have in common. Only rows with `updates > 0` count as held."""
+    """What the tiers of a stack have in common. A tier counts only rows with `updates > 0` as its rows."""
 
     def scan(self) -> Chunks:
-        """Every held row as (bucket, rows of `row_dtype`).
+        """Every row as (bucket, rows of `row_dtype`).
 
         Buckets ascend, and (table, key) ascends within a bucket. Chunks have a bounded size.
         """
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        """Forget rows, given once each, in this tier and the tiers below; rows that are not there are passed over.
+        """Erase rows, given once each, from this tier and the tiers below; missing rows are skipped.
 
-        A row that a batch has up at this time goes back to its initial value where it is.
+        A row that a batch has pinned at this time is reset to its initial value and stays resident.
         """
 
     def flush(self) -> None:
-        """Bring every dirty line down to the last tier. A last tier on a disk makes its rows durable."""
+        """Write every dirty line back to the last tier. A last tier on a disk makes its rows durable."""
 
     def close(self) -> None:
         """Release memory and files. Does not flush."""
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
-        """The tiers that have the row, from the top, each with its place, `updates` and `last_step`. Changes nothing.
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
+        """The tiers that have the row, from the top, with its position there, `updates`, `last_step`. Changes nothing.
 
         `tier` is a name of `metrics`. `key`: its 64 bits, unsigned.
         """
@@ -61,20 +61,20 @@ class WritableTier(TierBase, Protocol):
     """The last tier of a stack. `tables` and `keys` hold no (table, key) twice; lines are in host memory."""
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        """Copy each line to its row, inserting the row where it is new."""
+        """Copy each line to its row, and insert rows that are new."""
 
 
 class TableImage(Protocol):
-    """The rows of a full table as they are when the image is made, read bucket by bucket while they change.
+    """The rows of a full table as of the creation of the image, read bucket by bucket while they change.
 
     No two calls run at the same time, except `sort` with `keep` or `keep_rows`.
     """
 
     def keep(self, batch: Any) -> None:
-        """Keep aside what the lines of a pinned batch hold. Called before they are written."""
+        """Save before-images of the lines of a pinned batch. Called before they are written."""
 
     def keep_rows(self, tables: TableIds, keys: Keys) -> None:
-        """Keep rows aside, given once each. Called before they are erased."""
+        """Save before-images of rows, given once each. Called before they are erased."""
 
     def list(self, bucket: int) -> None:
         """Begin to read a bucket; buckets are read in ascending order."""
@@ -87,62 +87,62 @@ class TableImage(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """The memory of what is kept aside, in bytes."""
+        """The memory of the before-images, in bytes."""
 
 
 class InMemoryTier(WritableTier, Protocol):
-    """The last tier of a stack without a disk. It has every row, in memory."""
+    """The last tier of a stack without a disk. It has every row in memory."""
 
     def image(self, top: Any) -> TableImage:
         """An image of the rows as they are now. `top`: the top of the stack, flushed."""
 
 
 class Tier(WritableTier, Protocol):
-    """What a cache stands in front of, in host memory or on a disk: the full table, RocksDB, or another cache."""
+    """The tier below a cache, in host memory or on a disk: the full table, RocksDB, or another cache."""
 
     @property
     def native(self) -> _core.Tier:
-        """The native tier, for a cache of the CPU in front of it."""
+        """The native tier, for a CPU cache above it."""
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        """Copy each held row to its line; a line whose row is not held is left as it was.
+        """Copy each row that the tier has to its line; lines of missing rows are unchanged.
 
-        touch: whether the read counts as a use of the rows. A cache decides by uses which rows it keeps.
+        touch: whether the read counts as a use of the rows. Caches choose victims by uses.
         """
 
 
 class ChangeSource(Protocol[B]):
-    """The names of rows that changed."""
+    """The keys of rows that changed."""
 
     def note(self, batch: B) -> None:
         """Note the rows of a pinned batch. Called before their lines are written."""
 
     def names(self) -> tuple[TableIds, Keys]:
-        """The names of the rows that changed since the last `forget`, without some that were erased since; may wait."""
+        """The keys of the rows that changed since the last `forget`, without some that were erased since; may wait."""
 
     def forget(self) -> None:
-        """Forget what `names` has just returned."""
+        """Forget the keys that `names` has just returned."""
 
 
 class TopTier(TierBase, Protocol[B]):
     """The top of a stack, which serves steps."""
 
-    def pin(self, batch: B, room: CapacityLimit | None) -> None:
-        """Bring each unique row of the batch up, initialising new rows, and write its address to the batch.
+    def pin(self, batch: B, capacity_limit: CapacityLimit | None) -> None:
+        """Fetch each unique row of the batch, initialise new rows, and write the addresses of all to the batch.
 
-        A row stays at its address until `unpin`. More new rows than there is room for raise CapacityError and pin
-        nothing. A store that would have to wait for its device to find this sets a fault, and the batch changes
-        nothing.
+        A row stays at its address until `unpin`. If the batch has more new rows than `capacity_limit` allows this
+        raises CapacityError and pins nothing. A store that would have to wait for its device to find this sets a fault,
+        and the batch changes nothing.
         """
 
     def unpin(self, batch: B, dirty: bool) -> None:
-        """End a pin. With `dirty`, the lines were written and must reach the tiers below in time."""
+        """End a pin. dirty: whether the lines were written, so that they have to be written back."""
 
     def announce(self, batch: B) -> None:
-        """Announce the batch of a coming step. Steps pin announced batches in the order of the announcements."""
+        """Announce the batch of a future step. Steps pin announced batches in the order of the announcements."""
 
     def prefetch(self, batch: B) -> bool:
-        """Bring the rows of an announced batch up ahead and keep them there. Returns False where a cap says to wait.
+        """Fetch the rows of an announced batch and pin them. Returns False if the cache has no memory for them yet.
 
         `prefetch` and `announce` may run in another thread than the other methods.
         """
@@ -150,17 +150,17 @@ class TopTier(TierBase, Protocol[B]):
     def cancel(self) -> None:
         """Forget every announced batch but the pinned one. Forgotten batches may be announced again."""
 
-    def tracker(self) -> ChangeSource[B] | None:
-        """A tracker of the rows that change from now on; None for a store that `_core.ChangedRows` can follow."""
+    def change_source(self) -> ChangeSource[B] | None:
+        """The rows that change from now on; None for a store that `_core.ChangedRows` can observe."""
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """As `Tier.read`."""
 
-    def asked(self) -> HitCounts:
-        """The hits and misses of each table, as in the `metrics` of this store; may wait for the device."""
+    def hit_counts(self) -> HitCounts:
+        """The hits and misses of each table, as in `metrics`; may wait for the device."""
 
     def peek(self, batch: B) -> None:
-        """Write the address of each unique row to the batch for reading alone.
+        """Write the address of each unique row to the batch, for reading only.
 
         Unknown rows get initial values in memory of the batch; no tier changes.
         """
@@ -171,7 +171,7 @@ class FullStore(TopTier[B], InMemoryTier, Protocol[B]):
 
 
 class IgnoresHints(Generic[B]):
-    """The announcements of stores that gain nothing from knowing the batches of coming steps."""
+    """The announcements of stores that gain nothing from knowing future batches."""
 
     def announce(self, batch: B) -> None:
         """Does nothing: the store remembers no batch."""

@@ -1,4 +1,4 @@
-"""The full table: every row in memory. It may be a store by itself, or the last tier under a cache."""
+"""The full table: every row in memory. It is a store by itself, or the last tier under a cache."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..row_format import BUCKETS, Chunks, Keys, TableIds, row_dtype
 from .contract import CapacityLimit, Found, HitCounts, IgnoresHints, Lines
 
 
-def check_room(new: int, room: CapacityLimit | None) -> None:
-    """Raises CapacityError where a batch brings more new rows than there is room for."""
-    if new and room is not None and new > (left := room.left()):
+def check_capacity(new: int, capacity_limit: CapacityLimit | None) -> None:
+    """Raises CapacityError if a batch has more new rows than may still be inserted."""
+    if new and capacity_limit is not None and new > (left := capacity_limit.left()):
         raise CapacityError(
-            f"capacity={room.capacity} of embedding {room.embedding!r}: the batch brings {new} new rows and there is "
-            f"room for {left}; raise capacity, or leave unseen ids out. Nothing was changed"
+            f"capacity={capacity_limit.capacity} of embedding {capacity_limit.embedding!r}: the batch brings {new} new "
+            f"rows and there is room for {left}; raise capacity, or leave unseen ids out. Nothing was changed"
         )
 
 
 def full_table_bytes(rows: int, line_bytes: int) -> int:
-    """The memory of a full table that grew to so many rows, index included, as `FullTable` takes it.
+    """The memory of a full table that grew to this number of rows, index included, as `FullTable` allocates it.
 
-    While it moves rows to a larger index it has the former as well, half as large.
+    While it moves rows to a larger index it also has the former one, which is half as large.
     """
     fullest = rows / BUCKETS + 3 * math.sqrt(rows / BUCKETS)  # of its buckets, as rows fall on them at random
     slots, lines, total, left = 16, 0, 0, 0
@@ -50,11 +50,11 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
         self._tier = tier
         self.native = _core.FullTable(layout)
 
-    def pin(self, batch: _core.Batch, room: CapacityLimit | None) -> None:
+    def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
         missing = self.native.find(batch)
-        if room is not None:
+        if capacity_limit is not None:
             # rows of a failed step are resident but were never written, so they count as new
-            check_room(_core.count_new(batch, self._layout), room)
+            check_capacity(_core.count_new(batch, self._layout), capacity_limit)
         if missing:
             self.native.insert_missing(batch, self._layout)
 
@@ -74,9 +74,9 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
     def erase(self, tables: TableIds, keys: Keys) -> None:
         self.native.erase(tables, keys)
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
-        place = self.native.where(table, key)
-        return [] if place is None else [{"tier": self._tier, **place}]
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
+        location = self.native.where(table, key)
+        return [] if location is None else [{"tier": self._tier, **location}]
 
     def scan(self) -> Chunks:
         dtype = row_dtype(self._layout.width)
@@ -86,9 +86,9 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
                 yield bucket, rows
 
     def flush(self) -> None:
-        """Does nothing: no tier lies below."""
+        """Does nothing: there is no tier below."""
 
-    def tracker(self) -> None:
+    def change_source(self) -> None:
         """None: `_core.ChangedRows` follows batches of the CPU."""
 
     def image(self, top: Any) -> _core.TableImage:
@@ -100,5 +100,5 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
     def metrics(self) -> dict[str, dict[str, float]]:
         return {self._tier: self.native.metrics()}
 
-    def asked(self) -> HitCounts:
+    def hit_counts(self) -> HitCounts:
         return self.native.asked().astype(np.int64).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""The rows of a table as they were at one instant, for a thread that reads them while training goes on."""
+"""Images: the rows of a table as of one step, for a thread that reads them while training continues."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 from ..errors import ClosedError
 from ..row_format import BUCKETS, Chunks, Keys, TableIds
-from ..threads import LOOK
+from ..threads import POLL_SECONDS
 from .contract import TableImage
 
-KEPT_BYTES = 256 << 20
+MAX_BEFORE_IMAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20  # read at once, while steps wait
 
 
 class Image(Protocol):
-    """The rows of a table at one instant.
+    """The rows of a table as of one step.
 
     An image is made under the table's lock, and callers of `before_write` and `before_erase` hold that lock.
     """
@@ -31,32 +31,32 @@ class Image(Protocol):
         """
 
     def close(self) -> None:
-        """Let the rows change freely from here on. May be called again."""
+        """Stop saving before-images. May be called again."""
 
     @property
-    def is_pressed(self) -> bool:
-        """Whether steps may soon have to wait until more of the image is read."""
+    def is_urgent(self) -> bool:
+        """Whether steps may soon wait until more of the image is read."""
 
-    def wait_for_room(self, is_unread: Callable[[], bool]) -> None:
-        """Wait while the rows kept aside take too much memory. Called before rows change, without the lock.
+    def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
+        """Wait while the before-images take too much memory. Called before rows change.
 
-        The image is closed where nobody reads it any more.
+        The image is closed if `is_unread` returns True: no thread reads it any more.
         """
 
     def before_write(self, batch: Any) -> None:
-        """Keep the rows of a pinned batch aside. Called before their lines are written."""
+        """Save before-images of a pinned batch. Called before its lines are written."""
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        """Keep rows aside, given once each. Called before they are erased."""
+        """Save before-images of rows, given once each. Called before they are erased."""
 
 
 class DiskImage:
-    """A scan of RocksDB, which is a view of one instant. `closed` is called after `close`, with the table's lock."""
+    """A scan of RocksDB, which is a consistent view. `on_close` is called after `close`, with the table's lock."""
 
-    def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, closed: Callable[[Image], None]) -> None:
+    def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]) -> None:
         self._rows, self._dtype = rows, dtype
         self._reading = RLock()
-        self._lock, self._tell = lock, closed
+        self._lock, self._on_close = lock, on_close
         self._closed = False
         self._first = next(rows, None)  # this opens the scan
 
@@ -73,16 +73,16 @@ class DiskImage:
         with self._lock, self._reading:
             if not self._closed:
                 self._closed = True
-                with suppress(ValueError):  # garbage collection in the midst of it: RocksDB closes its scans itself
+                with suppress(ValueError):  # garbage collection during a read: RocksDB closes its scans itself
                     self._rows.close()  # type: ignore[attr-defined]
-                self._tell(self)
+                self._on_close(self)
 
     @property
-    def is_pressed(self) -> bool:
+    def is_urgent(self) -> bool:
         return False
 
-    def wait_for_room(self, is_unread: Callable[[], bool]) -> None:
-        """Does nothing: RocksDB's view takes none of this memory."""
+    def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
+        """Does nothing: RocksDB's view needs no before-images."""
 
     def before_write(self, batch: Any) -> None:
         """Does nothing: RocksDB's view keeps its rows."""
@@ -92,26 +92,26 @@ class DiskImage:
 
 
 class MemoryImage:
-    """The rows of a full table, as rows of `dtype`, over which there may be a cache.
+    """The rows of a full table, as rows of `dtype`; there may be a cache above it.
 
-    A row that changes before it was read is kept aside as it was. `kept_bytes` bounds the memory for such rows, and the
-    rows of one step may exceed it. `closed` is called once the image was closed, with the table's lock.
+    A before-image is saved of each row that changes before it was read. `max_bytes` bounds their memory, which the rows
+    of one step may exceed. `on_close` is called after `close`, with the table's lock.
     """
 
     def __init__(
         self,
         table: TableImage,
         dtype: np.dtype[np.void],
-        kept_bytes: int,
+        max_bytes: int,
         lock: Any,
-        closed: Callable[[Image], None],
+        on_close: Callable[[Image], None],
     ) -> None:
         self._table: TableImage | None = table
         self._dtype = dtype
-        self._kept_bytes = kept_bytes
-        self._tell = closed
+        self._max_bytes = max_bytes
+        self._on_close = on_close
         self._changed = Condition(lock)
-        self.waits = 0  # how often steps waited for room
+        self.waits = 0  # how often steps waited for memory
 
     def chunks(self) -> Chunks:
         most = max(1, CHUNK_BYTES // self._dtype.itemsize)
@@ -132,23 +132,23 @@ class MemoryImage:
         with self._changed:
             if self._table is not None:
                 self._table = None
-                self._tell(self)
+                self._on_close(self)
             self._changed.notify_all()
 
     @property
-    def is_pressed(self) -> bool:
+    def is_urgent(self) -> bool:
         with self._changed:
-            return self._table is not None and 2 * self._table.kept_bytes > self._kept_bytes
+            return self._table is not None and 2 * self._table.kept_bytes > self._max_bytes
 
-    def wait_for_room(self, is_unread: Callable[[], bool]) -> None:
-        if self._has_room():
+    def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
+        if self._has_memory():
             return
         self.waits += 1
-        while not self._has_room():
+        while not self._has_memory():
             if is_unread():
                 self.close()
             else:
-                self._changed.wait(LOOK)
+                self._changed.wait(POLL_SECONDS)
 
     def before_write(self, batch: Any) -> None:
         self._open().keep(batch)
@@ -159,10 +159,10 @@ class MemoryImage:
     def _sort(self) -> None:
         table = self._table
         if table is not None:
-            table.sort()  # sorting may take long, and needs no lock
+            table.sort()  # this may take long, and needs no lock
 
-    def _has_room(self) -> bool:
-        return self._table is None or self._table.kept_bytes < self._kept_bytes
+    def _has_memory(self) -> bool:
+        return self._table is None or self._table.kept_bytes < self._max_bytes
 
     def _open(self) -> TableImage:
         if self._table is None:

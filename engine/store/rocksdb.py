@@ -1,4 +1,4 @@
-"""RocksDB as the last tier. Its folder is scratch until `flush`; nothing here is read back without a clean mark."""
+"""RocksDB as the last tier. Its folder is scratch until `flush`; without a clean marker none of it is read again."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import numpy as np
 from .. import _core
 from ..durable import fsync_dir, make_folder, remedy_for
 from ..errors import OptionError, StoreError
-from ..options.store_options import CACHE_MB, require_rocksdb
+from ..options.store_options import ROCKSDB_CACHE_MB, require_rocksdb
 from ..row_format import Chunks, Keys, TableIds, row_dtype
 from .contract import Found, Lines
 
 SHARDS = 4
-WRITE_BUFFER_BYTES = 64 << 20  # the most that the memtables of all shards take
-READ_THREADS = 64  # a disk answers no faster to more
+WRITE_BUFFER_BYTES = 64 << 20  # the maximum for the memtables of all shards
+READ_THREADS = 64  # more make no disk faster
 SCAN_BYTES = 1 << 20  # of a chunk
 MB = 1 << 20
 
 
 def rocksdb_info() -> dict[str, Any]:
-    """What the RocksDB of this build can do: `version`, and `async_io`, whether it reads by io_uring. StoreError."""
+    """The RocksDB of this build: `version`, and `async_io`, whether it reads by io_uring. Raises StoreError."""
     require_rocksdb()
     return {"version": _core.rocksdb_version, "async_io": _core.rocksdb_has_async_io()}
 
 
 class LiveFile(NamedTuple):
-    """A file of the databases at one moment: `name`, shard-N/<file>, in their folder.
+    """A file of the databases at one moment. `name`: shard-N/<file>, in their folder.
 
-    `size`: in bytes; a file that is still written to may have more. `crc32c`: the checksum of a file of rows, as
-    RocksDB took it while writing; None for other files, and for files of early versions of tierbed, which kept none.
-    `content`: what a copy must hold instead of what is in the file now.
+    `size`: in bytes; a file that is still being written may be longer. `crc32c`: the checksum of a file of rows, which
+    RocksDB computed while writing it; None for other files, and for files of early versions of tierbed. `content`: what
+    a copy must hold instead of the present content; None if a copy is to hold the same.
     """
 
     name: str
@@ -44,13 +44,13 @@ class LiveFile(NamedTuple):
 
 
 class RocksDB:
-    """Rows of `width` words in `folder`, with one database for each shard.
+    """Rows of `width` 4-byte words in `folder`, with one database for each shard.
 
-    `shards`: how many shards the folder has, all of which must be there; None makes a new folder with `new_shards`.
+    `shards`: how many shards the folder has, all of which must exist; None makes a new folder with `new_shards`.
     `read_only`: nothing is written to the folder, and a write of rows raises StoreError. A folder on a full disk is
-    opened in this way too, until `make_writable`.
-    `read_threads`: the most threads that wait for the disk at once.
-    `options`: the string of `options_text`; its options go over tierbed's own.
+    also opened like this, until `make_writable`.
+    `read_threads`: the maximum of threads that wait for the disk at once.
+    `options`: the string of `options_text`; its options override tierbed's own.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RocksDB:
         *,
         new_shards: int = SHARDS,
         block_bytes: int = 4096,
-        cache_mb: float = CACHE_MB,
+        cache_mb: float = ROCKSDB_CACHE_MB,
         read_mode: str = "buffered",
         async_io: bool = True,
         read_threads: int = READ_THREADS,
@@ -97,7 +97,7 @@ class RocksDB:
                 reason = str(error).rpartition("; ")[0]
                 raise OptionError(f"read_mode={read_mode!r}: {reason}; give 'buffered'") from error
             if not read_only:
-                fsync_dir(folder)  # RocksDB makes the files in a shard durable, and not the shard's name
+                fsync_dir(folder)  # RocksDB makes the files in a shard durable, but not the shard's name
 
     @property
     def native(self) -> _core.RocksTier:
@@ -116,7 +116,7 @@ class RocksDB:
         with self._errors():
             self._open().erase(tables, keys)
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._errors():
             record = self._open().where(table, key)
         if record is None:
@@ -147,18 +147,18 @@ class RocksDB:
             self._open().flush()
 
     def compact(self) -> None:
-        """Merge the files of each shard, so that replaced rows take no space. Raises StoreError."""
+        """Merge the files of each shard, which frees the space of replaced rows. Raises StoreError."""
         with self._errors():
             self._open().compact()
 
     def make_writable(self) -> None:
-        """Open for writing what a full disk let be opened for reading alone. Called before rows change. StoreError."""
+        """Open for writing what a full disk let be opened only for reading. Called before rows change. StoreError."""
         with self._errors():
             self._open().make_writable()
 
     @property
     def failed(self) -> bool:
-        """Whether a call failed in its middle, as where memory ran out. Every other call raises then."""
+        """Whether a call failed halfway, for example because memory ran out. Every later call raises then."""
         return self._db is not None and self._db.failed
 
     @contextlib.contextmanager
@@ -190,8 +190,8 @@ class RocksDB:
         """How the databases run: `rocksdb_info` and
 
         - `flush_threads`, `compaction_threads`: of the process, shared by every database in it;
-        - `memtable_bytes_max`: the most memory that written rows take before they are in files;
-        - `async_io`: whether reads of this tier go by io_uring.
+        - `memtable_bytes_max`: the maximum of memory for written rows that are not in files yet;
+        - `async_io`: whether this tier reads by io_uring.
         """
         return {**rocksdb_info(), **self._open().info()}
 

@@ -1,4 +1,4 @@
-"""How many rows each table of an embedding has, and what was asked of each."""
+"""How many rows each table of an embedding has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..row_format import Chunks, TableIds
 
 Counts = NDArray[np.int64]  # [tables]
 
-FIELD = "table_rows"  # of a mark: how many rows each table has; marks of earlier versions lack it
+FIELD = "table_rows"  # of the file MARK: how many rows each table has; files of earlier versions lack it
 
 
 def counted(tables: TableIds, num_tables: int) -> Counts:
@@ -27,12 +27,12 @@ def counted_chunks(chunks: Chunks, num_tables: int) -> Counts:
     return counts
 
 
-def counts_in(mark: Mapping[str, Any], num_tables: int) -> Counts | None:
-    """The row counts in a mark, with zeros for tables that the mark does not know; None for a mark without counts."""
-    given = mark.get(FIELD)
+def counts_in(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
+    """The row counts in a clean marker, with zeros for tables that it does not have; None if it has no counts."""
+    given = marker.get(FIELD)
     if type(given) is not list or len(given) > num_tables or not all(type(n) is int and n >= 0 for n in given):
         return None
-    if sum(given) != mark.get("rows"):
+    if sum(given) != marker.get("rows"):
         return None
     return np.array(given + [0] * (num_tables - len(given)), np.int64)
 

@@ -1,4 +1,4 @@
-"""What observes the rows of an open table while they change: which ones changed, an image of all, a background save."""
+"""Observers of an open table's rows while they change: changed keys, an image of all rows, a save in the background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import ClosedError, StoreError
 from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, keys_of
 from ..signals import uninterrupted
 from ..store.contract import ChangeSource, TopTier
-from ..store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
+from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave
 from .row_scan import line_addresses, locked
@@ -23,32 +23,32 @@ CHUNK_BYTES = 1 << 23  # bytes of rows that are read at once
 
 
 class ChangeTracker:
-    """The names of rows that changed since the snapshot with the id `since`. All callers hold the table's lock.
+    """The keys of rows that changed since the snapshot with the id `since`. All callers hold the table's lock.
 
-    While a snapshot is being saved the names are in two sets, since changes of that time are not in the snapshot.
+    While a snapshot is being saved the keys are in two sets, since changes of that time are not in the snapshot.
     """
 
-    def __init__(self, since: str, tracker: ChangeSource[Any] | None) -> None:
-        """tracker: of the top of the stack; None where the names are noted here."""
+    def __init__(self, since: str, source: ChangeSource[Any] | None) -> None:
+        """source: of the top tier; None if it lets `_core.ChangedRows` observe its batches."""
         self.since = since
-        self._tracker = tracker
-        self._saving: _core.ChangedRows | None = None  # names up to the last `cut`
+        self._source = source
+        self._saving: _core.ChangedRows | None = None  # keys up to the last `start_delta`
         self._later = _core.ChangedRows()
 
     def note(self, batch: Any) -> None:
         """Note the rows of a batch that is written."""
-        (self._tracker or self._later).note(batch)
+        (self._source or self._later).note(batch)
 
     def note_rows(self, tables: TableIds, keys: Keys) -> None:
         """Note rows that are erased."""
         self._later.note_rows(tables, keys)
 
-    def cut(self) -> None:
-        """Begin to save what changed until now. If the save fails, the next save has these changes as well."""
-        if self._tracker is not None:
-            self._later.note_rows(*self._tracker.names())
-            self._tracker.forget()
-        later = _core.ChangedRows(room=self._later.size)  # about as many will change again
+    def start_delta(self) -> None:
+        """Start the next delta: begin to save the present changes. If the save fails, the next one has them as well."""
+        if self._source is not None:
+            self._later.note_rows(*self._source.names())
+            self._source.forget()
+        later = _core.ChangedRows(room=self._later.size)  # about the same number will change again
         if self._saving is None:
             self._saving = self._later
         else:
@@ -56,14 +56,14 @@ class ChangeTracker:
         self._later = later
 
     def saved(self, since: str) -> None:
-        """Note that what changed until the last `cut` is in the snapshot with the id `since`."""
+        """Note that the changes until the last `start_delta` are in the snapshot with the id `since`."""
         self.since, self._saving = since, None
 
     def rows(self, top: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
-        """What changed until the last `cut`, as `top` has it now, in chunks of rows of `dtype`.
+        """The changes until the last `start_delta`, with rows as `top` has them now, in chunks of rows of `dtype`.
 
-        Buckets ascend. Within a bucket the rows ascend by (table, key), and so do the keys of rows that are gone. Some
-        of these keys may be of rows that came after the snapshot and went again.
+        Buckets ascend. Within a bucket the rows ascend by (table, key), and so do the keys of removed rows. Some of
+        these keys may be of rows that were inserted after the snapshot and removed again.
         """
         changed = self._saving
         assert changed is not None
@@ -78,10 +78,10 @@ class ChangeTracker:
 
 
 class ChangeObservers:
-    """The watchers of one table, which tells them of rows before it changes them.
+    """The observers of one table, which the table notifies of rows before it changes them.
 
-    `lock` is the table's. `use` gives the top of `stack` where the table can be used, and raises where it cannot.
-    `check` raises what an earlier call did wrong.
+    `lock` is the table's. `ready` returns the top tier of `stack`, or raises if the table cannot be used. `check`
+    raises the deferred error of an earlier call.
     """
 
     def __init__(
@@ -90,87 +90,87 @@ class ChangeObservers:
         stack: Stack,
         dtype: np.dtype[np.void],
         lock: RLock,
-        use: Callable[[], TopTier[Any]],
+        ready: Callable[[], TopTier[Any]],
         check: Callable[[], None],
     ) -> None:
-        """dtype: of rows, as watchers give them."""
+        """dtype: of the rows that observers return."""
         self._name, self._dtype = name, dtype
         self._stack: Stack | None = stack
-        self._lock, self._use, self._check = lock, use, check
+        self._lock, self._ready, self._check = lock, ready, check
         self.saving: BackgroundSave | None = None  # the last one, which may have ended
         self.changes: ChangeTracker | None = None
         self._image: Image | None = None
-        self.watches = False  # whether anything does; where not, `before_batch` and `wait_for_room` need not be called
+        self.is_active = False  # else `before_update` and `wait_for_memory` need not be called
 
     @property
     def has_image(self) -> bool:
-        """Whether an image is open, for which what changes is kept."""
+        """Whether an image is open, which needs before-images."""
         return self._image is not None
 
     def track_changes(self, since: str) -> None:
-        """Note from here on which rows change. The rows are now those of the snapshot with the id `since`."""
+        """Note which rows change from now on. The present rows are those of the snapshot with the id `since`."""
         with self._lock:
             if self.changes is not None:
-                self.changes.cut()
+                self.changes.start_delta()
                 self.changes.saved(since)
             else:
-                self.watches = True  # first: no signal comes between a change and what notes it
-                self.changes = ChangeTracker(since, self._use().tracker())
+                self.is_active = True  # first: no signal may come between a change and its observer
+                self.changes = ChangeTracker(since, self._ready().change_source())
 
     def changed(self, since: str) -> Iterator[Change] | None:
-        """What changed since the snapshot with the id `since`, read while it is iterated; None where that is unknown.
+        """The changes since the snapshot with the id `since`, read while they are iterated; None if they are unknown.
 
-        Once it is saved, call `changes_saved`. Without that the next call gives the same changes, and later ones.
+        Call `changes_saved` once they are saved. Otherwise the next call returns them again, with the later ones.
         Raises StoreError while a snapshot is being saved in the background.
         """
         with self._lock:
-            store = self._use()
+            store = self._ready()
             self.check_not_saving()
             if self.changes is None or self.changes.since != since:
                 return None
-            self.changes.cut()
-            return locked(self.changes.rows(store, self._dtype), self._lock, self._use)
+            self.changes.start_delta()
+            return locked(self.changes.rows(store, self._dtype), self._lock, self._ready)
 
     def changes_saved(self, since: str) -> None:
-        """Note that the snapshot with the id `since` has what `changed` gave last, or the rows of the last `image`."""
+        """Note that the snapshot with the id `since` has the changes of the last `changed`, or the rows of `image`."""
         with self._lock:
             if self.changes is not None:
                 self.changes.saved(since)
 
-    def image(self, kept_bytes: int = KEPT_BYTES) -> Image:
+    def image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
         """An image of all rows as they are now. Another thread may read it while the rows change.
 
-        Of rows in memory, up to about `kept_bytes` are kept aside as they were; then steps wait for the reader. Raises
-        StoreError, also while another image is open.
+        max_bytes: for before-images of rows in memory; beyond it steps wait for the reader. Raises StoreError, also
+        while another image is open.
         """
         with self._lock, uninterrupted():
-            top = self._use()
+            top = self._ready()
             self._check()
             self.check_not_saving()
             if self._image is not None:
                 raise StoreError(f"embedding {self._name!r} has an image already; close it first")
             top.flush()
             if self.changes is not None:
-                self.changes.cut()
+                self.changes.start_delta()
             assert self._stack is not None
             bottom = self._stack.bottom
             if isinstance(bottom, RocksDB):
-                self._image = DiskImage(bottom.scan(), self._dtype, self._lock, self._forget)
+                self._image = DiskImage(bottom.scan(), self._dtype, self._lock, self._forget_image)
             else:
-                self._image = MemoryImage(bottom.image(top), self._dtype, kept_bytes, self._lock, self._forget)
-            self.watches = True
+                self._image = MemoryImage(bottom.image(top), self._dtype, max_bytes, self._lock, self._forget_image)
+            self.is_active = True
             return self._image
 
     def save_in_background(
-        self, what: str, write: Callable[[Chunks], object], kept_bytes: int = KEPT_BYTES
+        self, what: str, write: Callable[[Chunks], object], max_bytes: int = MAX_BEFORE_IMAGE_BYTES
     ) -> BackgroundSave:
-        """Let a thread hand all rows as they are now to `write`, which must not wait for what steps hold.
+        """Let a thread pass all rows as they are now to `write`, which must not wait for a lock that steps hold.
 
-        what: names the snapshot in messages. kept_bytes: as in `image`. Raises StoreError as `image` does, and while
+        what: names the snapshot in messages. max_bytes: as in `image`. Raises StoreError as `image` does, and while
         another snapshot is being saved.
         """
         with self._lock:
-            image = self.image(kept_bytes)
+            image = self.image(max_bytes)
             try:
                 self.saving = BackgroundSave(what, image, write, self._lock)
             except BaseException:
@@ -184,50 +184,50 @@ class ChangeObservers:
             raise StoreError(still_saving(self.saving.what))
 
     def finish_saving(self) -> BaseException | None:
-        """Wait for the snapshot that is being saved in the background. Returns its error, if nobody was told yet."""
+        """Wait for the save in the background. Returns its error, if it was neither raised nor returned before."""
         return None if self.saving is None else self.saving.finish()
 
-    def before_batch(self, batch: Any) -> None:
-        """Tell the watchers of a pinned batch before its lines are written."""
+    def before_update(self, batch: Any) -> None:
+        """Notify the observers of a pinned batch before its lines are written."""
         if self._image is not None:
             self._image.before_write(batch)
         if self.changes is not None:
             self.changes.note(batch)
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        """Tell the watchers of rows, given once each, before they are erased."""
+        """Notify the observers of rows, given once each, before they are erased."""
         if self._image is not None:
             self._image.before_erase(tables, keys)
         if self.changes is not None:
             self.changes.note_rows(tables, keys)
 
-    def wait_for_room(self) -> None:
-        """Wait while an image has no room to keep changing rows aside. Called before rows change."""
+    def wait_for_memory(self) -> None:
+        """Wait while an image has no memory for more before-images. Called before rows change."""
         if self._image is not None:
             with self._lock:
                 if self._image is not None:
-                    self._image.wait_for_room(self._is_unread)
+                    self._image.wait_for_memory(self._is_unread)
 
     def close(self) -> None:
-        """Close the image, and let go of the table and its stack. May be called again."""
+        """Close the image, and release the table and its stack. May be called again."""
         if self._image is not None:
             self._image.close()
-        self._use, self._check, self._stack = self._refuse, _nothing, None
+        self._ready, self._check, self._stack = self._refuse, _nothing, None
 
     def _refuse(self) -> TopTier[Any]:
-        raise ClosedError(f"embedding {self._name!r} was closed or its rows were replaced; use it anew")
+        raise ClosedError(f"embedding {self._name!r} was closed or its rows were replaced; use the embedding again")
 
-    def _forget(self, image: Image) -> None:
+    def _forget_image(self, image: Image) -> None:
         self._image = None
-        self.watches = self.changes is not None
+        self.is_active = self.changes is not None
 
     def _is_unread(self) -> bool:
-        """Whether the thread that was to read the image is no more."""
+        """Whether the thread that read the image has ended."""
         return self.saving is not None and self.saving.image is self._image and self.saving.done
 
 
 def still_saving(what: str) -> str:
-    """The error for a save that another one of the background is in the way of."""
+    """The error for a save that another save in the background prevents."""
     return (
         f"{what} is still being saved in the background, and there is one save at a time: call wait() of what "
         "save_snapshot returned, then try again"

@@ -1,7 +1,7 @@
-"""Batches made ready before their step: ids deduplicated and rows brought up, by a thread of its own.
+"""Prefetch: a separate thread deduplicates the ids of announced lookups and fetches their rows before their step.
 
-An announcement is a hint. A step takes a prepared batch only where its ids are the announced ones, and it reads values
-when it runs. So hints change the time of work, and never a row.
+An announcement is a hint. A step uses a prepared batch only if its ids are the announced ones, and it reads values when
+it runs. So hints change when work is done, but never a row.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from ..threads import Thread, wait_for
 if TYPE_CHECKING:
     from ..processors.processor import Processor
 
-WINDOW = 31  # the batches that a store knows of ahead, beside the batch of the step; more wait here
-QUEUE = 4 * WINDOW  # the most batches that wait
+WINDOW = 31  # announced batches that a store knows, in addition to the batch of the step; more wait here
+QUEUE = 4 * WINDOW  # the maximum of batches that wait
 
 NOTHING_ANNOUNCED = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
 
 
-class _AnnouncedBatch:
-    """An announced batch: copies of its lookups, since the caller may fill its tensors anew."""
+class _AnnouncedLookups:
+    """The lookups of an announced step, and its batch. They are copies, since the caller may reuse its tensors."""
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         self.lookups = [copied(lookup) for lookup in lookups]
         self.copied = processor.record_event()
-        # where comparing ids would wait for a device, the same memory counts as equal; `hand_over` checks it late
-        self._given = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
-        self._kept = lookups  # kept, so that nothing else gets their memory
+        # if comparing ids would wait for a device, the same memory counts as equal; `adopt` checks it asynchronously
+        self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
+        self._kept = lookups  # so that no other tensor gets their memory
         self.batch: Any = None
-        self.made: Any = None  # an event: the batch is made
-        self.announced = False  # whether the store knows of the batch
-        self.fetched = False  # whether its rows are up
+        self.ready_event: Any = None  # an event: the batch exists
+        self.is_known = False  # whether the store knows the batch
+        self.is_fetched = False  # whether its rows are resident
         self.error: BaseException | None = None
 
     def is_of(self, lookups: Sequence[Lookup]) -> bool:
-        if self._given is not None and self._given == [_memory(lookup) for lookup in lookups]:
+        if self._memories is not None and self._memories == [_memory(lookup) for lookup in lookups]:
             return True
         return same_lookups(self.lookups, lookups)
 
@@ -60,12 +60,12 @@ def copied(lookup: Lookup) -> Lookup:
 
 
 def _memory(lookup: Lookup) -> tuple[Any, ...]:
-    """A value that is equal for lookups of the same memory to which torch has not written in between."""
+    """A value that is equal for lookups of the same memory, unless torch has written to it in between."""
     memory = (
         part if part is None else (part.data_ptr(), _version(part), part.dtype, part.shape, part.stride())
         for part in lookup.tensors
     )
-    return lookup.pooling, lookup.places, *memory
+    return lookup.pooling, lookup.feature_columns, *memory
 
 
 def _version(part: Tensor) -> Any:
@@ -78,13 +78,13 @@ def same_lookups(some: Sequence[Lookup], others: Sequence[Lookup]) -> bool:
 
 
 def _same(one: Lookup, other: Lookup) -> bool:
-    if one.pooling != other.pooling or one.places != other.places:
+    if one.pooling != other.pooling or one.feature_columns != other.feature_columns:
         return False
-    for here, there in zip(one.tensors, other.tensors, strict=True):
-        if here is None or there is None:
-            if here is not there:
+    for left, right in zip(one.tensors, other.tensors, strict=True):
+        if left is None or right is None:
+            if left is not right:
                 return False
-        elif here.shape != there.shape or here.dtype != there.dtype or not torch.equal(here, there):
+        elif left.shape != right.shape or left.dtype != right.dtype or not torch.equal(left, right):
             return False
     return True
 
@@ -97,48 +97,48 @@ class Prefetcher:
         self._store = store
         self._threads = threads
         self.counts = dict(NOTHING_ANNOUNCED)
-        self._coming: deque[_AnnouncedBatch] = deque()  # empty where there is no thread
+        self._announced: deque[_AnnouncedLookups] = deque()  # empty if there is no thread
         self._changed = Condition()
-        self._thread: Thread | None = None  # the thread that goes on; any other ends
-        self._process = 0  # the process of the thread
-        self._busy = False  # whether the thread is at work outside of the lock
-        self._paused = False  # whether the thread may begin nothing
-        self._ended = 0  # how many steps have ended
-        self._full = False  # whether the store takes no more batches ahead until a step ends
-        self._unmatched = 0  # how many steps in a row nobody announced
+        self._thread: Thread | None = None  # the thread that continues; any other one ends
+        self._process = 0  # of the thread
+        self._busy = False  # whether the thread works without the lock
+        self._paused = False  # whether the thread may begin no work
+        self._steps_done = 0  # how many steps have ended
+        self._full = False  # whether the store can fetch nothing more until a step ends
+        self._unmatched = 0  # how many steps in a row were not announced
 
     @property
     def has_thread(self) -> bool:
         return self._thread is not None
 
     def announce(self, lookups: Sequence[Lookup]) -> None:
-        """Announce the lookups of a coming step. Steps are announced in their order.
+        """Announce the lookups of a future step. Steps are announced in their order.
 
-        Raises RuntimeError where the system gives no thread.
+        Raises RuntimeError if the system starts no thread.
         """
-        if len(self._coming) == QUEUE:  # no step takes these batches
+        if len(self._announced) == QUEUE:  # no step uses these batches
             self.counts["prefetch_dropped"] += 1
             return
-        coming = _AnnouncedBatch(lookups, self._processor)
+        announced = _AnnouncedLookups(lookups, self._processor)
         with self._changed:
             if self._thread is None or not self._thread.is_alive():
                 self._busy = False
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
                 thread.start()  # start may fail; the thread waits for the lock
                 self._thread, self._process = thread, os.getpid()
-            self._coming.append(coming)
+            self._announced.append(announced)
             self._changed.notify_all()
 
     @contextmanager
     def step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
-        """A block that pins the rows of a step. Yields the step's batch where it was announced, else None.
+        """A block that pins the rows of a step. Yields the step's batch if it was announced and prepared, else None.
 
-        Without `lookups` the block is no step, and takes no announced batch. Raises the error of making the batch.
+        Without `lookups` the block is not a step, and uses no announced batch. Raises the error of making the batch.
         """
-        if not self._coming:
+        if not self._announced:
             yield None
             return
-        skipped = next((i for i, coming in enumerate(self._coming) if lookups and coming.is_of(lookups)), None)
+        skipped = next((i for i, announced in enumerate(self._announced) if lookups and announced.is_of(lookups)), None)
         if skipped == 0 and lookups is not None:
             batch = self._take(lookups)
             try:
@@ -154,76 +154,76 @@ class Prefetcher:
         finally:
             self._resume()
 
-    def ended(self) -> None:
-        """Note that a step is over, and that there is room for another batch."""
+    def step_ended(self) -> None:
+        """Note that a step has ended, after which the store may fetch another batch."""
         if self._thread is not None:
             with self._changed:
-                self._ended += 1
+                self._steps_done += 1
                 self._full = False
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Forget what was announced and end the thread; the next announcement starts another."""
+        """Forget the announced batches and end the thread; the next announcement starts another."""
         thread = self._thread
         if thread is None or self._process != os.getpid():
             return
         with self._changed:
             self._thread = None
-            self._coming.clear()
+            self._announced.clear()
             self._changed.notify_all()
-        if thread is not current_thread():  # garbage collected in the thread may close the table
+        if thread is not current_thread():  # garbage collection in the thread may close the table
             thread.join()
         self._busy = self._full = False
         self._store.cancel()
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
-        """Take the batch that was announced first, for a step with these lookups."""
+        """Take the batch that was announced first for a step with these lookups."""
         with self._changed:
-            first = self._coming[0]
-            if not wait_for(self._changed, lambda: first.announced or first.error, self._thread):
-                while len(self._coming) > 1:  # the steps of these go the plain way
-                    self._coming.pop()
-                first.error = MemoryError("the thread that makes announced batches ready ended without a word")
+            first = self._announced[0]
+            if not wait_for(self._changed, lambda: first.is_known or first.error, self._thread):
+                while len(self._announced) > 1:  # the steps of these are not prefetched
+                    self._announced.pop()
+                first.error = MemoryError("the prefetch thread died without raising an error")
             if first.error is None:
                 self._unmatched = 0
                 self.counts["prefetch_hits"] += 1
-                return self._hand_over(self._coming.popleft(), lookups)
+                return self._adopt(self._announced.popleft(), lookups)
         self._interrupt(0, lookups)
         self._resume()
         raise first.error
 
-    def _interrupt(self, wanted: int | None, lookups: Sequence[Lookup] | None) -> Any:
+    def _interrupt(self, position: int | None, lookups: Sequence[Lookup] | None) -> Any:
         """Pause the thread and let the store forget every batch. Batches are announced again after `_resume`.
 
-        Returns the announced batch number `wanted`, None where it is not made, and drops it and the batches before it.
-        lookups: those of the step, if there is one.
+        Returns the batch at this position of the announced ones, or None if it is not made, and drops it and the
+        batches before it. lookups: those of the step, if there is one.
         """
         with self._changed:
             self._paused = True
             if not wait_for(self._changed, lambda: not self._busy, self._thread):
-                self._busy = False  # the thread is no more
+                self._busy = False  # the thread died
             self._store.cancel()
-            for coming in self._coming:
-                coming.announced = coming.fetched = False
+            for announced in self._announced:
+                announced.is_known = announced.is_fetched = False
             self._full = False
             if lookups is not None:
                 self.counts["prefetch_misses"] += 1
                 self._unmatched += 1
-            if wanted is not None and lookups is not None:
-                for _ in range(wanted):
-                    self._coming.popleft()
+            if position is not None and lookups is not None:
+                for _ in range(position):
+                    self._announced.popleft()
                 self._unmatched = 0
-                return self._hand_over(self._coming.popleft(), lookups)
-            if self._unmatched > WINDOW:  # no step wants these hints
-                self._coming.clear()
+                return self._adopt(self._announced.popleft(), lookups)
+            if self._unmatched > WINDOW:  # no step uses these hints
+                self._announced.clear()
             return None
 
-    def _hand_over(self, coming: _AnnouncedBatch, lookups: Sequence[Lookup]) -> Any:
-        """Give an announced batch to the thread of its step. Returns None where the batch is not made."""
-        if coming.batch is not None:
-            self._processor.wait_event(coming.made)
-            self._processor.hand_over(coming.batch, coming.lookups, lookups)
-        return coming.batch
+    def _adopt(self, announced: _AnnouncedLookups, lookups: Sequence[Lookup]) -> Any:
+        """Let the thread of its step use an announced batch. Returns None if the batch is not made."""
+        if announced.batch is not None:
+            self._processor.wait_event(announced.ready_event)
+            self._processor.adopt(announced.batch, announced.lookups, lookups)
+        return announced.batch
 
     def _resume(self) -> None:
         with self._changed:
@@ -243,42 +243,42 @@ class Prefetcher:
                 )
                 if self._thread is not me:
                     return
-                coming = self._next()
-                assert coming is not None
+                announced = self._next()
+                assert announced is not None
                 self._busy = True
             try:
                 with self._processor.side_stream():
-                    self._prepare(coming)
+                    self._prepare(announced)
             except BaseException as error:
                 with self._changed:
-                    coming.error = error
+                    announced.error = error
 
-    def _next(self) -> _AnnouncedBatch | None:
-        """The batch to work on. Every batch of the window becomes known to the store before any is fetched."""
+    def _next(self) -> _AnnouncedLookups | None:
+        """The batch to work on. The store knows every batch of the window before any is fetched."""
         unfetched = None
-        for coming in islice(self._coming, WINDOW):
-            if coming.error is not None:
+        for announced in islice(self._announced, WINDOW):
+            if announced.error is not None:
                 break  # its step raises the error; later batches wait
-            if not coming.announced:
-                return coming
-            if not coming.fetched and unfetched is None:
-                unfetched = coming
+            if not announced.is_known:
+                return announced
+            if not announced.is_fetched and unfetched is None:
+                unfetched = announced
         return None if self._full else unfetched
 
-    def _prepare(self, coming: _AnnouncedBatch) -> None:
-        if coming.announced:
-            ended = self._ended
-            fetched = self._store.prefetch(coming.batch)
+    def _prepare(self, announced: _AnnouncedLookups) -> None:
+        if announced.is_known:
+            steps_done = self._steps_done
+            fetched = self._store.prefetch(announced.batch)
             with self._changed:
-                coming.fetched = fetched
-                self._full = not fetched and ended == self._ended
+                announced.is_fetched = fetched
+                self._full = not fetched and steps_done == self._steps_done
             return
-        if coming.batch is None:
-            self._processor.wait_event(coming.copied)
-            batch = self._processor.batch(coming.lookups, ahead=True)
-            coming.made = self._processor.record_event()
-            coming.batch = batch
-        self._store.announce(coming.batch)
+        if announced.batch is None:
+            self._processor.wait_event(announced.copied)
+            batch = self._processor.batch(announced.lookups, ahead=True)
+            announced.ready_event = self._processor.record_event()
+            announced.batch = batch
+        self._store.announce(announced.batch)
         with self._changed:
-            coming.announced = True
+            announced.is_known = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Scanned rows: checked, loaded into another table, brought up to date, and read under a lock."""
+"""Scanned rows: checked, loaded into another table, caught up, and read under a lock."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 def checked_rows(chunks: Chunks, tables: int) -> Chunks:
-    """Yield stored rows as they are. Raises SnapshotError for rows that no embedding of `tables` tables has."""
+    """Yield stored rows unchanged. Raises SnapshotError for rows that an embedding of `tables` tables cannot have."""
     for bucket, rows in chunks:
         if (rows["table"] >= tables).any():
             raise SnapshotError(f"there are rows of table {rows['table'].max()}, and the embedding has {tables} tables")
         if (rows["updates"] == 0).any():
-            raise SnapshotError("there are rows that count as never written, which no snapshot holds")
+            raise SnapshotError("there are rows that were never written, which no snapshot has")
         yield bucket, rows
 
 
 def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> Counts:
     """Write scanned rows to the last tier of an empty stack. Returns the number of rows by table.
 
-    Raises StoreError for rows of another form.
+    Raises StoreError for rows of another format.
     """
     counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
@@ -50,18 +50,18 @@ def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> C
 
 
 def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
-    """The addresses of the lines in scanned rows [n]: a row is its table and key, followed by its line."""
+    """The addresses of the lines in scanned rows [n]: a row is its row key, followed by its line."""
     start = rows.ctypes.data + KEY.itemsize
     return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
 
 
-def settled(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
-    """Yield stored rows as lookups see them: steps that a rule leaves due are taken. stored: the rows' description."""
+def caught_up(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
+    """Yield stored rows with the steps applied that they missed. stored: the rows' description."""
     rule, hyper = stored["optimizer"], stored["hyper"]
     if not (hyper and catches_up(rule)):
         yield from chunks
         return
-    constant = make_table_options(make_constant_initializer(0.0))  # any will do: no row is initial
+    constant = make_table_options(make_constant_initializer(0.0))  # any initializer will do: no row is initial
     spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0, stored["dtype"])
     layout = spec.layout(RowState.described(stored))
     for bucket, rows in chunks:
@@ -70,11 +70,11 @@ def settled(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
         yield bucket, rows
 
 
-def locked(items: Iterator[T], lock: RLock, use: Callable[[], object]) -> Iterator[T]:
-    """Yield `items`, each read with the table's `lock` held. `use` raises where the table can no longer be used."""
+def locked(items: Iterator[T], lock: RLock, check: Callable[[], object]) -> Iterator[T]:
+    """Yield `items`, each read with the table's `lock` held. `check` raises if the table can no longer be used."""
     while True:
         with lock, uninterrupted():
-            use()
+            check()
             item = next(items, None)
         if item is None:
             return

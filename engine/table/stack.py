@@ -1,4 +1,4 @@
-"""The processor and the tiers that the options ask for, and whether the caches among them are too small."""
+"""The processor and the stack of tiers of an embedding's options, and which of its caches are too small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..cache.cached import CachedStore
+from ..cache.cached import CpuCachedStore
 from ..errors import InputError
 from ..options.lookup import DEVICES
 from ..options.store_options import (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..processors.processor import Processor
 
 log = logging.getLogger("tierbed")
-FIRST_STEP = 64  # counters are read at this step, and again each time the steps have doubled
+FIRST_STEP = 64  # at which counters are first read; then each time the number of steps has doubled
 _OPTION = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
 
 
@@ -50,26 +50,25 @@ PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {"cpu":
 
 
 def processor_of(device: torch.device, options: StoreOptions) -> Factory:
-    """The maker of processors for a device of torch. InputError for a device that tables cannot be on.
-
-    OptionError for options that the device lacks. StoreError where the software for it is not installed.
+    """The factory of processors for a torch device. Raises InputError for a device that tables cannot be on,
+    OptionError for options that the device cannot have, and StoreError if its software is not installed.
     """
     if device.type not in DEVICES:
         raise InputError(
-            f"the embedding was moved to {device}; tables live on the CPU or on CUDA devices: move it by .cpu() or "
+            f"the embedding was moved to {device}; tables are on the CPU or on CUDA devices: move it with .cpu() or "
             ".cuda()"
         )
     return PROCESSORS[device.type](device, options)
 
 
 class SmallCaches:
-    """Finds the caches of one embedding that are too small. Warns of the first that it finds, and of no other."""
+    """Finds the caches of one embedding that are too small, and warns of the first one only."""
 
     def __init__(self, embedding: str) -> None:
         self._embedding, self._has_warned = embedding, False
 
     def judge(self, tiers: Mapping[str, dict[str, float]]) -> None:
-        """Add `too_small` to the metrics of each cache of `tiers`, which are those of the whole stack, from the top."""
+        """Add `too_small` to the metrics of each cache in `tiers`, the metrics of the whole stack from the top."""
         top = next(iter(tiers.values()))
         requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
@@ -92,9 +91,9 @@ class SmallCaches:
 def is_too_small(cache: Mapping[str, float], below: Mapping[str, float], requested: float) -> bool:
     """Whether a cache misses more than half of the `requested` rows because it evicts rows that steps need again.
 
-    Since the store was opened, at least every second miss evicted a row, at least `capacity` rows were evicted, and
-    more than a quarter of the requested rows were in the tier below. So a cache that fills up, lookups of rows that
-    were never written, and ids that come once are not taken for it.
+    Counted since the store was opened: at least every second miss evicted a row, at least `capacity` rows were
+    evicted, and more than a quarter of the requested rows were in the tier below. This excludes a cache that is still
+    filling, lookups of rows that were never written, and ids that occur once.
     """
     evicted = _evicted(cache)
     misses = requested < 2 * cache["misses"] and requested < 4 * below["hits"]
@@ -102,27 +101,27 @@ def is_too_small(cache: Mapping[str, float], below: Mapping[str, float], request
 
 
 def _evicted(cache: Mapping[str, float]) -> float:
-    beside = cache.get("overflow_evictions", 0)  # with prefetch, most rows leave from there; a GPU's cache has none
-    return cache["evictions_clean"] + cache["evictions_dirty"] + beside
+    overflow = cache.get("overflow_evictions", 0)  # of most rows, with prefetch; a GPU's cache has none
+    return cache["evictions_clean"] + cache["evictions_dirty"] + overflow
 
 
 class Stack(NamedTuple):
-    """The tiers of a table. `top` serves steps. Every row reaches `bottom` in time, and rows are loaded into it."""
+    """The tiers of a table. `top` serves steps. Rows are loaded into `bottom`, to which every row is written back."""
 
     top: TopTier[Any]
     bottom: RocksDB | InMemoryTier
 
     def compact(self) -> None:
-        """Call `RocksDB.compact`, where RocksDB is the bottom."""
+        """Call `RocksDB.compact` if RocksDB is the bottom."""
         if isinstance(self.bottom, RocksDB):
             self.bottom.compact()
 
 
 def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path | None, shards: int | None) -> Stack:
-    """Build the tiers. The top is of the processor, and the tiers below a cache are of the host.
+    """Build the tiers. The top is in the processor's memory, and the tiers below a cache are on the host.
 
-    options: with numbers for budgets, as `AutoBudgets` gives them. folder: where RocksDB lives. shards: how many it
-    has, None for a new folder. Raises OptionError, StoreError.
+    options: with numbers instead of "auto", from `AutoBudgets`. folder: of RocksDB. shards: how many it has; None for a
+    new folder. Raises OptionError, StoreError.
     """
     layout = processor.layout
     if isinstance(options, CachedSsdOptions):
@@ -145,7 +144,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             below: Tier = rocksdb
             if options.host_cache_budget_mb:
                 budget_mb = mib(options.host_cache_budget_mb)
-                below = CachedStore(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
+                below = CpuCachedStore(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
             return Stack(processor.cache(below, options), rocksdb)
         except BaseException:
             rocksdb.close()

@@ -1,4 +1,4 @@
-"""The time between two steps of a table, when another thread may have its rows."""
+"""The time between two steps of a table, in which another thread may read its rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from threading import Event, Lock, RLock
 from typing import Any, Protocol
 
 from ..errors import TierbedError
+from ..threads import POLL_SECONDS
 
-_LOOK_AGAIN = 0.05  # seconds between two looks of a waiting visitor
 
-
-class Visited(Protocol):
-    """What a visit between two steps needs of an open table."""
+class GatedTable(Protocol):
+    """What the gate needs of an open table."""
 
     lock: RLock
     processor: Any
-    visitors_error: TierbedError | None
+    reader_error: TierbedError | None
 
     @property
     def in_step(self) -> bool: ...
@@ -28,82 +27,82 @@ class Visited(Protocol):
 
 
 class StepGate:
-    """Lets one thread at a time visit a table, or tables that are trained together, between two steps.
+    """Lets one other thread at a time, the reader, have a table between two steps, or tables that train together.
 
-    A step waits for a visitor before it begins. The locks of the tables do not suffice. The thread of the steps may
-    take a lock again before the visitor gets it. And between the pin and the update of a step the lock is free, while
-    the rows that it evicts have left already.
+    A step waits for the reader before it begins. The locks of the tables do not suffice: the thread of the steps may
+    take a lock again before the reader gets it, and between the pin and the update of a step the lock is free, although
+    the rows that the step evicts have left the table.
     """
 
     def __init__(self) -> None:
-        self.wanted = False  # whether a visitor waits; steps look at it without a lock
-        self.closed = False  # whether a step has updated one of the tables, and is to pin others
-        self._one = Lock()  # visitor at a time
-        self._tables: Sequence[Visited] = ()
-        self._arrived = Event()  # set when a step waits, so none is under way
-        self._over = Event()
+        self.is_wanted = False  # whether a reader waits; steps read it without a lock
+        self.closed = False  # whether a step has updated one of the tables and will pin others
+        self._one_reader = Lock()
+        self._tables: Sequence[GatedTable] = ()
+        self._step_waits = Event()  # so no step runs
+        self._reader_left = Event()
 
-    def give_way(self, table: Visited) -> None:
-        """Wait until the visitor has gone. Called before a step, where `wanted` is set. Ctrl-C ends the wait.
+    def yield_to_reader(self, table: GatedTable) -> None:
+        """Wait until the reader has left. Called before a step if `is_wanted` is set. Ctrl-C ends the wait.
 
-        In the middle of a step, where another of the tables is pinned, it goes on: the visitor waits for its end.
+        In the middle of a step, while another of the tables is pinned, this returns: the reader waits for its end.
         """
         table.release()
         if self.closed or any(other.in_step for other in self._tables):
             return
-        self._arrived.set()
-        self._over.wait()
+        self._step_waits.set()
+        self._reader_left.wait()
 
     @contextmanager
-    def visit(self, tables: Callable[[], Sequence[Visited]], give_up: Callable[[], bool]) -> Iterator[bool]:
-        """A block of another thread between two steps, with the locks of the tables held and no step under way.
+    def between_steps(self, tables: Callable[[], Sequence[GatedTable]], give_up: Callable[[], bool]) -> Iterator[bool]:
+        """A block of the reader between two steps, which holds the locks of the tables.
 
-        Yields False where `give_up` returned True while the visitor waited; then the block must not use the tables.
-        Raises the error of an earlier step that the device found late. The thread of the steps raises it as well.
+        Yields False if `give_up` returned True while the reader waited; then the block must not use the tables. Raises
+        the deferred error of an earlier step. The thread of the steps raises it as well.
         """
-        while not self._one.acquire(timeout=_LOOK_AGAIN):
+        while not self._one_reader.acquire(timeout=POLL_SECONDS):
             if give_up():
                 yield False
                 return
-        with ExitStack() as held:
-            held.callback(self._one.release)
-            self._arrived.clear()
-            self._over.clear()
+        with ExitStack() as stack:
+            stack.callback(self._one_reader.release)
+            self._step_waits.clear()
+            self._reader_left.clear()
             self._tables = tables()
-            self.wanted = True
-            held.callback(self._end)
-            entered = self._enter(held, give_up)
+            self.is_wanted = True
+            stack.callback(self._leave)
+            entered = self._enter(stack, give_up)
             if entered:
                 for table in self._tables:
-                    _catch_up_with_device(table)
+                    _check_device(table)
             yield entered
 
-    def _end(self) -> None:
-        self.wanted = False
-        self._over.set()
+    def _leave(self) -> None:
+        self.is_wanted = False
+        self._reader_left.set()
 
-    def _enter(self, held: ExitStack, give_up: Callable[[], bool]) -> bool:
+    def _enter(self, stack: ExitStack, give_up: Callable[[], bool]) -> bool:
         while not give_up():
             with ExitStack() as locks:
                 if not all(_locked(table, locks) for table in sorted(self._tables, key=id)):
                     continue
                 if not self.closed and not any(table.in_step for table in self._tables):
-                    held.enter_context(locks.pop_all())
+                    stack.enter_context(locks.pop_all())
                     return True
-            self._arrived.wait(_LOOK_AGAIN)
-            self._arrived.clear()
+            self._step_waits.wait(POLL_SECONDS)
+            self._step_waits.clear()
         return False
 
 
-def _locked(table: Visited, locks: ExitStack) -> bool:
-    if not table.lock.acquire(timeout=_LOOK_AGAIN):
+def _locked(table: GatedTable, locks: ExitStack) -> bool:
+    if not table.lock.acquire(timeout=POLL_SECONDS):
         return False
     locks.callback(table.lock.release)
     return True
 
 
-def _catch_up_with_device(table: Visited) -> None:
+def _check_device(table: GatedTable) -> None:
     table.processor.wait()  # steps may run on another stream than this thread
-    if late := table.deferred_error(wait=True):
-        table.visitors_error = late
-        raise late
+    if error := table.deferred_error(wait=True):
+        table.reader_error = error
+        raise error

@@ -1,4 +1,4 @@
-"""Looking at an open table: its metrics, the place of one row, and its rows as of the last step."""
+"""Reports of an open table: its metrics, the location of one row, and its rows as of the last step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .table import OpenTable
 
 
 def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
-    """The metrics at one instant: of all rows (`table`), of each tier from the top, and of each table (`tables`)."""
+    """The metrics, all as of one step: of all rows (`table`), of each tier from the top, of each table (`tables`)."""
     with table.lock:
-        store = table.opened()
+        store = table.require_open()
         table.check()
         announced = NOTHING_ANNOUNCED if table.prefetcher is None else table.prefetcher.counts
         counts = {**table.lifecycle.metrics, **announced}
-        tiers, (hits, misses) = store.metrics(), store.asked().T
+        tiers, (hits, misses) = store.metrics(), store.hit_counts().T
         next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
         table.small_caches.judge(tiers)
         by_table, dropped = table.counts.by_table(table.scan), table.processor.dropped
@@ -32,18 +32,18 @@ def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         }
 
 
-def where(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
-    """The places of the row of one id, as `TierBase.where`, and why it is not stored, or None. Changes nothing."""
+def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
+    """The tiers that have the row of one id, as `TierBase.locate`, and why it is not stored, or None."""
     with table.lock:
-        store = table.use()
+        store = table.ready()
         table.check()
         tables, keys = rows_of(table.spec, lookup)
         if not len(keys):
-            return [], f"padding_idx={table.spec.padding_idx} is no row"
-        tiers = store.where(int(tables[0]), int(keys[0]))
+            return [], f"padding_idx={table.spec.padding_idx} has no row"
+        tiers = store.locate(int(tables[0]), int(keys[0]))
         if not tiers:
             return [], table.lifecycle.why_absent()
-        return tiers, None if tiers[0]["updates"] else "brought up for a step that has not written it"
+        return tiers, None if tiers[0]["updates"] else "fetched for a step that has not written it"
 
 
 def new_rows(table: OpenTable, lookup: Lookup) -> int:
@@ -52,10 +52,10 @@ def new_rows(table: OpenTable, lookup: Lookup) -> int:
     return len(tables) - int(table.count_written(lookup).sum())
 
 
-def settled(table: OpenTable) -> Chunks:
-    """Scan every written row as it is after the last step: steps that its rule leaves due are taken in a copy."""
+def scan_caught_up(table: OpenTable) -> Chunks:
+    """Scan every written row as of the last step: steps that it missed are applied to a copy."""
     for bucket, rows in table.scan():
-        if rule := table.lagging:
+        if rule := table.catch_up_rule:
             rows = rows.copy()
             with table.lock:
                 _core.catch_up(table.layout, line_addresses(rows), rule, table.hyper_now(), table.step + 1)

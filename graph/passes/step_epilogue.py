@@ -125,7 +125,7 @@ class StepEpilogue:
 
     def accumulate(self, steps: int, mean: bool) -> None:
         """Set how many steps' gradients are summed, and whether their mean is taken. OptimizerError."""
-        every = as_int(steps, least=1)
+        every = as_int(steps, minimum=1)
         if every is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
         if not isinstance(mean, bool):

@@ -75,24 +75,24 @@ def replay_key(table: OpenTable) -> Hashable | None:
     None where no recording may be replayed, since a snapshot is being saved in the background: a replay would not keep
     the rows that it changes.
     """
-    if table.watch.has_image:
+    if table.observers.has_image:
         return None
-    return table.optimizer and table.optimizer.rule, table.lagging, table.watch.changes
+    return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.changes
 
 
 def record_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
     """Launch the kernels of `OpenTable.pin`. `begin_replay` does the rest of `pin` before each replay."""
     batch = table.processor.batch(lookups, None if like is None else like.core)
-    table.opened().pin(batch, table.room)
-    table.settle(batch)
-    return table.hold(batch, lookups, dtype)
+    table.require_open().pin(batch, table.capacity_limit)
+    table.preview_catch_up(batch)
+    return table.pinned(batch, lookups, dtype)
 
 
 def record_update(pinned: PinnedBatch, gradients: Gradients) -> None:
     """Launch the kernels of `OpenTable.update`, and end the pin."""
     table = pinned.table
     table.check_pinned(pinned)
-    table.watch.before_batch(pinned.core)
+    table.observers.before_update(pinned.core)
     table.processor.update(pinned.core, gradients, table.rule)
     table.release()
 
@@ -100,8 +100,8 @@ def record_update(pinned: PinnedBatch, gradients: Gradients) -> None:
 def record_peek(table: OpenTable, lookup: Lookup) -> Any:
     """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
     batch = table.processor.batch([lookup])
-    table.opened().peek(batch)
-    table.settle(batch)
+    table.require_open().peek(batch)
+    table.preview_catch_up(batch)
     return batch
 
 
@@ -115,7 +115,7 @@ def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tu
         table.release()
         with table.announced(()):
             pass  # the batch is made by what was recorded, whatever was announced
-    table.use()
+    table.ready()
     table.check(wait=False)
     if not trains:
         table.set_numbers()

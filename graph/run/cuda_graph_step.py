@@ -15,7 +15,7 @@ from ...embedding.saved_rows import SavedRows
 from ...engine.errors import GraphError, OptionError, TierbedError
 from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
-from ...engine.processors.processor import Recorder
+from ...engine.processors.processor import Capturer
 from ...engine.table.table import OpenTable
 from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense
 from ..trace.alias import memory, written
@@ -75,7 +75,7 @@ class CudaGraphStep:
         """
         trained, read = _tables(self._trained), _tables(self._read)
         for table in trained:
-            table.give_way()
+            table.yield_to_reader()
         with cuda_graph_ops.locked([*trained, *read]):
             recording = self._recording([*trained, *read], tensors)
             if recording is not None:
@@ -99,17 +99,19 @@ class CudaGraphStep:
             self._check(tables)
             self._seen, self._calls, self.recording, self._refused = seen, 0, None, None
         if self.recording is None and self._calls == WARM_UP:
-            self.recording = self._record(tensors, tables[0].processor.recorder)
+            self.recording = self._record(tensors, tables[0].processor.capturer)
         self._calls = min(self._calls + 1, WARM_UP)
         return self.recording
 
-    def _record(self, tensors: list[Tensor], recorder: Recorder | None) -> CapturedGraph:
-        assert recorder is not None
+    def _record(self, tensors: list[Tensor], capturer: Capturer | None) -> CapturedGraph:
+        assert capturer is not None
         if self._refused is not None:  # each try would cost memory that torch does not give back
             raise self._refused
         inputs = [torch.empty_like(tensor) for tensor in tensors[: self._inputs]]
         try:
-            replay, (outputs, ends) = recorder.record(lambda: self._recorded.forward(*inputs, *tensors[self._inputs :]))
+            replay, (outputs, ends) = capturer.capture(
+                lambda: self._recorded.forward(*inputs, *tensors[self._inputs :])
+            )
         except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
@@ -124,7 +126,7 @@ class CudaGraphStep:
     def _check(self, tables: list[OpenTable]) -> None:
         for embedding, table in zip([*self._trained, *self._read], tables, strict=True):
             name, options = embedding.name, embedding.store_options
-            if table.processor.recorder is None:
+            if table.processor.capturer is None:
                 raise GraphError(
                     f"cuda_graph: embedding {name!r} is on {table.processor.device}, and steps are recorded on CUDA "
                     "devices; move the graph by .cuda(), or call cuda_graph(False)"

@@ -158,7 +158,7 @@ class Profile:
 
     def by_op(self, most: int = 20) -> str:
         """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
-        if as_int(most, least=1) is None:
+        if as_int(most, minimum=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent: dict[Op, int] = {}
         for step in self._steps:

@@ -171,7 +171,7 @@ class FusedUpdater:
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, updater: FusedUpdater, lookup: Lookup) -> Tensor:
-        ctx.updater, ctx.pooling, ctx.places = updater, lookup.pooling, lookup.places
+        ctx.updater, ctx.pooling, ctx.places = updater, lookup.pooling, lookup.feature_columns
         needs_rows = ctx.needs_input_grad[1]
         ctx.save_for_backward(updater.embedding.shadow if needs_rows else None, anchor, weights, *lookup.tensors)
         return updater.embedding.read(lookup, weights)

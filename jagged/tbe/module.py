@@ -22,7 +22,7 @@ from ...engine.errors import GraphError, InputError, OptionError, StoreError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
-from ...engine.table.table_report import settled
+from ...engine.table.table_report import scan_caught_up
 from ..collections.tables import Table, TableModule, group_tables
 from .call_arguments import CONSTRUCTOR, TBECall, checked_call, refuse, refuse_call
 from .dispatch import CallSplitter, FusedUpdater
@@ -62,7 +62,7 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer
     with torch.inference_mode(False):
         initial = list(zip(state.widths, state.initial, strict=True))
         states = [[torch.full((count, width), float(value)) for width, value in initial] for count in rows]
-        for _, chunk in settled(table):
+        for _, chunk in scan_caught_up(table):
             values = [table.form.numbers(chunk, name) for name in state.names]
             for of_table, (number, count) in zip(states, enumerate(rows), strict=True):
                 chosen = (chunk["table"] == number) & (chunk["key"] < count)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import ClosedError, InputError, OptionError
 from ...engine.options.table_spec import KEY_TYPES, check_key_type
-from ...engine.table.row_scan import settled
+from ...engine.table.row_scan import caught_up
 from ..files.format import check_name
 from ..files.reader import Snapshot
 from ..files.writer import check_free, write_snapshot
@@ -40,7 +40,7 @@ class PersistentTableReader(Iterator[Chunk]):
         self._table_ids = table_ids
         chunks = snapshot.chunks()
         whole = storage_dim == self._columns.storage_dim
-        self._chunks = chunks if whole else settled(snapshot.description, chunks)
+        self._chunks = chunks if whole else caught_up(snapshot.description, chunks)
 
     def __next__(self) -> Chunk:
         if self._closed:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import finalize
 
-from ...engine.threads import LOOK, Thread
+from ...engine.threads import POLL_SECONDS, Thread
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def read_ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Ite
         while True:
             alive = thread.is_alive()
             with suppress(Empty):
-                return taken.get(timeout=LOOK) if alive else taken.get_nowait()
+                return taken.get(timeout=POLL_SECONDS) if alive else taken.get_nowait()
             if not alive:
                 raise MemoryError("the thread that reads ahead ended without a word")
 
@@ -122,7 +122,7 @@ class _Tasks:
         self._room = Semaphore(waiting)
 
     def add(self, task: Callable[[], None], thread: Thread) -> None:
-        while not self._room.acquire(timeout=LOOK):
+        while not self._room.acquire(timeout=POLL_SECONDS):
             if not thread.is_alive():
                 raise self.error or _silent()
         self.queue.put(task)

@@ -139,9 +139,9 @@ class Selection:
         """
         chunks = snapshot.chunks()
         if not self.state:
-            from ...engine.table.row_scan import settled  # loads torch
+            from ...engine.table.row_scan import caught_up  # loads torch
 
-            chunks = settled(snapshot.description, chunks)
+            chunks = caught_up(snapshot.description, chunks)
         return self.chunks(_told(chunks, progress), snapshot.description, report)
 
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:

@@ -1,4 +1,4 @@
-"""The thread that writes down what gave way: its errors, its end, and rows that are wanted back meanwhile."""
+"""The write-behind thread: its errors, its end, and rows that are needed again while they wait for write-back."""
 
 from __future__ import annotations
 

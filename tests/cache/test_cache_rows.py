@@ -1,4 +1,4 @@
-"""A cache shows the rows of a dict, whatever it holds, evicts, brings up ahead or writes down behind."""
+"""A cache shows the rows of a dict, whatever is resident, evicted, prefetched or written back behind steps."""
 
 from __future__ import annotations
 

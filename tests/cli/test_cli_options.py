@@ -142,9 +142,7 @@ def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys:
     found, _ = checked(capsys, tmp_path, 'title = "x"\n["a/b"]\nstore = "host_mem"\n', code=1)
     assert found["wrong"].keys() == {"title", "a/b"}
     assert "that can name a folder" in found["wrong"]["a/b"]
-    assert found["wrong"]["title"].endswith(
-        "title stands outside a table; put it under [name], the name of its embedding"
-    )
+    assert found["wrong"]["title"].endswith("title is outside a table; put it under [name], the name of its embedding")
     (tmp_path / "empty.toml").write_text("")
     with pytest.raises(SystemExit) as exit:
         main(["store", "options", str(tmp_path / "empty.toml")])

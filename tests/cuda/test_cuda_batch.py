@@ -30,7 +30,7 @@ def positions_of(segments: list[HostSegment], num_tables: int) -> list[tuple[int
 
 
 def check(device: Device, segments: list[HostSegment], num_tables: int, padding: int | None = None) -> None:
-    """Unique rows by first occurrence, their occurrences ascending, as a dict of Python tells them."""
+    """Unique rows by first occurrence, their occurrences ascending, computed by a Python dict."""
     table = DeviceTable(device, Table([2], tables=num_tables))
     batch = table.batch(segments, padding)
     positions = positions_of(segments, num_tables)

@@ -52,7 +52,7 @@ class Plain:
         return next((way for way in self.sets[set_of(row[1], len(self.sets))] if way and way.row == row), None)
 
     def admit(self, rows: list[Row]) -> tuple[dict[Row, Way | None], dict[Row, Way | None]]:
-        """The rows that are up or came up, None for those without a place; and what gave way for each that came."""
+        """The rows that were resident or fetched, None for those without a slot; and the victim of each fetched row."""
         self.now += 1
         up, gone = {}, {}
         for row in rows:
@@ -94,13 +94,15 @@ class Both:
     """Rows are fetched with initial values; there is no tier below."""
 
     def __init__(self, device: Device, sets: int, policy: str = "lru") -> None:
-        self.there = DeviceTable(device, Table([3]))
-        self.cache = Cache(self.there.layout, sets * WAYS * (self.there.layout.line_bytes + WAY_BYTES + 1), policy)
+        self.on_device = DeviceTable(device, Table([3]))
+        self.cache = Cache(
+            self.on_device.layout, sets * WAYS * (self.on_device.layout.line_bytes + WAY_BYTES + 1), policy
+        )
         self.plain = Plain(sets, policy)
         assert self.cache.capacity == sets * WAYS
 
     def batch(self, keys: list[int]) -> tuple[Batch, list[Row]]:
-        batch = self.there.batch([(keys, [key % 2 for key in keys], None)])
+        batch = self.on_device.batch([(keys, [key % 2 for key in keys], None)])
         hashes, tables = (array(values[: batch.unique], np.uint64) for values in (batch.hashes, batch.tables.long()))
         return batch, list(zip(tables.tolist(), hashes.tolist(), strict=True))
 
@@ -114,8 +116,8 @@ class Both:
         if end == "release":
             self.fetch(admission, batch)
             if written:
-                values = torch.ones(batch.size, self.there.layout.dim, device=batch.lines.device)
-                step.assign(batch, self.there.layout, values, 1, self.there.written, self.there.faults)
+                values = torch.ones(batch.size, self.on_device.layout.dim, device=batch.lines.device)
+                step.assign(batch, self.on_device.layout, values, 1, self.on_device.written, self.on_device.faults)
             for way in up.values():
                 if way and written:
                     way.updates += 1
@@ -131,16 +133,16 @@ class Both:
     def fetch(self, admission: Admission, batch: Batch) -> None:
         lines = admission.lines
         ranks = (lines == 0).cumsum(0, dtype=torch.int32)
-        memory = torch.empty(batch.size * self.there.layout.line_bytes, dtype=torch.uint8, device=lines.device)
-        own = batch.own(memory) + (ranks.long() - 1) * self.there.layout.line_bytes
+        memory = torch.empty(batch.size * self.on_device.layout.line_bytes, dtype=torch.uint8, device=lines.device)
+        own = batch.own(memory) + (ranks.long() - 1) * self.on_device.layout.line_bytes
         batch.lines = torch.where(lines == 0, own, lines)
-        step.initialise_lines(batch, self.there.layout, admission.hit == 0)
+        step.initialise_lines(batch, self.on_device.layout, admission.hit == 0)
         self.cache.fetched(admission)
 
     def check_admission(
         self, admission: Admission, rows: list[Row], up: dict[Row, Way | None], gone: dict[Row, Way | None]
     ) -> None:
-        hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.gone, admission.lines))
+        hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.evicted, admission.lines))
         befores = admission.before.cpu().numpy().reshape(-1, WAY_BYTES)[:, :8].copy().view(np.uint64)[:, 0].tolist()
         for row, is_hit, kind, line, before in zip(rows, hit, kinds, lines, befores, strict=False):
             way = gone.get(row)
@@ -151,12 +153,12 @@ class Both:
         assert self.cache.counts == {name: self.plain.counts[name] for name in self.cache.counts}
 
     def check(self) -> None:
-        held = [(at, way) for at, way in enumerate(way for ways in self.plain.sets for way in ways) if way]
-        assert self.cache.used == len(held)
+        resident = [(at, way) for at, way in enumerate(way for ways in self.plain.sets for way in ways) if way]
+        assert self.cache.used == len(resident)
         slots = self.cache.dirty()
-        assert slots.tolist() == [at for at, way in held if way.dirty]
+        assert slots.tolist() == [at for at, way in resident if way.dirty]
         hashes, tables, lines = self.cache.rows(slots)
-        dirty = [way.row for _, way in held if way.dirty]
+        dirty = [way.row for _, way in resident if way.dirty]
         assert array(hashes, np.uint64).tolist() == [hash for _, hash in dirty]
         assert tables.tolist() == [table for table, _ in dirty]
         assert len(set(lines.tolist())) == len(dirty)
@@ -174,11 +176,11 @@ def test_random_batches(device: Device, sets: int, policy: str) -> None:
         both.step(keys, written=round % 2 == 0, end={3: "restore", 8: "drop"}.get(round, "release"))
     batch, rows = both.batch(list(range(120 * min(sets, 8))))
     missing = both.cache.find(batch)
-    held = [both.plain.find(row) is not None for row in rows]
-    assert [line != 0 for line in batch.lines.tolist()] == held
-    assert missing.tolist() == [not up for up in held]
+    resident = [both.plain.find(row) is not None for row in rows]
+    assert [line != 0 for line in batch.lines.tolist()] == resident
+    assert missing.tolist() == [not up for up in resident]
     slots = both.cache.dirty()
-    both.cache.written(slots[: len(slots) // 2])
+    both.cache.note_clean(slots[: len(slots) // 2])
     for at in slots[: len(slots) // 2].tolist():
         way = both.plain.sets[at // WAYS][at % WAYS]
         assert way is not None
@@ -202,7 +204,7 @@ def power_law(n: int) -> np.ndarray:
 def test_after_a_fault_no_row_comes_up(device: Device) -> None:
     both = Both(device, 3)
     both.step(list(range(120)), written=True)
-    both.there.faults.fill_(1)
+    both.on_device.faults.fill_(1)
     batch, rows = both.batch(list(range(80, 200)))
     admission = both.cache.admit(batch, both.plain.done)
     assert [line != 0 for line in admission.lines.tolist()] == [both.plain.find(row) is not None for row in rows]

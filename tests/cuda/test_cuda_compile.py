@@ -17,7 +17,7 @@ from tierbed.engine.row_format import line_bytes_of, words_of
 
 pytestmark = pytest.mark.op
 
-MOST_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
+MAX_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
 RULES = {kernel.name: kernel for kernel in declared()}
 Target = tuple[int, str, tuple[str, str]]  # dim, architecture, types of embedding and states
 WIDE, HALF, NARROW = ("Float32", "Float32"), ("BFloat16", "Float32"), ("Float16", "BFloat16")
@@ -67,7 +67,7 @@ def check(program: Program, architecture: str) -> None:
     used = dict(re.findall(r"Function properties for (\w+)\n.*?Used (\d+) registers", log, re.DOTALL))
     assert sorted(used) == sorted(program.kernels())
     for kernel, registers in used.items():
-        assert int(registers) <= MOST_REGISTERS, kernel
+        assert int(registers) <= MAX_REGISTERS, kernel
     assert set(re.findall(r"(\d+) bytes spill (?:stores|loads)", log)) == {"0"}
 
 

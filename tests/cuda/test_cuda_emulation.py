@@ -46,7 +46,7 @@ def test_what_is_recorded_runs_at_each_replay_and_not_before(device: Device) -> 
         total.add_(given * 2)
         return keys_of(device, hashes, tables), torch.cat([total, given]).view(2, 5).sum(0)
 
-    replay, (keys, sums) = device.record(launches)
+    replay, (keys, sums) = device.capture(launches)
     assert not total.any()
     for number in (1, 2):
         given.fill_(number)
@@ -62,8 +62,8 @@ def test_what_is_recorded_runs_at_each_replay_and_not_before(device: Device) -> 
 def test_a_recording_refuses_what_waits(device: Device, wait: Callable[[Tensor], object]) -> None:
     one = torch.ones(1, device=device.torch_device)
     with pytest.raises(RuntimeError, match="captur"):
-        device.record(lambda: wait(one))
-    replay, doubled = device.record(lambda: one * 2)  # nothing of it is left
+        device.capture(lambda: wait(one))
+    replay, doubled = device.capture(lambda: one * 2)  # nothing of it is left
     replay()
     assert doubled.item() == 2
     wait(one)

@@ -68,7 +68,7 @@ def test_rows_beyond_the_capacity_are_told_at_the_next_call(
         assert progress(embedding) == (2, 2)
         step(embedding, [1, 3, 4])
         assert contents(embedding).tobytes() == contents(expected).tobytes()
-        with pytest.raises(CapacityError):  # who waits for the outcome is told at once
+        with pytest.raises(CapacityError):  # a caller that waits for the outcome gets the error at once
             embedding.put([5], torch.zeros(1, DIM), 0)
         assert embedding.size() == 4
         assert embedding(torch.tensor([5, 6, 7], device=place)[:, None], 0).any()  # unknown rows can be read
@@ -109,7 +109,7 @@ def test_table_ids_and_offsets_out_of_range(
         before = contents(embedding)
         if store != "ssd":
             step(embedding, ids, tables, offsets)
-            ids, tables, offsets = [8], 0, None  # the next call tells; a store that waits for the device, at once
+            ids, tables, offsets = [8], 0, None  # the next call raises; a store that waits for the device, at once
         with pytest.raises(InputError, match=message):
             step(embedding, ids, tables, offsets)
         assert contents(embedding).tobytes() == before.tobytes()
@@ -208,11 +208,11 @@ def test_ids_of_another_device_than_the_module_are_refused() -> None:
     embedding = make(options("device"), tables=1).to("meta")
     with pytest.raises(InputError, match=r"are on cpu and the embedding on meta; give ids\.to\('meta'\), or move"):
         embedding(torch.tensor([1]))
-    with pytest.raises(InputError, match=r"moved to meta; tables live on the CPU or on CUDA devices"):
+    with pytest.raises(InputError, match=r"moved to meta; tables are on the CPU or on CUDA devices"):
         embedding.size()
     embedding.to_empty(device="cpu")
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(InputError, match=r"weights of .* are on meta; tables live"):
+    with pytest.raises(InputError, match=r"weights of .* are on meta; tables are"):
         embedding(ids, pooling="sum", weights=torch.ones(2, 3, device="meta"))
 
 

@@ -68,7 +68,7 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, device: Device, stor
         ids = torch.arange(100, device=place)
         pinned = embedding.pin([Lookup(ids, torch.zeros_like(ids))])  # some are new
         expected = contents(embedding).tobytes()
-        rows = table_of(embedding).watch.image()
+        rows = table_of(embedding).observers.image()
         pinned.update([torch.ones(100, DIM, device=place)])
         assert contents(embedding).tobytes() != expected
         assert joined(rows.chunks()) == expected
@@ -79,7 +79,7 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, device: Device, stor
 def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, device: Device, store: str) -> None:
     with tables_on(device) as place, make(options(store, tmp_path), "adagrad").to(place) as embedding:
         train(embedding, range(900))
-        rows = table_of(embedding).watch.image()
+        rows = table_of(embedding).observers.image()
         assert isinstance(rows, MemoryImage)
         assert rows._table is not None
         train(embedding, range(900))
@@ -122,7 +122,7 @@ class OutOfMemory:
     """In the place of a module or a function: its first use fails."""
 
     def __init__(self, patch: pytest.MonkeyPatch, module: object, name: str) -> None:
-        self._there, self._failed = getattr(module, name), False
+        self._original, self._failed = getattr(module, name), False
         patch.setattr(module, name, self)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -135,7 +135,7 @@ class OutOfMemory:
         if not self._failed:
             self._failed = True
             raise torch.OutOfMemoryError
-        return self._there
+        return self._original
 
 
 @on_one_device
@@ -163,7 +163,7 @@ def test_what_could_not_be_kept_is_kept_the_next_time(monkeypatch: pytest.Monkey
     with tables_on(device) as place, make(options("device"), "adam").to(place) as embedding:
         train(embedding, range(100))
         expected = contents(embedding).tobytes()
-        rows = table_of(embedding).watch.image()
+        rows = table_of(embedding).observers.image()
         OutOfMemory(monkeypatch, image, "itertools")
         with pytest.raises(torch.OutOfMemoryError):
             train(embedding, range(50))
@@ -175,17 +175,17 @@ def test_what_could_not_be_kept_is_kept_the_next_time(monkeypatch: pytest.Monkey
 def test_a_save_that_failed_holds_no_rows(device: Device) -> None:
     with tables_on(device) as place, make(options("device"), "adam").to(place) as embedding:
         train(embedding, range(100))
-        held: list[weakref.ref[Any]] = []
+        alive: list[weakref.ref[Any]] = []
 
         def write(chunks: Chunks) -> None:
             next(chunks)
-            kept = table_of(embedding).watch._image
+            kept = table_of(embedding).observers._image
             assert isinstance(kept, MemoryImage)
-            held.append(weakref.ref(kept._table))
+            alive.append(weakref.ref(kept._table))
             raise OSError("as planned")
 
-        save = table_of(embedding).watch.save_in_background("it", write)
+        save = table_of(embedding).observers.save_in_background("it", write)
         with pytest.raises(OSError, match="as planned"):
             save.wait()
         gc.collect()
-        assert held[0]() is None
+        assert alive[0]() is None

@@ -1,4 +1,4 @@
-"""Batches that are made ready ahead on a device, on a stream of its own, change when work is done and never a row."""
+"""Batches that are prefetched on a device, on a separate stream, change when work is done and never a row."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rows_are_those_of_the_plain_run(
             train(embedding, ids)
             for later in batches[i + ahead : i + ahead + 1]:
                 hint(embedding, later)
-            embedding(batches[-1], torch.zeros_like(ids))  # reads beside what comes up
+            embedding(batches[-1], torch.zeros_like(ids))  # reads while rows are fetched
         assert embedding.metrics()["table"]["prefetch_hits"] == STEPS
         assert contents(embedding).tobytes() == plain
         embedding.close()
@@ -240,7 +240,7 @@ def test_streams_wait_for_each_other_where_they_use_the_same_memory(
             if reads:
                 embedding(BATCHES[-1], torch.zeros_like(ids))
             else:
-                time.sleep(0.05)  # the rows of the next step come up, most likely
+                time.sleep(0.05)  # the rows of the next step are fetched, most likely
         assert embedding.metrics()["table"]["prefetch_hits"] == STEPS
         assert contents(embedding).tobytes() == plain
         embedding.close()

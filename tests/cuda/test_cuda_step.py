@@ -27,7 +27,7 @@ class Both:
 
     def __init__(self, device: Device, table: Table) -> None:
         self.table = table
-        self.there = DeviceTable(device, table)
+        self.on_device = DeviceTable(device, table)
         self.here = _core.FullTable(table.layout)
 
     def pin(self, segments: list[HostSegment], padding: int | None = None) -> None:
@@ -42,14 +42,14 @@ class Both:
         self.host = _core.Batch(arrays, self.table.tables, padding)
         if self.here.find(self.host):
             self.here.insert_missing(self.host, self.table.layout)
-        self.device = self.there.pinned(segments, padding)
+        self.device = self.on_device.pinned(segments, padding)
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:
-        return tensor(self.there.device, values, values.dtype.type)
+        return tensor(self.on_device.device, values, values.dtype.type)
 
     def check(self) -> None:
         """The rows of the batch have the same bits on both sides."""
-        assert self.there.contents(self.device) == contents_on_host(self.table, self.host)
+        assert self.on_device.contents(self.device) == contents_on_host(self.table, self.host)
 
     def update(
         self, kernel: Kernel, grads: list[np.ndarray], means: list[bool], weights: list[np.ndarray | None],
@@ -59,14 +59,14 @@ class Both:
         raw = [(a if dtype == "float32" else a.view(torch.uint16)).numpy() for a in arrays]
         args = (kernel.name, hyper, step, dtype)
         new = _core.update(self.host, self.table.layout, raw, means, weights, *args)
-        before = int(self.there.written.sum())
-        rule, numbers = cuda.RuleKernels(self.there.layout, kernel.name), self.there.numbers
-        on_device = [a.to(self.there.device.torch_device) for a in arrays]
+        before = int(self.on_device.written.sum())
+        rule, numbers = cuda.RuleKernels(self.on_device.layout, kernel.name), self.on_device.numbers
+        on_device = [a.to(self.on_device.device.torch_device) for a in arrays]
         scales = [None if w is None else self.tensor(w) for w in weights]
-        written, faults = self.there.written, self.there.faults
+        written, faults = self.on_device.written, self.on_device.faults
         rule.write_numbers(hyper, step, 1.0, numbers)
         rule.update(self.device, on_device, means, scales, numbers, written, faults)
-        assert int(self.there.written.sum()) - before == new
+        assert int(self.on_device.written.sum()) - before == new
 
 
 ROWS = [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")]  # embedding, states
@@ -199,14 +199,14 @@ def test_pooling_and_its_gradients(device: Device, weighted: bool, mean: bool, d
             _core.gather(both.host, both.table.layout, index, out, means[-1], weights[-1], dtype)
             there = torch.empty((outputs, DIM), dtype=DTYPES[dtype], device=device.torch_device)
             scale = None if weights[-1] is None else both.tensor(weights[-1])
-            cuda.gather(both.device, both.there.layout, index, there, means[-1], scale)
+            cuda.gather(both.device, both.on_device.layout, index, there, means[-1], scale)
             assert there.view(torch.uint8).cpu().numpy().tobytes() == out.tobytes()
             grads.append(rng.standard_normal((outputs, DIM), np.float32))
             if pooled and dtype == "float32":
                 wanted = np.empty(len(ids), np.float32)
                 _core.weights_grad(both.host, both.table.layout, index, grads[-1], wanted, means[-1])
                 actual = torch.empty(len(ids), dtype=torch.float32, device=device.torch_device)
-                cuda.weights_grad(both.device, both.there.layout, index, both.tensor(grads[-1]), actual, means[-1])
+                cuda.weights_grad(both.device, both.on_device.layout, index, both.tensor(grads[-1]), actual, means[-1])
                 assert actual.cpu().numpy().tobytes() == wanted.tobytes()
         hyper = [0.1, 0.01, 0.0, 1e-3, 0.0, 0.0]
         both.update(RULES["adagrad"], grads, means, weights, hyper, step, dtype)
@@ -217,7 +217,7 @@ def test_pooling_and_its_gradients(device: Device, weighted: bool, mean: bool, d
 def test_more_lookups_than_a_kernel_takes_gradients_of(device: Device) -> None:
     rng = np.random.default_rng(4)
     both = both_of(device, RULES["sgd"], DIM)
-    segments: list[HostSegment] = [(random_keys(rng, 5), None, None) for _ in range(cuda.MOST_PARTS + 2)]
+    segments: list[HostSegment] = [(random_keys(rng, 5), None, None) for _ in range(cuda.MAX_SOURCES + 2)]
     both.pin(segments)
     grads = [rng.standard_normal((5, DIM), np.float32) for _ in segments]
     nothing = [None] * len(segments)
@@ -236,7 +236,7 @@ def test_gather_gives_zeros_for_padding_and_every_dtype(device: Device) -> None:
             _core.gather(both.host, both.table.layout, 0, out, dtype=name)
             assert (out == 0).all(1).any()
             there = torch.empty((200, dim), dtype=dtype, device=device.torch_device)
-            cuda.gather(both.device, both.there.layout, 0, there)
+            cuda.gather(both.device, both.on_device.layout, 0, there)
             assert there.view(torch.uint8).cpu().numpy().tobytes() == out.tobytes()
 
 
@@ -248,7 +248,7 @@ def test_assign_keeps_the_last_occurrence_and_the_state(device: Device) -> None:
         both.pin([(random_keys(rng, 80), [0] * 80, None)], padding=3)
         values = rng.standard_normal((80, DIM), np.float32)
         new = _core.assign(both.host, both.table.layout, values, step)
-        before, there = int(both.there.written.sum()), both.there
+        before, there = int(both.on_device.written.sum()), both.on_device
         cuda.assign(both.device, there.layout, both.tensor(values), step, there.written, there.faults)
         assert int(there.written.sum()) - before == new
         both.check()
@@ -258,7 +258,7 @@ def test_assign_keeps_the_last_occurrence_and_the_state(device: Device) -> None:
 def test_nothing_is_written_after_a_fault(device: Device) -> None:
     both = both_of(device, RULES["sgd"], DIM)
     both.pin([([1, 2, 3], None, None)])
-    there, before = both.there, both.there.contents(both.device)
+    there, before = both.on_device, both.on_device.contents(both.device)
     ones = both.tensor(np.ones((3, DIM), np.float32))
     there.faults.fill_(2)
     rule = cuda.RuleKernels(there.layout, "sgd")

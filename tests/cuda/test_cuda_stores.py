@@ -11,7 +11,7 @@ from support.cuda_tables import DeviceTable, contents_on_host, on_devices, tenso
 from support.rows import Table
 from tierbed.engine import _core
 from tierbed.engine.cache.cuda.cache import Cache
-from tierbed.engine.cache.cuda.cached import CachedStore
+from tierbed.engine.cache.cuda.cached import CudaCachedStore
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.errors import CapacityError, InputError
 from tierbed.engine.ops.cuda import step as cuda
@@ -39,19 +39,19 @@ class Trained:
 
     def __init__(self, device: Device, kind: str, budget: int = 0) -> None:
         self.host = Table([5], [0.1])
-        self.there = DeviceTable(device, self.host)
+        self.on_device = DeviceTable(device, self.host)
         self.faults = Faults(device, "t", self.host.tables, None)
-        self.there.faults = self.faults.word
+        self.on_device.faults = self.faults.word
         self.here = CpuFullStore(self.host.layout, "device")
-        layout, host_layout = self.there.layout, self.host.layout
-        self.store: CudaFullStore | CachedTable | CachedStore
+        layout, host_layout = self.on_device.layout, self.host.layout
+        self.store: CudaFullStore | CachedTable | CudaCachedStore
         if kind in ("device", "host"):
             self.store = CudaFullStore(layout, host_layout, None, self.faults, kind)
         elif kind == "table":
             below = CudaFullStore(layout, host_layout, None, self.faults, "host")
             self.store = CachedTable(layout, below, Cache(layout, budget), self.faults)
         else:
-            self.store = CachedStore(layout, CpuFullStore(host_layout, "host"), Cache(layout, budget), self.faults)
+            self.store = CudaCachedStore(layout, CpuFullStore(host_layout, "host"), Cache(layout, budget), self.faults)
 
     def pin(self, batch) -> None:
         self.store.pin(batch, None)
@@ -62,15 +62,15 @@ class Trained:
         grads = rng.standard_normal((size, 5), np.float32)
         host = self.host.batch(keys, tables, padding=3)
         self.here.pin(host, None)
-        batch = self.there.batch([(keys.tolist(), tables.tolist(), None)], padding=3)
+        batch = self.on_device.batch([(keys.tolist(), tables.tolist(), None)], padding=3)
         self.pin(batch)
         if erased:
             self.erase(erased, 1, host)
         self.host.update(host, grads, "adagrad", HYPER, number)
-        there = [tensor(self.there.device, grads, np.float32)]
-        rule, numbers = cuda.RuleKernels(self.there.layout, "adagrad"), self.there.numbers
+        there = [tensor(self.on_device.device, grads, np.float32)]
+        rule, numbers = cuda.RuleKernels(self.on_device.layout, "adagrad"), self.on_device.numbers
         rule.write_numbers(HYPER, number, 1.0, numbers)
-        rule.update(batch, there, [False], [None], numbers, self.there.written, self.faults.word)
+        rule.update(batch, there, [False], [None], numbers, self.on_device.written, self.faults.word)
         self.store.unpin(batch, dirty=True)
         self.faults.check()
 
@@ -105,10 +105,10 @@ def test_rows_do_not_depend_on_the_store(device: Device, kind: str, budget: int)
     both.here.peek(host)
     wanted = np.empty((400, 5), np.float32)
     _core.gather(host, both.host.layout, 0, wanted)
-    batch = both.there.batch([(keys, tables, None)])
+    batch = both.on_device.batch([(keys, tables, None)])
     both.store.peek(batch)
     out = tensor(device, np.full((400, 5), np.nan), np.float32)
-    cuda.gather(batch, both.there.layout, 0, out)
+    cuda.gather(batch, both.on_device.layout, 0, out)
     assert out.cpu().numpy().tobytes() == wanted.tobytes()
     assert scanned(both.store.scan()) == expected
     both.step(rng, 9)
@@ -133,10 +133,10 @@ def test_erased_rows_begin_anew(device: Device, kind: str, budget: int) -> None:
         assert scanned(both.store.scan()) == scanned(both.here.scan())
     keys = list(range(330))
     both.erase(keys, 1)
-    host, batch = both.host.batch(keys, [1] * 330), both.there.batch([(keys, [1] * 330, None)])
+    host, batch = both.host.batch(keys, [1] * 330), both.on_device.batch([(keys, [1] * 330, None)])
     both.here.peek(host)
     both.store.peek(batch)
-    assert both.there.contents(batch) == contents_on_host(both.host, host)
+    assert both.on_device.contents(batch) == contents_on_host(both.host, host)
     both.store.close()
 
 
@@ -146,7 +146,7 @@ def test_a_scan_is_loaded_into_another_store(device: Device) -> None:
     rng = np.random.default_rng(1)
     for number in (1, 2):
         both.step(rng, number)
-    other = CudaFullStore(both.there.layout, both.host.layout, None, both.faults)
+    other = CudaFullStore(both.on_device.layout, both.host.layout, None, both.faults)
     for _, rows in both.here.scan():
         memory, lines = both.host.lines(len(rows))
         packed = rows.view(np.uint8).reshape(len(rows), -1)[:, 12:]
@@ -203,8 +203,8 @@ def test_where_rows_are(device: Device, kind: str, budget: int) -> None:
     tiers = dict.fromkeys(both.store.metrics(), 0)
     lines: set[int] = set()
     for key in range(0, 300, 7):
-        [expected] = both.here.where(1, key) or [None]
-        places = both.store.where(1, key)
+        [expected] = both.here.locate(1, key) or [None]
+        places = both.store.locate(1, key)
         assert bool(places) == (expected is not None)
         if expected is None:
             continue
@@ -218,4 +218,4 @@ def test_where_rows_are(device: Device, kind: str, budget: int) -> None:
         assert len(places) == 1 or places[0]["dirty"] == (places[0]["updates"] != places[1]["updates"])
     assert all(tiers.values())
     assert kind == "tier" or len(lines) == sum(tiers.values())
-    assert both.store.where(1, 1000) == []
+    assert both.store.locate(1, 1000) == []

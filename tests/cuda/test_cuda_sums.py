@@ -47,7 +47,7 @@ def lookups(seed: int = 0) -> tuple[list[Lookup], list[Tensor | None]]:
 
 def moved(lookup: Lookup, device: torch.device) -> Lookup:
     parts = [None if part is None else part.to(device) for part in lookup.tensors]
-    return Lookup(*parts, lookup.pooling, lookup.places)  # type: ignore[arg-type]
+    return Lookup(*parts, lookup.pooling, lookup.feature_columns)  # type: ignore[arg-type]
 
 
 def misaligned(grad: Tensor, device: torch.device) -> Tensor:
@@ -59,11 +59,11 @@ class Both:
     """The same lookups on the host and on a device, whose batches number their rows differently."""
 
     def __init__(self, device: Device, given: list[Lookup], dim: int = DIM) -> None:
-        self.given, self.device = given, device.torch_device
+        self.arguments, self.device = given, device.torch_device
         self.there_given = [moved(lookup, self.device) for lookup in given]
         self.here = CpuProcessor(spec(dim), RowState(), None)
-        self.there = CudaProcessor(device, spec(dim), RowState(), None)
-        self.host, self.batch = self.here.batch(given), self.there.batch(self.there_given)
+        self.on_device = CudaProcessor(device, spec(dim), RowState(), None)
+        self.host, self.batch = self.here.batch(given), self.on_device.batch(self.there_given)
         self.names = list(zip(self.host.tables.tolist(), self.host.keys.view(np.int64).tolist(), strict=True))
         tables, keys = self.batch.tables[: self.batch.unique].tolist(), self.batch.keys.tolist()
         self.there_names = list(zip(tables, keys, strict=True))
@@ -88,13 +88,13 @@ def test_sums_of_rows(device: Device, dtype: torch.dtype, dim: int) -> None:
     wanted = both.here.sum_gradients(both.host, here)[both.from_host]
     scales = [None if w is None else w.to(both.device) for w in weights]
     there = Gradients(both.there_given, [misaligned(grad, both.device) for grad in grads], scales, dtype)
-    assert torch.equal(both.there.sum_gradients(both.batch, there).cpu(), wanted)
+    assert torch.equal(both.on_device.sum_gradients(both.batch, there).cpu(), wanted)
     rows = len(wanted)
     squares = both.here.square_gradients(both.host, here)[both.from_host]
-    assert torch.equal(both.there.square_gradients(both.batch, there)[:rows].cpu(), squares)
+    assert torch.equal(both.on_device.square_gradients(both.batch, there)[:rows].cpu(), squares)
     places = np.random.default_rng(0).permutation(rows + 5)[:rows]
     out = torch.full((rows + 5, dim), 7.0, device=both.device)
-    assert both.there.sum_gradients(both.batch, there, places, out) is out
+    assert both.on_device.sum_gradients(both.batch, there, places, out) is out
     assert torch.equal(out.cpu()[places], wanted)
     assert (np.delete(out.cpu().numpy(), places, 0) == 7).all()
 
@@ -106,16 +106,16 @@ def test_nothing_to_sum_and_no_rows(device: Device) -> None:
         both = Both(device, given)
         grads = [torch.zeros((*lookup.shape, DIM), device=both.device) for lookup in given]
         there = Gradients(both.there_given, grads, [None] * len(given), torch.float32)
-        assert both.there.sum_gradients(both.batch, there).shape == (0, DIM)
-        assert both.there.by_owner(both.batch, 3, 2).counts == [0, 0, 0]
-        both.there.set_lines(both.batch, torch.zeros((0, DIM), device=both.device), np.zeros(0, np.int64))
+        assert both.on_device.sum_gradients(both.batch, there).shape == (0, DIM)
+        assert both.on_device.by_owner(both.batch, 3, 2).counts == [0, 0, 0]
+        both.on_device.set_lines(both.batch, torch.zeros((0, DIM), device=both.device), np.zeros(0, np.int64))
 
 
 @on_devices
 @pytest.mark.parametrize("ranks", [1, 3, 1024])
 def test_rows_by_owner(device: Device, ranks: int) -> None:
     both = Both(device, lookups()[0])
-    here, there = (p.by_owner(b, ranks, ranks - 1) for p, b in ((both.here, both.host), (both.there, both.batch)))
+    here, there = (p.by_owner(b, ranks, ranks - 1) for p, b in ((both.here, both.host), (both.on_device, both.batch)))
     assert there.counts == here.counts
     order = there.places
     assert sorted(order.tolist()) == list(range(len(order)))
@@ -140,18 +140,18 @@ def test_lookups_take_rows_from_a_tensor(device: Device, dim: int) -> None:
     rows = torch.randn((count + 3, dim), generator=torch.Generator().manual_seed(0))
     both.here.set_lines(both.host, rows, places)
     here, ids = count // 2, torch.arange(2 + count + 3 - count // 2, device=both.device) + 10
-    rest = both.there.batch([Lookup(ids, torch.zeros_like(ids))])
+    rest = both.on_device.batch([Lookup(ids, torch.zeros_like(ids))])
     of_rest = torch.zeros((len(ids), dim), device=both.device)
     of_rest[rest.inverse[2 : len(ids)].to(torch.int64)] = rows[here:].to(both.device)
-    both.there.set_lines(rest, of_rest, np.arange(len(ids)))
+    both.on_device.set_lines(rest, of_rest, np.arange(len(ids)))
     there = rows[:here].to(both.device, copy=True)
-    both.there.set_lines(both.batch, there, places[both.from_host], (rest, 2))
+    both.on_device.set_lines(both.batch, there, places[both.from_host], (rest, 2))
     del there  # the batch keeps it
     for index, lookup in enumerate(given):
         for dtype in DTYPES:
             wanted = both.here.gather(both.host, index, lookup, weights[index], dtype)
             scales = None if weights[index] is None else weights[index].to(both.device)  # type: ignore[union-attr]
             out = torch.full_like(wanted, 7.0, device=both.device)
-            found = both.there.gather(both.batch, index, both.there_given[index], scales, dtype, out)
+            found = both.on_device.gather(both.batch, index, both.there_given[index], scales, dtype, out)
             assert found is out
             assert torch.equal(out.cpu(), wanted)

@@ -108,14 +108,14 @@ def test_erased_rows_are_gone_and_their_lines_serve_new_rows(device: Device) -> 
     host = Table([3])
     table = DeviceTable(device, host, 512)
     rng = np.random.default_rng(3)
-    held: set[tuple[int, int]] = set()
+    resident: set[tuple[int, int]] = set()
     inserted = 0
     for round in range(8):
         keys, tables = rng.integers(0, 300, 250, np.uint64), rng.integers(0, 2, 250)
         batch = table.pinned([(keys.tolist(), tables.tolist(), None)])
         rows = table.identities(batch)
-        inserted += len(set(rows) - held)
-        held |= set(rows)
+        inserted += len(set(rows) - resident)
+        resident |= set(rows)
         assert int(table.faults) == 0
         same_bits(
             table.read(batch.lines[: len(rows)])[0],
@@ -125,14 +125,14 @@ def test_erased_rows_are_gone_and_their_lines_serve_new_rows(device: Device) -> 
         batch = table.batch([(keys.tolist(), np.resize(tables, len(keys)).tolist(), None)])
         table.store.find(batch)
         table.store.erase(batch, batch.lines)
-        held -= set(table.identities(batch))
+        resident -= set(table.identities(batch))
         lines = table.store.rows()[2]
         there = lines != 0
-        assert len(set(lines[there].tolist())) == there.sum() == len(held)
+        assert len(set(lines[there].tolist())) == there.sum() == len(resident)
         counts = table.store.counts()
-        assert (counts["resident_rows"], counts["insertions"]) == (len(held), inserted)
+        assert (counts["resident_rows"], counts["insertions"]) == (len(resident), inserted)
         every = [(t, k) for t in range(2) for k in range(300)]
         batch = table.batch([([k for _, k in every], [t for t, _ in every], None)])
         table.store.find(batch)
         found = {row for row, line in zip(table.identities(batch), batch.lines.tolist(), strict=True) if line}
-        assert found == held
+        assert found == resident

@@ -1,4 +1,4 @@
-"""A cache on a device brings rows of announced batches up ahead of their steps, and no row gives way that one needs."""
+"""A cache on a device fetches rows of announced batches before their steps, and evicts no row that one needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.cuda_tables import DeviceTable, on_devices, on_one_device, tensor
 from support.rows import Table
 from tierbed import InputError, StoreError
 from tierbed.engine.cache.cuda.cache import Cache
-from tierbed.engine.cache.cuda.cached import CachedStore
+from tierbed.engine.cache.cuda.cached import CudaCachedStore
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch, Faults
@@ -29,23 +29,23 @@ class Cached:
 
     def __init__(self, device: Device, below: str, sets: int, capacity: int | None = None) -> None:
         self.host = Table([3])
-        self.there = DeviceTable(device, self.host)
+        self.on_device = DeviceTable(device, self.host)
         self.faults = Faults(device, "t", self.host.tables, None)
-        self.there.faults = self.faults.word
-        layout, host_layout = self.there.layout, self.host.layout
+        self.on_device.faults = self.faults.word
+        layout, host_layout = self.on_device.layout, self.host.layout
         self.cache = cache = Cache(layout, sets * 64 * (layout.line_bytes + 33))
-        self.store: CachedStore | CachedTable
+        self.store: CudaCachedStore | CachedTable
         if below == "table":
             full = CudaFullStore(layout, host_layout, capacity, self.faults, "host")
             self.store = CachedTable(layout, full, cache, self.faults)
         else:
-            self.store = CachedStore(layout, CpuFullStore(host_layout, "host"), cache, self.faults)
+            self.store = CudaCachedStore(layout, CpuFullStore(host_layout, "host"), cache, self.faults)
 
     def batch(self, keys: range, last_table: int = 0) -> Batch:
         """As one that is made ahead."""
-        self.there.faults = tensor(self.there.device, [0], np.uint32)
+        self.on_device.faults = tensor(self.on_device.device, [0], np.uint32)
         tables = [last_table if key == keys[-1] else 0 for key in keys]
-        return self.there.batch([(list(keys), tables, None)])
+        return self.on_device.batch([(list(keys), tables, None)])
 
     def step(self, batch: Batch, value: float) -> None:
         self.store.pin(batch, None)
@@ -54,7 +54,7 @@ class Cached:
 
     def write(self, batch: Batch, value: float) -> None:
         values = torch.full((batch.size, 3), value, device=batch.lines.device)
-        cuda.assign(batch, self.there.layout, values, 1, self.there.written, self.faults.word)
+        cuda.assign(batch, self.on_device.layout, values, 1, self.on_device.written, self.faults.word)
 
     def pin_and_wait(self, batch: Batch) -> None:
         """What is wrong with it may be found after it."""
@@ -63,7 +63,7 @@ class Cached:
 
     def read(self, batch: Batch) -> list[float]:
         """The first number of each row."""
-        return self.there.read(batch.lines)[0][:, 0].tolist()
+        return self.on_device.read(batch.lines)[0][:, 0].tolist()
 
     @property
     def misses(self) -> float:
@@ -89,7 +89,7 @@ def test_rows_come_up_once_and_ahead_of_their_step(device: Device, below: str) -
     cached.store.unpin(first, dirty=True)
     cached.store.pin(second, None)
     assert cached.misses == 60
-    assert cached.read(second)[:20] == [7.0] * 20  # the values of the step before, not those of when it came up
+    assert cached.read(second)[:20] == [7.0] * 20  # the values of the step before, not those of when it was fetched
     cached.store.unpin(second, dirty=False)
 
 
@@ -164,7 +164,7 @@ def test_a_device_that_fails_in_a_turn_leaves_no_thread_waiting(
     coming, entered, go_on = cached.batch(range(9)), threading.Event(), threading.Event()
     cached.store.announce(coming)
 
-    def fail(mark: object) -> None:
+    def fail(event: object) -> None:
         entered.set()
         go_on.wait()
         raise RuntimeError("CUDA error")
@@ -208,7 +208,7 @@ def test_a_row_without_a_set_is_not_read_below_while_its_step_has_it(device: Dev
 def test_a_mistake_in_a_batch_ahead_stops_no_step_before_it(device: Device, below: str) -> None:
     cached = Cached(device, below, sets=1)
     cached.step(cached.batch(range(40)), 1.0)
-    bad, good = cached.batch(range(41), last_table=99), cached.batch(range(30, 40))  # whose other rows are up
+    bad, good = cached.batch(range(41), last_table=99), cached.batch(range(30, 40))  # whose other rows are resident
     cached.store.announce(bad)
     assert cached.store.prefetch(bad) == (below == "table")  # a tier is not asked for rows of such a batch
     cached.faults.check()
@@ -298,9 +298,9 @@ def test_a_closed_cache_gives_its_device_memory_back_at_once(device: Device, bel
     assert size > 64 * 64 * 32
     gc.disable()
     try:
-        held = bytes_of_tensors(device)
+        memory = bytes_of_tensors(device)
         cached.store.close()
-        assert held - bytes_of_tensors(device) >= size
+        assert memory - bytes_of_tensors(device) >= size
     finally:
         gc.enable()
 

@@ -211,7 +211,7 @@ def test_an_embedding_that_fails_is_down_with_a_warning(tmp_path: Path) -> None:
 def test_what_has_no_metrics_is_refused(tmp_path: Path) -> None:
     one, same = make(options("device", tmp_path / "one")), make(options("device", tmp_path / "same"))
     for wrong in ([one], None, torch.nn.Linear(1, 1)):
-        with pytest.raises(InputError, match=r"embeddings: got .+; give embeddings, each as an argument of its own"):
+        with pytest.raises(InputError, match=r"embeddings: got .+; give each embedding as a separate argument"):
             prometheus_text(wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="2 have the name 'rows'"):
         MetricsCollector(one, same)

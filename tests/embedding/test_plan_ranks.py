@@ -87,10 +87,10 @@ def test_rows_fall_evenly_on_ranks_and_a_plan_prints_them() -> None:
     assert 1 < made.ranks.skew < 1.15
     text = repr(made)
     assert (
-        f"64 ranks ask for 64000 rows a step, 1.00 ids each; owners pin 64000, the most loaded {made.ranks.skew:.2f}"
+        f"64 ranks request 64000 rows per step, 1.00 ids each; owners pin 64000, the most loaded {made.ranks.skew:.2f}"
         in text
     )
-    assert f"{made.ranks.bytes().sum() / 1e6:.3f} MB travel a step in float32" in text
+    assert f"{made.ranks.bytes().sum() / 1e6:.3f} MB are sent per step in float32" in text
     assert "ranks" not in repr(plan([np.arange(10)], 8, 8))
 
 

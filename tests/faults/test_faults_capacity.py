@@ -60,7 +60,7 @@ def test_full_one_over_and_half_over_end_in_the_same_rows_on_every_stack(tmp_pat
         with at_capacity(store, tmp_path, policy) as embedding:
             fill(embedding)
             states = goes_over(embedding, policy)
-            # rows that are there still train, and the store closes and opens as it is
+            # existing rows still train, and the store closes and opens unchanged
             keys = torch.from_numpy(contents(embedding)["key"].astype("int64"))
             train(embedding, keys)
             states.append(contents(embedding).tobytes())

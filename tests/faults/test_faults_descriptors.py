@@ -24,18 +24,18 @@ from tierbed.snapshots.store.folder import StoreFolder
 SPARE = range(8)  # descriptors that a call may open
 
 
-def said(spare: int, action: Callable[[], Any]) -> str | None:
-    """What a call said that found no descriptor, None where it found all that it needs."""
+def error_of(spare: int, action: Callable[[], Any]) -> str | None:
+    """The error of a call without a descriptor, None if it had all that it needs."""
     try:
         with descriptors(spare):
             action()
     except (SnapshotError, StoreError) as error:
-        told = str(error)
-        assert "Too many open files" in told, told
-        assert "damaged" not in told, told
-        assert "delete" not in told, told
-        assert 'open="fresh"' not in told, told
-        return told
+        message = str(error)
+        assert "Too many open files" in message, message
+        assert "damaged" not in message, message
+        assert "delete" not in message, message
+        assert 'open="fresh"' not in message, message
+        return message
     return None
 
 
@@ -52,7 +52,7 @@ def save_and_close(path: Path, store: str, kind: str) -> None:
     failures = 0
     for spare in SPARE:
         name = f"s{spare}"
-        failed = said(spare, lambda name=name: embedding.save_snapshot(name, kind))  # type: ignore[misc]
+        failed = error_of(spare, lambda name=name: embedding.save_snapshot(name, kind))  # type: ignore[misc]
         failures += failed is not None
         embedding.prune_snapshots(keep_last=9)
         assert not leftovers(path)
@@ -66,7 +66,7 @@ def save_and_close(path: Path, store: str, kind: str) -> None:
         rows = contents(embedding).tobytes()
     assert failures
     step = embedding.metrics()["table"]["step"]
-    if said(0, embedding.close) is not None:
+    if error_of(0, embedding.close) is not None:
         assert contents(embedding).tobytes() == rows
         embedding.close()
     with make(options(store, path, open="error"), "adam", tables=1) as again:
@@ -102,7 +102,7 @@ def read(path: Path, store: str, kind: str) -> None:
     failures = 0
     for act in acts:
         for spare in SPARE:
-            failures += said(spare, act) is not None
+            failures += error_of(spare, act) is not None
     assert failures >= 3
     for words in (["verify"], ["list"], ["inspect", "second"]):
         for spare, code in ((100, 0), (0, 1)):  # the first imports what a command needs

@@ -77,9 +77,9 @@ def full_at_save_and_close(path: Path, store: str) -> None:
     for _ in range(5):
         twins.train()
     with disk.full():
-        for attempt in (lambda: twins.tested.save_snapshot("s"), twins.tested.close):
+        for call in (lambda: twins.tested.save_snapshot("s"), twins.tested.close):
             with pytest.raises((SnapshotError, StoreError)) as error:
-                attempt()
+                call()
             twins.names_path_and_remedy(str(error.value))
             twins.reads_as_before()
         assert twins.train() is None

@@ -22,13 +22,13 @@ __all__ = ["disk_path"]
 MB = 1 << 20
 
 
-def opened(path: Path, store: str, **more: Any) -> MultiTableEmbedding:
+def open_store(path: Path, store: str, **more: Any) -> MultiTableEmbedding:
     return make(options(store, path, **more), "adam", tables=1)
 
 
 def saved(path: Path, store: str) -> bytes:
     """A store that was closed, with two snapshots; its rows."""
-    with opened(path, store) as embedding:
+    with open_store(path, store) as embedding:
         for name in ("first", "second"):
             train(embedding, torch.arange(2000))
             embedding.save_snapshot(name)
@@ -41,7 +41,7 @@ def read_and_prune(path: Path, store: str) -> None:
     lock = path / "rows" / "LOCK"
     with disk.full():
         for _ in range(2):
-            embedding = opened(path, store, open="error")
+            embedding = open_store(path, store, open="error")
             assert contents(embedding).tobytes() == rows
             assert torch.equal(embedding.get([5], 0), embedding.get([5], 0))
             assert holder(path / "rows") is not None
@@ -61,7 +61,7 @@ def read_and_prune(path: Path, store: str) -> None:
     with disk.full():
         assert command("snapshot", "prune", path / "rows", "--keep-last", "1") == 0
         assert [entry.name for entry in (path / "rows" / "snapshots").iterdir()] == ["second"]
-    with opened(path, store, open="error") as embedding:
+    with open_store(path, store, open="error") as embedding:
         assert contents(embedding).tobytes() == rows
         train(embedding, range(9))
 
@@ -74,7 +74,7 @@ def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path
 def go_on(path: Path) -> None:
     disk = Disk(path, 24 * MB)
     rows = saved(path, "ssd")
-    embedding = opened(path, "ssd", open="error")
+    embedding = open_store(path, "ssd", open="error")
     with disk.full():
         assert contents(embedding).tobytes() == rows
         scan = embedding.opened().table.scan()
@@ -89,7 +89,7 @@ def go_on(path: Path) -> None:
     embedding.save_snapshot("third", "checkpoint")
     embedding.compact()
     embedding.close()
-    with opened(path, "ssd", open="error") as again:
+    with open_store(path, "ssd", open="error") as again:
         assert contents(again).tobytes() == grown
 
 
@@ -106,10 +106,10 @@ CALLS = {
 def read_after(path: Path, store: str, call: str) -> None:
     disk = Disk(path, 24 * MB)
     limits = {"capacity": 2000, "eviction": "lru"}
-    with opened(path, store, **limits) as embedding:
+    with open_store(path, store, **limits) as embedding:
         train(embedding, torch.arange(2000))
         rows = contents(embedding).tobytes()
-    embedding = opened(path, store, open="error", **limits)
+    embedding = open_store(path, store, open="error", **limits)
     with disk.full():
         with pytest.raises(StoreError, match="space"):
             CALLS[call](embedding)
@@ -120,7 +120,7 @@ def read_after(path: Path, store: str, call: str) -> None:
     grown = contents(embedding).tobytes()
     assert grown != rows
     embedding.close()
-    with opened(path, store, open="error", **limits) as again:
+    with open_store(path, store, open="error", **limits) as again:
         assert contents(again).tobytes() == grown
 
 
@@ -131,12 +131,12 @@ def test_rows_are_read_after_a_call_that_had_no_room_to_take_some_out(disk_path:
 
 
 def die_with_many_rows(path: Path) -> None:
-    """A child dies, so that nothing is closed and the live rows carry no mark."""
+    """A child dies, so that nothing is closed and the live rows have no clean marker."""
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
         return
     saved(path, "ssd")
-    embedding = opened(path, "ssd")
+    embedding = open_store(path, "ssd")
     train(embedding, range(20_000))
     embedding.opened().table.flush()
     os._exit(0)
@@ -149,11 +149,11 @@ def load_and_compact(path: Path) -> None:
         assert command("snapshot", "load", path / "rows", "second") == 0
     snapshot = Snapshot.open(path / "rows" / "snapshots" / "second")
     rows = b"".join(part.tobytes() for _, part in snapshot.chunks())
-    with opened(path, "ssd", open="error") as embedding:
+    with open_store(path, "ssd", open="error") as embedding:
         assert contents(embedding).tobytes() == rows
     with disk.full():  # to merge files, RocksDB writes new ones first
         assert command("store", "compact", path / "rows") == 1
-        with opened(path, "ssd", open="error") as embedding:
+        with open_store(path, "ssd", open="error") as embedding:
             assert contents(embedding).tobytes() == rows
     assert command("store", "compact", path / "rows") == 0
 

@@ -39,7 +39,7 @@ def fail_while_reading(path: Path, store: str) -> None:
     twins.close_and_compare()
     twins.tested = twins.reopened()
     some = torch.arange(0, 20_000, 37)
-    assert twins.train() is None  # brings rows up, which stay
+    assert twins.train() is None  # fetches rows, which stay resident
     here = (torch.arange(400) * 7 + 150 * (twins.step - 1))[-8:]
     expected = twins.plain.get(here)
     with FailingIo("read", errno.EIO):

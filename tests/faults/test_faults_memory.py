@@ -1,4 +1,4 @@
-"""Memory that runs out, for real: calls say so, nothing waits for ever, and no row is wrong afterwards."""
+"""Memory that runs out, for real: calls raise, no call hangs, and no row is wrong afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_CASES = [(0, 1), (0, 2), (8, 1), (24, 1), (24, 2)]
 
 
 def limit(more: int) -> None:
-    """This process may take so many bytes more."""
+    """Let this process allocate that many more bytes."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY))
@@ -135,20 +135,20 @@ def lose_a_save(wait: bool) -> None:
 
     def dies(*_: Any) -> None:
         if wait:
-            until(lambda: table.watch.saving is not None and table.watch.saving._hurry.is_set())
+            until(lambda: table.observers.saving is not None and table.observers.saving._hurry.is_set())
         raise MemoryError
 
     threading.excepthook = lambda _: None
     threading.settrace(dies)
-    save = table.watch.save_in_background("snapshot 'one'", saved.extend, kept_bytes=1)
+    save = table.observers.save_in_background("snapshot 'one'", saved.extend, max_bytes=1)
     threading.settrace(None)  # type: ignore[arg-type]
-    for number in () if wait else (2, 3):  # the first keeps rows aside, more than may be
+    for number in () if wait else (2, 3):  # the first saves more before-images than allowed
         step(embedding, number)
     with table.lock, pytest.raises(MemoryError, match="'one'"):
         save.wait()
     assert not saved
     is_right(embedding)
-    table.watch.image().close()
+    table.observers.image().close()
 
 
 def test_a_wait_with_the_lock_for_a_save_whose_thread_dies_says_so() -> None:

@@ -1,4 +1,4 @@
-"""RocksDB files that are cut or damaged, and a second process: told with path and remedy, and the remedy works."""
+"""RocksDB files that are cut or damaged, and a second process: the error has path and remedy, and the remedy works."""
 
 from __future__ import annotations
 

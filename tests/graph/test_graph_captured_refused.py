@@ -58,8 +58,8 @@ def test_an_op_that_reads_a_value_is_told_by_the_fourth_call_and_tried_once(
             return loss, rows
 
     tries = []
-    record = device.record
-    monkeypatch.setattr(device, "record", lambda launches: tries.append(launches) or record(launches))
+    capture = device.capture
+    monkeypatch.setattr(device, "capture", lambda launches: tries.append(launches) or capture(launches))
     pair = Pair(place, lambda _: Reading("adam"))
     pair.steps(batches(3))
     for _ in range(2):

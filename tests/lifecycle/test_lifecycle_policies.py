@@ -1,4 +1,4 @@
-"""Every policy against the plain model: after any calls the same rows are there, with the values that training gave."""
+"""Every policy against the plain model: after any calls the table has the same rows, with the values of training."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_chances_are_those_asked_for_and_of_the_seed() -> None:
     both = len(set(written(one)) & set(written(other)))
     assert 1000 < both < 1500  # a sixteenth of all: the seeds draw by themselves
     train(one, range(20_000))
-    assert 8400 < one.size() < 9100  # 1 - 0.75^2: each step draws anew
+    assert 8400 < one.size() < 9100  # 1 - 0.75^2: each step draws again
 
 
 def test_sights_are_forgotten_after_two_million_others() -> None:

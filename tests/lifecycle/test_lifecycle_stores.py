@@ -18,7 +18,7 @@ from support.stores import STORES, options
 from tierbed import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine.options.lookup import Lookup
 
-DETERMINED = [name for name in POLICIES if name != "sights"]  # by the rows alone: sights begin anew with each run
+DETERMINED = [name for name in POLICIES if name != "sights"]  # by the rows: counts of admission restart with each run
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 stores = pytest.mark.parametrize("store", STORES)
 
@@ -129,7 +129,7 @@ def test_a_smaller_capacity_evicts_at_the_next_new_row(tmp_path: Path, store: st
         assert embedding.size() == 40
         assert {key for _, key in written(embedding)} >= set(range(90, 105))
     with make(options(store, tmp_path, capacity=20, eviction="ttl", ttl_steps=5), "sgd") as embedding:
-        train(embedding, range(90, 105))  # rows that are there stay
+        train(embedding, range(90, 105))  # existing rows stay
         with pytest.raises(CapacityError, match=r"capacity=40.*ttl_steps=5"):
             train(embedding, [500])
         assert embedding.size() == 40
@@ -146,8 +146,10 @@ def test_stored_rows_above_the_capacity_are_told_where_none_leaves(
     assert caplog.messages == []
     with make(options("host", tmp_path, capacity=20, **policy), "sgd") as embedding:
         assert embedding.size() == 40
-    told = "embedding 'rows': 40 stored rows are more than capacity=20; all of them stay"
-    assert [message[: len(told)] for message in caplog.messages] == ([] if policy.get("eviction") == "lru" else [told])
+    warning = "embedding 'rows': 40 stored rows are more than capacity=20; all of them stay"
+    assert [message[: len(warning)] for message in caplog.messages] == (
+        [] if policy.get("eviction") == "lru" else [warning]
+    )
 
 
 @stores
@@ -168,7 +170,7 @@ def test_a_policy_that_begins_with_a_later_run_knows_the_rows(tmp_path: Path, st
 @stores
 @pytest.mark.rotated("store")
 def test_a_step_that_is_released_changes_no_row_that_stays(tmp_path: Path, policy: dict[str, Any], store: str) -> None:
-    """What it would have brought is not there, and later steps find room as if it had never been asked for."""
+    """It inserts no row, and later steps have room as if it had never been requested."""
     with make(options(store, tmp_path, **policy), "adam") as embedding:
         go_on(embedding, 0, 4)
         before = {row.tobytes() for row in contents(embedding)}
@@ -204,7 +206,7 @@ def test_a_row_that_left_and_comes_back_begins_anew(tmp_path: Path, store: str) 
 
 @stores
 def test_hints_of_coming_steps_change_no_row(tmp_path: Path, store: str) -> None:
-    """Rows that are brought up ahead may leave before their step."""
+    """Prefetched rows may be evicted before their step."""
     policy = {"admission": 2, "eviction": "lru", "capacity": 100, "ttl_steps": 8}
     with make(options("device", **policy), "adam") as plain, make(options(store, tmp_path, **policy), "adam") as hinted:
         announced = iter(batches())

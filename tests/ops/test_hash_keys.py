@@ -101,6 +101,21 @@ def test_arrays_of_characters_have_the_ids_of_their_text(texts: list[str]) -> No
     assert hash_keys(given.astype(object)).tolist() == expected
 
 
+class Column:
+    """A column of another library, which Arrow and NumPy can read."""
+
+    ndim = 1
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __arrow_array__(self, type: Any = None) -> Any:
+        return pa.array(self.values, type, from_pandas=True)
+
+    def to_numpy(self) -> Any:
+        return np.array(self.values, object)
+
+
 def holders() -> dict[str, Any]:
     column = pa.array(TEXTS)
     encoded = [text.encode() for text in TEXTS]
@@ -117,6 +132,8 @@ def holders() -> dict[str, Any]:
         "large_binary": column.cast(pa.large_binary()),
         "string_view": column.cast(pa.string_view()),
         "slice": pa.array(["before", *TEXTS, "after"])[1:-1],
+        "column of text": Column(TEXTS),
+        "column of both": Column([TEXTS[0], *encoded[1:]]),
         "dictionary": pa.array(["before", *TEXTS])[1:].dictionary_encode(),
         "chunks": pa.chunked_array([TEXTS[:3], [], TEXTS[3:]]),
     }
@@ -154,6 +171,7 @@ def nulls() -> dict[str, Any]:
         "NaN": np.array(["a", float("nan"), "b"], object),
         "column": pa.array(values),
         "slice": pa.array([None, *values])[1:],
+        "column of another library": Column(["a", float("nan"), "b"]),
         "chunks": pa.chunked_array([["a"], [None, "b"]], pa.large_string()),
         "dictionary": pa.array(values).dictionary_encode(),
         "null in a dictionary": pa.DictionaryArray.from_arrays([0, 1, 2], pa.array(values)),
@@ -178,10 +196,12 @@ def test_nulls_have_the_id_that_is_given_for_them_or_are_refused(holder: str) ->
         (["a", 5], "element 1 is 5"),
         ([["a"], "b"], "element 0 is"),
         (pa.array([1, 2]), "of int64"),
+        (pa.array([["a"]]), "of list"),
+        (Column(["a", 5]), "element 1 is 5"),
         (pa.array([1, 2]).dictionary_encode(), "of int64"),
         (["a", "\ud800"], r"element 1, '\\ud800', has no UTF-8"),
-        (np.array(["a", "\ud800"]), "element 1 holds a character that is no Unicode"),
-        (np.array([0x61, 0x110000], np.uint32).view("U1"), "element 1 holds a character that is no Unicode"),
+        (np.array(["a", "\ud800"]), "element 1 has a character that is not Unicode"),
+        (np.array([0x61, 0x110000], np.uint32).view("U1"), "element 1 has a character that is not Unicode"),
     ],
 )
 def test_what_is_no_string_is_refused_by_place_and_value(values: Any, said: str) -> None:

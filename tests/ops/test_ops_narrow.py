@@ -1,4 +1,4 @@
-"""Numbers of 16 bits: how they are rounded, put, read and caught up, to the bit and on the average."""
+"""Numbers of 16 bits: how they are rounded, put, read and caught up, bit for bit and on average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native loops of pooled lookups, held to the references to the bit."""
+"""The native loops of pooled lookups equal the references bit for bit."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_gather(table: Table, segments: list[Bags], dtype: str = "float32") -> 
     for index, bags in enumerate(segments):
         expected = (
             naive.gather(bags.rows(table), bags.inverse)
-            if bags.given is None
+            if bags.offsets_given is None
             else naive.pool(bags.rows(table), bags.inverse, bags.offsets, bags.mean, bags.weights)
         )
         out = torch.full(expected.shape, torch.nan, dtype=DTYPES[dtype])
@@ -130,7 +130,7 @@ def test_bags_of_many_tables_equal_the_reference(lengths: list[int], kind: str, 
 
 
 @given(
-    any_bags.filter(lambda bags: bags.given is not None),
+    any_bags.filter(lambda bags: bags.offsets_given is not None),
     st.sampled_from(DIMS),
     st.sampled_from(list(DTYPES)),
     st.integers(0, 2**32),
@@ -210,7 +210,7 @@ def test_empty_bags_and_bags_of_padding_are_zeros_and_move_no_row() -> None:
     keys = np.full(3, PADDING, np.uint64)
     for mean in (False, True):
         bags = Bags(keys, np.array([0, 0, 2, 3, 3]), np.zeros(4, np.uint32), np.ones(3, np.float32), mean, None, True)
-        bags.given = bags.offsets
+        bags.offsets_given = bags.offsets
         check_gather(table, [bags])
         check_update(table, [bags], 0)
 

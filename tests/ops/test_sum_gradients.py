@@ -77,9 +77,9 @@ def of_positions(lookup: Lookup, weights: Tensor | None, grad: Tensor, inverse: 
     if lookup.pooling is None:
         return flat
     offsets = np.arange(0, n + 1, lookup.ids.shape[-1]) if lookup.offsets is None else lookup.offsets.numpy()
-    if lookup.places is not None:  # by feature; of a feature that is not looked up nothing is used
+    if lookup.feature_columns is not None:  # by feature; of a feature that is not looked up nothing is used
         by_feature = grad.to(torch.float32).transpose(0, 1)
-        parts = [by_feature[max(column, 0)] for column in lookup.places]
+        parts = [by_feature[max(column, 0)] for column in lookup.feature_columns]
         flat = torch.cat(parts).numpy()
     scales = None if weights is None else weights.reshape(-1).numpy()
     return naive.pool_grad(flat, inverse, offsets, lookup.pooling == "mean", scales)
@@ -231,7 +231,7 @@ def test_lookups_take_rows_from_a_tensor(given: list[Given], dim: int, dtype: to
     del rows  # the batch keeps its part
     begin = 0
     for index, (lookup, weights) in enumerate(given):
-        if lookup.places is not None:
+        if lookup.feature_columns is not None:
             begin += lookup.ids.numel()
             continue
         inverse = batch.inverse[begin : begin + lookup.ids.numel()]

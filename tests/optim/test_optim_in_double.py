@@ -15,7 +15,7 @@ from tierbed.engine.optim import LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWi
 
 pytestmark = pytest.mark.optimizer
 
-STEPS, DIM, KEYS, MOST = 20, 12, 40, 64
+STEPS, DIM, KEYS, MAX_STEPS = 20, 12, 40, 64
 LR, EPS, DECAY, BETAS = 0.02, 1e-6, 0.05, (0.8, 0.95)
 Vector = NDArray[np.float64]
 State = dict[str, Any]  # of a row, empty at first
@@ -100,7 +100,7 @@ def test_rows_of_bags_are_the_formula_in_double(name: str) -> None:
     states: dict[tuple[int, int], State] = {}
     random = np.random.default_rng(0)
     for step in range(1, STEPS + 1):
-        lengths = random.integers(0, MOST + 1, 6)
+        lengths = random.integers(0, MAX_STEPS + 1, 6)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         ids = (random.random(offsets[-1]) ** 2 * KEYS).astype(np.int64)  # most are duplicates
         grads = random.standard_normal((6, DIM)).astype(np.float32)

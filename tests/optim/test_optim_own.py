@@ -222,7 +222,7 @@ def test_wrong_settings_are_refused_by_name(kind: Any, options: dict[str, Any], 
 
 def test_catch_up_adam_takes_no_weight_decay_from_a_group() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(OptimizerError, match=r"weight_decay=0\.1; CatchUpAdam takes none"):
+    with pytest.raises(OptimizerError, match=r"weight_decay=0\.1; CatchUpAdam has none"):
         CatchUpAdam([{"params": [parameter], "weight_decay": 0.1}])
     optimizer = CatchUpAdam([parameter])
     rows = row_optimizer(optimizer, optimizer.param_groups[0])

@@ -269,7 +269,7 @@ class OwnSGD(torch.optim.SGD):
         (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
         (torch.optim.SGD, {"differentiable": True}, "differentiable=True"),
         (torch.optim.RMSprop, {"centered": True}, "RMSprop: centered=True is not supported"),
-        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum=0.9; rows follow RMSprop without momentum"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum=0.9; RMSprop trains rows without momentum"),
     ],
 )
 def test_what_rows_cannot_follow_is_refused_by_name(kind: type, options: dict, named: str) -> None:

@@ -1,4 +1,4 @@
-"""Budgets that are "auto": the division of free memory, the line that tells it, what is refused, the rows' bits."""
+"""Budgets that are "auto": the division of free memory, the line that is printed, what is refused, the rows' bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.cuda_emulation import EmulatedDevice
 from support.embeddings import attach, contents, make, train
 from support.places import BENCHMARKS, environment
 from tierbed import OptionError, plan
-from tierbed.engine.cache.memory_split import LEAST, MB, divide
+from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, split_memory
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.processors.cuda import on_device
 from tierbed.engine.table.budgets import AutoBudgets
@@ -64,7 +64,7 @@ def numbers(options: Any, root: Path, name: str = "rows") -> Any:
 def test_the_parts_add_up_and_none_takes_more_than_it_can_use(
     free_mb: float, beside: Any, capacity: int | None, overflow_mb: float, given_mb: float
 ) -> None:
-    part = divide(free_mb, 177, beside, capacity=capacity, overflow_mb=overflow_mb, given_mb=given_mb)
+    part = split_memory(free_mb, 177, beside, capacity=capacity, overflow_mb=overflow_mb, given_mb=given_mb)
     assert min(part[:6]) >= 0
     shared = max(free_mb - given_mb, 0)
     assert part.cache_mb + part.overflow_mb + part.rocksdb_mb + part.rest_mb == pytest.approx(shared)
@@ -72,15 +72,15 @@ def test_the_parts_add_up_and_none_takes_more_than_it_can_use(
     assert part.rest_mb >= shared / 4 * (1 - 1e-9)
     assert part.overflow_mb <= overflow_mb
     if capacity is not None:
-        assert part.cache_mb * MB <= max(1.5 * capacity, LEAST) * 177 * (1 + 1e-9)
+        assert part.cache_mb * MB <= max(1.5 * capacity, MIN_CACHE_ROWS) * 177 * (1 + 1e-9)
         assert part.rocksdb_mb <= 64 + 3 * capacity / MB + 1e-9
 
 
 def test_the_rule_of_the_docs() -> None:
-    assert divide(4000, 177, "rocksdb", overflow_mb=192)[1:6] == (2000, 192, 500, 0, 1308)
-    assert divide(800, 177, "rocksdb", overflow_mb=192)[1:6] == (400, 100, 100, 0, 200)
-    assert divide(4000, 177, "table", overflow_mb=64)[1:6] == (500, 64, 0, 0, 3436)
-    assert divide(4000, 177, "device")[1:6] == (2000, 0, 0, 0, 2000)
+    assert split_memory(4000, 177, "rocksdb", overflow_mb=192)[1:6] == (2000, 192, 500, 0, 1308)
+    assert split_memory(800, 177, "rocksdb", overflow_mb=192)[1:6] == (400, 100, 100, 0, 200)
+    assert split_memory(4000, 177, "table", overflow_mb=64)[1:6] == (500, 64, 0, 0, 3436)
+    assert split_memory(4000, 177, "device")[1:6] == (2000, 0, 0, 0, 2000)
 
 
 def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_no_more_than_the_whole_table_needs(tmp_path: Path) -> None:
     row_bytes = processor(options).layout.line_bytes + 33
     assert numbers(options, root).cache_budget_mb == 1_500_000 * row_bytes / MB
     few = ssd(tmp_path / "store", capacity=10)
-    assert numbers(few, root).cache_budget_mb == LEAST * row_bytes / MB
+    assert numbers(few, root).cache_budget_mb == MIN_CACHE_ROWS * row_bytes / MB
 
 
 def test_embeddings_of_a_process_divide_what_the_others_left(tmp_path: Path) -> None:
@@ -154,13 +154,13 @@ def test_too_little_memory_is_refused(tmp_path: Path) -> None:
         numbers(options, machine(tmp_path / "little", 0.125))
     with pytest.raises(
         OptionError,
-        match=r"'auto': 99\.0 MiB are free .*options give away \d+\.0: lower these; the cache would get 0\.0 MiB",
+        match=r"'auto': 99\.0 MiB are free .*options take \d+\.0: lower them; the cache would get 0\.0 MiB",
     ):
         numbers(ssd(tmp_path / "store", host_cache_budget_mb=100), machine(tmp_path / "given", 99))
 
 
-def test_where_the_system_does_not_tell_auto_is_refused(tmp_path: Path) -> None:
-    message = r"cache_budget_mb='auto': this system does not tell .* '.*/proc/meminfo'; give a number of MiB"
+def test_without_a_report_of_free_memory_auto_is_refused(tmp_path: Path) -> None:
+    message = r"cache_budget_mb='auto': this system does not report .* '.*/proc/meminfo'; give a number of MiB"
     with pytest.raises(OptionError, match=message):
         numbers(ssd(tmp_path / "store"), tmp_path)
     with pytest.raises(OptionError, match=f"host_{message}"):

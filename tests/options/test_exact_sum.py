@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tierbed.engine.ops.exact_sum import partial, total
 
-LARGEST, LEAST = float(np.finfo(np.float32).max), 2.0**-149
-numbers = st.floats(0, width=32, allow_infinity=False) | st.sampled_from([0.0, LEAST, 2.0**-126, 1.0, LARGEST])
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), 2.0**-149
+numbers = st.floats(0, width=32, allow_infinity=False) | st.sampled_from([0.0, SMALLEST, 2.0**-126, 1.0, LARGEST])
 
 
 def sum_of(*parts: list[float]) -> float:

@@ -186,7 +186,7 @@ def test_ssd_needs_a_folder() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, r"store_options=None: make one by make_device_mem_store_options"),
+        (None, r"store_options=None: make one with make_device_mem_store_options"),
         ("device_mem", r"store_options='device_mem'"),
         ({}, r"store=None; give one of device_mem, host_mem, cached_host_mem, cached_ssd"),
         ({"store": "tape"}, r"store='tape'; give one of"),
@@ -239,7 +239,7 @@ def test_a_variable_that_is_not_set_makes_no_folder_of_its_name(path: str, monke
 
 
 def test_an_unknown_user_makes_no_folder_of_its_name() -> None:
-    with pytest.raises(OptionError, match=r"'~nobody-here' is no user here; give '\./~nobody-here'"):
+    with pytest.raises(OptionError, match=r"'~nobody-here' is not a user here; give '\./~nobody-here'"):
         tierbed.make_host_mem_store_options("~nobody-here/a")
     assert tierbed.make_host_mem_store_options("./~nobody-here").persistent_path == "./~nobody-here"
 
@@ -249,7 +249,7 @@ def test_an_unknown_user_makes_no_folder_of_its_name() -> None:
     [
         ("", r"has no table \[users\]; it has none"),
         ("[items]\n[others]\n", r"has no table \[users\]; it has items, others"),
-        ("users = 3\n", r"users stands outside a table; put it under \[name\]"),
+        ("users = 3\n", r"users is outside a table; put it under \[name\]"),
         ("[users\n", r"deploy\.toml': "),
         ('[users]\nstore = "tape"\n', r"deploy\.toml \[users\]: store='tape'; give one of device_mem"),
         ('[users]\nstore = "device_mem"\nsize = 3\n', r"\[users\]: device_mem has no option size; it has"),

@@ -25,10 +25,10 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(100, 8, "a")], make_host_mem_store_options())
-        self.over = nn.Linear(8, 1)
+        self.top = nn.Linear(8, 1)
 
     def forward(self, features: Any) -> Tensor:
-        out: Tensor = self.over(self.ebc(features).values()).sum()
+        out: Tensor = self.top(self.ebc(features).values()).sum()
         return out
 
 

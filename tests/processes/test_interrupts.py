@@ -36,28 +36,28 @@ def test_a_block_without_handlers_leaves_later_ones_protected() -> None:
         signal.signal(number, signal.SIG_IGN)
     with uninterrupted():
         pass
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    handled: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
     with uninterrupted():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not told
-    assert told == [signal.SIGTERM]
+        assert not handled
+    assert handled == [signal.SIGTERM]
 
 
-def test_all_that_came_are_told_and_handlers_are_back() -> None:
-    told: list[int] = []
+def test_all_deferred_signals_are_handled_and_handlers_are_back() -> None:
+    handled: list[int] = []
 
-    def tell(number: int, frame: object) -> None:
-        told.append(number)
+    def handle(number: int, frame: object) -> None:
+        handled.append(number)
 
-    signal.signal(signal.SIGTERM, tell)
-    signal.signal(signal.SIGINT, tell)
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
     with uninterrupted(), uninterrupted():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        assert not told
-    assert told == [signal.SIGTERM, signal.SIGINT]
-    assert signal.getsignal(signal.SIGTERM) is tell
+        assert not handled
+    assert handled == [signal.SIGTERM, signal.SIGINT]
+    assert signal.getsignal(signal.SIGTERM) is handle
 
 
 def test_a_step_of_an_eager_optimizer_is_made_whole() -> None:

@@ -23,7 +23,7 @@ def last_step(events: list[str]) -> int:
     return max((int(event.split()[1]) for event in events if event.startswith("step")), default=0)
 
 
-def told_to_end(
+def sent_signal_at(
     path: Path, store: str, end: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int
 ) -> None:
     chance, count = random.Random(store + end), 0
@@ -39,7 +39,9 @@ def told_to_end(
     assert not remarks(caplog)
 
 
-def told_again_and_again(path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int) -> None:
+def sent_signals_repeatedly(
+    path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int
+) -> None:
     chance = random.Random(store)
     for number in range(runs):
         waits = [chance.uniform(0, 0.004) for _ in range(4)]
@@ -52,27 +54,27 @@ def told_again_and_again(path: Path, store: str, trainer: Trainer, caplog: pytes
 
 @pytest.mark.parametrize("end", ["interrupt", "thread"])
 @pytest.mark.parametrize("store", ["device", "ssd_host"])
-def test_a_process_that_is_told_to_end_at_any_instant_keeps_every_step(
+def test_a_process_that_gets_a_signal_at_any_time_keeps_every_step(
     tmp_path: Path, store: str, end: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told_to_end(tmp_path, store, end, trainer, caplog, runs=1)
+    sent_signal_at(tmp_path, store, end, trainer, caplog, runs=1)
 
 
 @pytest.mark.parametrize("store", ["device", "ssd_host"])
 def test_ctrl_c_while_the_process_closes_leaves_a_folder_that_opens(
     tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told_again_and_again(tmp_path, store, trainer, caplog, runs=2)
+    sent_signals_repeatedly(tmp_path, store, trainer, caplog, runs=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", AHEAD)
-def test_many_processes_that_are_told_to_end(
+def test_many_processes_that_get_a_signal(
     tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for end in ("interrupt", "thread"):
-        told_to_end(tmp_path / end, store, end, trainer, caplog, runs=10)
-    told_again_and_again(tmp_path, store, trainer, caplog, runs=20)
+        sent_signal_at(tmp_path / end, store, end, trainer, caplog, runs=10)
+    sent_signals_repeatedly(tmp_path, store, trainer, caplog, runs=20)
 
 
 @pytest.mark.parametrize("store", AHEAD)

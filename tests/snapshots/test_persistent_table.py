@@ -123,7 +123,7 @@ def test_the_description_is_the_stores(tmp_path: Path) -> None:
         writer.write(np.array([1, 2]), zeros, 1)
         with pytest.raises(InputError, match="keys hold padding_idx=3, which is no row"):
             writer.write(np.array([4, 3]), zeros, 1)
-        with pytest.raises(InputError, match="nothing tells which of 3 tables"):
+        with pytest.raises(InputError, match="it is not known which of 3 tables"):
             writer.write(np.array([4, 5]), zeros)
         with pytest.raises(InputError, match="table holds 3; give table ids from 0 to 2"):
             writer.write(np.array([4, 5]), zeros, np.array([0, 3]))

@@ -201,7 +201,7 @@ def test_a_run_that_reaches_the_last_step_is_told_so_and_goes_on_as_it_says(tmp_
             assert embedding.metrics()["table"]["step"] == LAST_STEP
             rows = embedding.get(range(10))
             for _ in range(2):
-                with pytest.raises(StoreError, match=r"'rows' is of step 4294967294, the last.*weights_only=True"):
+                with pytest.raises(StoreError, match=r"'rows' is at step 4294967294, the last.*weights_only=True"):
                     train(embedding, range(10))
             assert embedding.get(range(10)).tolist() == rows.tolist()
             embedding.save_snapshot("last")

@@ -118,7 +118,7 @@ def test_read_and_write_move_whole_lines_by_address(threads: int) -> None:
     assert memory.size == copy.size
 
 
-def test_read_leaves_the_lines_of_rows_that_are_not_held() -> None:
+def test_read_leaves_the_lines_of_missing_rows() -> None:
     table = Table([4])
     store = _core.FullTable(table.layout)
     written = insert(table, store, [1], [0])

@@ -33,7 +33,7 @@ class Checked:
         self.values = np.zeros(n, np.float32)
         self.updates, self.steps = np.zeros(n, np.uint32), np.zeros(n, np.uint32)
         self.step = 0
-        self.most = 0  # rows that were there at once
+        self.most = 0  # the maximum of rows at a time
 
     def find(self, rows: NDArray[np.int64]) -> _core.Batch:
         """Also checks that those which were ever put are where they were."""
@@ -83,13 +83,13 @@ class Checked:
         scanned = []
         for bucket in range(BUCKETS):
             scanned.append(self.store.scan(bucket).view(row_dtype(1)))
-        held = np.flatnonzero(self.updates)
-        expected = np.zeros(len(held), row_dtype(1))
-        expected["table"], expected["key"] = self.tables[held], self.keys[held]
+        written = np.flatnonzero(self.updates)
+        expected = np.zeros(len(written), row_dtype(1))
+        expected["table"], expected["key"] = self.tables[written], self.keys[written]
         expected["values"][:, 0], expected["updates"], expected["step"] = (
-            self.values[held],
-            self.updates[held],
-            self.steps[held],
+            self.values[written],
+            self.updates[written],
+            self.steps[written],
         )
         found = np.concatenate(scanned)
         found, expected = (rows[np.lexsort((rows["key"], rows["table"]))] for rows in (found, expected))
@@ -207,7 +207,7 @@ def test_rows_leave_and_come_in_the_middle_of_a_growth(threads: int) -> None:
 
 
 def test_lines_are_used_again(threads: int) -> None:
-    """Any number of rows may come and go: the table stays as large as the most that were there at once."""
+    """Any number of rows may be inserted and erased: the table is as large as for the maximum of rows at a time."""
     checked = Checked(60_000)
     checked.put(np.arange(2000))
     checked.erase(np.arange(2000))

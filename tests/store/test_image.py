@@ -1,4 +1,4 @@
-"""The rows of one instant, read while they change."""
+"""The rows as of one step, read while they change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, store: str) -> None:
         ids, tables = torch.arange(100), torch.zeros(100, dtype=torch.int64)
         pinned = embedding.pin([Lookup(ids, tables)])  # some are new
         expected = contents(embedding).tobytes()
-        image = embedding._table().watch.image()
+        image = embedding._table().observers.image()
         pinned.update([torch.ones(100, DIM)])
         assert contents(embedding).tobytes() != expected
         assert joined(image.chunks()) == expected
@@ -63,7 +63,7 @@ def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> No
         for lookup in lookups:
             embedding.prefetch(lookup.ids, lookup.table_ids)
         expected = contents(embedding).tobytes()
-        chunks = embedding._table().watch.image().chunks()
+        chunks = embedding._table().observers.image().chunks()
         read = []
         for lookup in lookups:
             train(embedding, lookup.ids, lookup.table_ids)
@@ -77,7 +77,7 @@ def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> No
 def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path), "adagrad") as embedding:
         train(embedding, range(3000))
-        image = table_of(embedding).watch.image()
+        image = table_of(embedding).observers.image()
         assert isinstance(image, MemoryImage)
         chunks = image.chunks()
         train(embedding, range(3000))
@@ -100,11 +100,11 @@ def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
 def test_there_is_one_image_at_a_time() -> None:
     with make(options("device"), "adagrad") as embedding:
         table = table_of(embedding)
-        image = table.watch.image()
+        image = table.observers.image()
         with pytest.raises(StoreError, match="has an image already"):
-            table.watch.image()
+            table.observers.image()
         image.close()
         image.close()
         with pytest.raises(ClosedError):
             next(image.chunks())
-        table.watch.image()
+        table.observers.image()

@@ -213,7 +213,7 @@ def test_metrics_follow_what_was_done(tmp_path: Path) -> None:
     flushed = tier.metrics()["ssd"]
     assert flushed["memtable_bytes"] < memory["memtable_bytes"] / 10
     assert flushed["flush_bytes"] >= flushed["sst_bytes"] > 2 * 20_000 * STORED
-    read_all(tier, keys_from(10**6, 5000))  # keys among those that are there, so that only a filter can spare the read
+    read_all(tier, keys_from(10**6, 5000))  # keys between existing ones, so that only a filter can avoid the read
     read_all(tier, [(1, 5)])
     tier.compact()
     read_all(tier, keys_from(0, 20_000))

@@ -16,7 +16,7 @@ KINDS = {"9.10": {"": RAW}, "10": {"[[deprecated]] ": RAW, "": OWNED}, "11": {""
 
 
 def installed() -> str:
-    """The header of the RocksDB that is there."""
+    """The header of the installed RocksDB."""
     command = ["g++", "-M", "-x", "c++", "-"]
     needs = subprocess.run(command, input="#include <rocksdb/db.h>", capture_output=True, text=True, check=True).stdout
     return Path(next(word for word in needs.split() if word.endswith("/rocksdb/db.h"))).read_text()

@@ -144,7 +144,7 @@ def test_a_read_between_prefetch_and_update_changes_no_row(tmp_path: Path, store
 
 @pytest.mark.parametrize("store", ["cached_host", "ssd", "ssd_host"])
 def test_a_cache_of_one_set_evicts_and_overflows(tmp_path: Path, store: str) -> None:
-    """Guards the other tests: with these budgets rows do go down and come up again."""
+    """Guards the other tests: with these budgets rows are written back and fetched again."""
     with make(options(store, tmp_path), "adam") as embedding:
         for ids, tables in batches():
             train(embedding, ids, tables)
@@ -166,13 +166,13 @@ def test_extreme_and_neighbouring_keys_are_rows_of_their_own(tmp_path: Path, sto
     limits = torch.iinfo(key_type)
     keys = [0, 1, 2, 3, 2**20, 2**20 + 1, limits.max - 1, limits.max]
     keys += [2**63 - 1, 2**63] if key_type is torch.uint64 else [-1, -2, limits.min, limits.min + 1]
-    everywhere = torch.tensor(keys, dtype=key_type).repeat(3), torch.arange(3).repeat_interleave(len(keys))
+    in_all_stores = torch.tensor(keys, dtype=key_type).repeat(3), torch.arange(3).repeat_interleave(len(keys))
     with make(options(store, tmp_path), "sgd", key_type=key_type) as embedding:
-        train(embedding, *everywhere, grad=0)
+        train(embedding, *in_all_stores, grad=0)
         assert embedding.size() == 3 * len(keys)
         values = torch.arange(3.0 * len(keys))[:, None].expand(-1, DIM).contiguous()
-        embedding.put(everywhere[0], values, everywhere[1])
-        assert torch.equal(embedding.get(*everywhere), values)
+        embedding.put(in_all_stores[0], values, in_all_stores[1])
+        assert torch.equal(embedding.get(*in_all_stores), values)
         assert embedding.size() == 3 * len(keys)
         found = {(table, key): row[0].item() for table, key, row in embedding}
         assert found == {(t, key): float(len(keys) * t + i) for t in range(3) for i, key in enumerate(keys)}

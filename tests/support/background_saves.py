@@ -55,7 +55,7 @@ class Writer:
 
 
 def waits_of(embedding: MultiTableEmbedding) -> int:
-    image = table_of(embedding).watch._image
+    image = table_of(embedding).observers._image
     assert isinstance(image, MemoryImage)
     return image.waits
 

@@ -87,23 +87,23 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
             return {row for _, rows in steps for row in rows} | left
 
         go(before)
-        table.watch.track_changes(FIRST)
+        table.observers.track_changes(FIRST)
         kept = by_name(contents(embedding))
         touched = go(during)
-        assert table.watch.changed(SECOND) is None
-        failing = table.watch.changed(FIRST)
+        assert table.observers.changed(SECOND) is None
+        failing = table.observers.changed(FIRST)
         assert failing is not None
         next(failing, None)  # the save fails here: nothing is forgotten
         touched |= go(after)
-        found = table.watch.changed(FIRST)
+        found = table.observers.changed(FIRST)
         assert found is not None
         now, names = applied(kept, found)
         assert now == by_name(contents(embedding))
         assert names <= touched
-        table.watch.changes_saved(SECOND)
+        table.observers.changes_saved(SECOND)
         touched = go(during)
-        assert table.watch.changed(FIRST) is None
-        found = table.watch.changed(SECOND)
+        assert table.observers.changed(FIRST) is None
+        found = table.observers.changed(SECOND)
         assert found is not None
         now, names = applied(now, found)
         assert now == by_name(contents(embedding))

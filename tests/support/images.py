@@ -62,7 +62,7 @@ def check_image(how: Any, other: Any, gaps: list[int], before: int, place: Any =
         for number in range(before):
             change(embedding, number)
         expected = contents(embedding).tobytes()
-        image = embedding._table().watch.image()
+        image = embedding._table().observers.image()
         steps = iter(range(before, 20))
 
         def read() -> Chunks:

@@ -31,7 +31,7 @@ def test_training_goes_on_while_a_thread_saves(tmp_path: Path, store: str, kept_
         for number in range(4):
             change(embedding, number)
         expected, writer = contents(embedding).tobytes(), Writer(allowed=50)
-        save = table_of(embedding).watch.save_in_background("'one'", writer, kept_bytes)
+        save = table_of(embedding).observers.save_in_background("'one'", writer, kept_bytes)
         threading.Timer(0.05, writer.let_go).start()
         for number in range(4, 12):
             change(embedding, number)
@@ -58,7 +58,7 @@ def test_an_error_of_the_writer_ends_the_save_alone(
             going.wait()
             raise OSError("no room")
 
-        save = table_of(embedding).watch.save_in_background("snapshot 'one'", write, kept_bytes=1)
+        save = table_of(embedding).observers.save_in_background("snapshot 'one'", write, max_bytes=1)
         if store in ("device", "host", "cached_host"):
             train(embedding, [1, 2, 3])
             stepping = threading.Thread(target=change, args=(embedding, 3))
@@ -71,11 +71,11 @@ def test_an_error_of_the_writer_ends_the_save_alone(
             save.wait()
         assert save.done
         assert "snapshot 'one' was not saved: no room" in caplog.text
-        assert table_of(embedding).watch.finish_saving() is None  # it was told
+        assert table_of(embedding).observers.finish_saving() is None  # the error was raised before
         again = Writer()
         again.let_go()
         expected = contents(embedding).tobytes()
-        assert table_of(embedding).watch.save_in_background("snapshot 'two'", again).wait()
+        assert table_of(embedding).observers.save_in_background("snapshot 'two'", again).wait()
         assert again.rows == expected
 
 
@@ -86,11 +86,11 @@ def test_an_error_that_nobody_waited_for_is_told_in_the_end(tmp_path: Path) -> N
         def write(chunks: Chunks) -> None:
             raise OSError("no room")
 
-        save = table_of(embedding).watch.save_in_background("snapshot 'one'", write)
-        error = table_of(embedding).watch.finish_saving()
+        save = table_of(embedding).observers.save_in_background("snapshot 'one'", write)
+        error = table_of(embedding).observers.finish_saving()
         assert isinstance(error, OSError)
         assert save.done
-        assert table_of(embedding).watch.finish_saving() is None
+        assert table_of(embedding).observers.finish_saving() is None
 
 
 def test_the_thread_that_saves_does_not_wait_for_itself() -> None:
@@ -100,10 +100,10 @@ def test_the_thread_that_saves_does_not_wait_for_itself() -> None:
         expected, writer = contents(embedding).tobytes(), Writer().let_go()
 
         def write(chunks: Chunks) -> None:
-            assert table_of(embedding).watch.finish_saving() is None
+            assert table_of(embedding).observers.finish_saving() is None
             writer(chunks)
 
-        table_of(embedding).watch.save_in_background("snapshot 'one'", write).wait()
+        table_of(embedding).observers.save_in_background("snapshot 'one'", write).wait()
         assert writer.rows == expected
 
 
@@ -112,7 +112,7 @@ def test_a_table_that_closes_ends_the_save(tmp_path: Path, store: str) -> None:
     embedding = make(options(store, tmp_path), "adagrad")
     change(embedding, 0)
     table, writer = table_of(embedding), Writer(allowed=3)
-    save = table.watch.save_in_background("snapshot 'one'", writer, kept_bytes=1)
+    save = table.observers.save_in_background("snapshot 'one'", writer, max_bytes=1)
     writer.began.wait()
     table.close()
     writer.let_go()
@@ -129,7 +129,7 @@ def test_a_close_beside_a_reader(tmp_path: Path, store: str) -> None:
         embedding = make(options(store, tmp_path, open="fresh"), "adagrad")
         train(embedding, range(2000))
         table, writer = table_of(embedding), Writer().let_go()
-        save = table.watch.save_in_background("snapshot 'one'", writer)
+        save = table.observers.save_in_background("snapshot 'one'", writer)
         time.sleep(delay)
         table.close()
         with contextlib.suppress(ClosedError):
@@ -142,43 +142,43 @@ def test_there_is_one_save_at_a_time() -> None:
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
         table, writer = table_of(embedding), Writer()
-        table.watch.track_changes("1" * 32)
-        save = table.watch.save_in_background("snapshot 'one'", writer)
+        table.observers.track_changes("1" * 32)
+        save = table.observers.save_in_background("snapshot 'one'", writer)
         assert not save.done
         assert not save.wait(0)
         for other in (
-            table.watch.image,
-            table.watch.check_not_saving,
-            lambda: table.watch.changed("1" * 32),
-            lambda: table.watch.save_in_background("snapshot 'two'", writer),
+            table.observers.image,
+            table.observers.check_not_saving,
+            lambda: table.observers.changed("1" * 32),
+            lambda: table.observers.save_in_background("snapshot 'two'", writer),
         ):
             with pytest.raises(StoreError, match=r"snapshot 'one' is still being saved .*wait\(\)"):
                 other()
         writer.let_go()
         save.wait()
-        table.watch.check_not_saving()
-        table.watch.image().close()
+        table.observers.check_not_saving()
+        table.observers.image().close()
 
 
 @stores
 def test_changes_during_a_save_are_not_in_it(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path), "adagrad") as embedding:
         table, writer = table_of(embedding), Writer()
-        table.watch.track_changes("1" * 32)
+        table.observers.track_changes("1" * 32)
         train(embedding, [1, 2])
-        save = table.watch.save_in_background("snapshot 'one'", writer)
+        save = table.observers.save_in_background("snapshot 'one'", writer)
         train(embedding, [2, 3])
         writer.let_go()
         save.wait()
 
         def names(since: str) -> list[int]:
-            found = table.watch.changed(since)
+            found = table.observers.changed(since)
             assert found is not None
             return sorted(key for _, rows, _ in found for key in rows["key"].tolist())
 
         if store == "host":  # it failed to become the one that changes are noted since
             assert names("1" * 32) == [1, 2, 3]
-        table.watch.changes_saved("2" * 32)
+        table.observers.changes_saved("2" * 32)
         assert names("2" * 32) == ([] if store == "host" else [2, 3])
 
 
@@ -189,6 +189,6 @@ def test_the_thread_that_saves_is_nicer_than_those_that_train() -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     with make(options("device"), "adagrad") as embedding:
-        table_of(embedding).watch.save_in_background("snapshot 'one'", write).wait()
+        table_of(embedding).observers.save_in_background("snapshot 'one'", write).wait()
     ours = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert found == [min(19, ours + 10)]

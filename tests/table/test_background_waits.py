@@ -1,4 +1,4 @@
-"""Who waits for a save in the background, and who does not."""
+"""Which threads wait for a save in the background, and which do not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_call_waits_where_too_much_is_kept(
     with make(options(store, tmp_path), "adagrad") as embedding:
         change(embedding, 0)
         expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).watch.save_in_background("'one'", writer, kept_bytes=1)
+        save = table_of(embedding).observers.save_in_background("'one'", writer, max_bytes=1)
         train(embedding, range(50))  # nothing was kept yet
         rows = contents(embedding).tobytes()
         waiting = threading.Thread(target=call, args=(embedding,))
@@ -59,10 +59,10 @@ def test_a_call_waits_where_too_much_is_kept(
 
 @pytest.mark.parametrize("waits", ["wait", "finish"])
 def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
-    monkeypatch.setattr(background_save, "REST", 1e9)
+    monkeypatch.setattr(background_save, "PAUSE", 1e9)
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
-        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer := Writer().let_go())
+        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer := Writer().let_go())
         getattr(save, waits)()
         assert writer.rows == contents(embedding).tobytes()
 
@@ -71,12 +71,12 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
     script = (
         "import threading; from support.embeddings import make, train; from support.stores import options\n"
         "from tierbed.engine.table import background_save\n"
-        "background_save.REST = 1e9\n"
+        "background_save.PAUSE = 1e9\n"
         "def write(chunks):\n"
         "    threading.main_thread().join()\n"
         "    print(sum(len(rows) for _, rows in chunks))\n"
         "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
-        "embedding._table().watch.save_in_background('it', write)\n"
+        "embedding._table().observers.save_in_background('it', write)\n"
     )
     assert run_script(script, whole=True).stdout == "999\n"
 
@@ -84,9 +84,9 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
 def test_a_save_that_ended_holds_nobody_up() -> None:
     with make(options("device"), "adagrad") as embedding:
         table, writer = table_of(embedding), Writer().let_go()
-        table.watch.save_in_background("snapshot 'one'", writer).wait()
+        table.observers.save_in_background("snapshot 'one'", writer).wait()
         with table.lock:
-            other = threading.Thread(target=table.watch.finish_saving)
+            other = threading.Thread(target=table.observers.finish_saving)
             other.start()
             other.join()
 
@@ -100,7 +100,7 @@ def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str,
         change(embedding, 0)
         table, writer = table_of(embedding), Writer()
         with table.lock, table.lock:
-            save = table.watch.save_in_background("snapshot 'one'", writer)
+            save = table.observers.save_in_background("snapshot 'one'", writer)
             writer.let_go()
             getattr(save, waits)()
         assert writer.rows == contents(embedding).tobytes()
@@ -110,7 +110,7 @@ def test_a_wait_for_some_time_does_not_wait_for_the_lock() -> None:
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
         table, writer = table_of(embedding), Writer()
-        save = table.watch.save_in_background("snapshot 'one'", writer)
+        save = table.observers.save_in_background("snapshot 'one'", writer)
         waits = threading.Thread(target=save.wait, args=(0.01,))
         with table.lock:  # as a long step holds it
             waits.start()
@@ -139,7 +139,7 @@ def test_ctrl_c_while_waiting_ends_the_wait_alone() -> None:
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
         expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer)
+        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer)
         with interrupted_when(save._hurry.is_set):
             save.wait()
         assert not save.done
@@ -154,7 +154,7 @@ def test_ctrl_c_while_a_step_waits_leaves_the_rows(tmp_path: Path, store: str) -
     with make(options(store, tmp_path), "adagrad") as embedding:
         change(embedding, 0)
         expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer, kept_bytes=1)
+        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer, max_bytes=1)
         train(embedding, range(20))
         rows = contents(embedding).tobytes()
         with interrupted_when(lambda: waits_of(embedding) > 0):
@@ -171,7 +171,7 @@ def _wait_in_a_child(path: Path) -> str:
     with make(options("device", path), "adagrad") as embedding:
         change(embedding, 0)
         writer = Writer()
-        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer)
+        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer)
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:

@@ -35,7 +35,7 @@ def arrays(names: Iterable[Row]) -> tuple[NDArray[np.uint32], NDArray[np.uint64]
     return np.array([t for t, _ in listed], np.uint32), np.array([key for _, key in listed], np.uint64)
 
 
-def noted(rows: _core.ChangedRows) -> list[tuple[int, int, int]]:
+def note_changes(rows: _core.ChangedRows) -> list[tuple[int, int, int]]:
     return [
         (bucket, table, key)
         for bucket in range(64)
@@ -57,8 +57,8 @@ def test_a_set_of_names_beside_one_of_python(parts: list[tuple[list[Row], bool]]
         assert rows.size == len(expected)
     other.note_rows(*arrays(others))
     rows.merge(other)
-    assert noted(rows) == in_order(expected | set(others))
-    assert noted(other) == in_order(others)
+    assert note_changes(rows) == in_order(expected | set(others))
+    assert note_changes(other) == in_order(others)
 
 
 def test_a_set_of_names_grows() -> None:
@@ -69,7 +69,7 @@ def test_a_set_of_names_grows() -> None:
         rows.note(table.batch(keys, np.zeros(3000, np.uint32)))
         expected = np.union1d(expected, keys)
         assert rows.size == len(expected)
-    assert noted(rows) == in_order((0, key) for key in expected.tolist())
+    assert note_changes(rows) == in_order((0, key) for key in expected.tolist())
     assert 16 * rows.size < rows.bytes < 128 * rows.size
 
 
@@ -85,7 +85,7 @@ small_rows = st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 9)), st
 both = st.tuples(st.dictionaries(st.integers(0, 4), small_rows), st.dictionaries(st.integers(0, 4), small_rows))
 
 
-def made(buckets: dict[int, dict[Row, int]]) -> dict[int, Rows]:
+def rows_by_bucket(buckets: dict[int, dict[Row, int]]) -> dict[int, Rows]:
     """Rows of width 1 by bucket, each with a value of its own."""
     result = {}
     for bucket, rows in sorted(buckets.items()):
@@ -99,7 +99,7 @@ def made(buckets: dict[int, dict[Row, int]]) -> dict[int, Rows]:
 def test_the_difference_of_two_scans(
     buckets: tuple[dict[int, dict[Row, int]], dict[int, dict[Row, int]]], size: int, other_size: int
 ) -> None:
-    before, after = made(buckets[0]), made(buckets[1])
+    before, after = rows_by_bucket(buckets[0]), rows_by_bucket(buckets[1])
     new: set[tuple[int, Row]] = set()
     changed: set[tuple[int, Row]] = set()
     gone: set[tuple[int, Row]] = set()
@@ -124,7 +124,7 @@ def test_the_difference_of_two_scans(
 def test_changes_make_the_later_rows_of_the_earlier_ones(
     buckets: tuple[dict[int, dict[Row, int]], dict[int, dict[Row, int]]], size: int, other_size: int
 ) -> None:
-    before, after = made(buckets[0]), made(buckets[1])
+    before, after = rows_by_bucket(buckets[0]), rows_by_bucket(buckets[1])
     found: dict[int, tuple[list[Row], list[Row]]] = {}
     for bucket, rows, keys in changes_between(chunked(before, size), chunked(after, other_size)):
         assert keys.dtype == KEY
@@ -169,10 +169,10 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
         table = embedding._table()
         train(embedding, range(50))
         train(embedding, range(50))
-        table.watch.track_changes(FIRST)
+        table.observers.track_changes(FIRST)
         embedding.get(np.arange(50), 0)
         train(embedding, range(40, 60))  # ten of them are seen for the first time, and refused
-        found = table.watch.changed(FIRST)
+        found = table.observers.changed(FIRST)
         assert found is not None
         rows, gone = zip(*((rows, gone) for _, rows, gone in found), strict=True)
         assert sorted(np.concatenate(rows)["key"].tolist()) == list(range(40, 50))
@@ -182,9 +182,9 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
 def test_chunks_of_changes_are_bounded() -> None:
     with make(options("device"), "sgd") as embedding, in_small_chunks(4):
         table = embedding._table()
-        table.watch.track_changes(FIRST)
+        table.observers.track_changes(FIRST)
         train(embedding, range(2000))
-        found = table.watch.changed(FIRST)
+        found = table.observers.changed(FIRST)
         assert found is not None
         sizes = [len(rows) for _, rows, _ in found]
         assert sum(sizes) == 2000
@@ -194,13 +194,13 @@ def test_chunks_of_changes_are_bounded() -> None:
 def test_what_is_tracked_begins_anew() -> None:
     with make(options("device"), "sgd") as embedding:
         table = embedding._table()
-        assert table.watch.changed(FIRST) is None
-        table.watch.track_changes(FIRST)
+        assert table.observers.changed(FIRST) is None
+        table.observers.track_changes(FIRST)
         train(embedding, range(9))
-        table.watch.track_changes(SECOND)
+        table.observers.track_changes(SECOND)
         train(embedding, [4])
-        assert table.watch.changed(FIRST) is None
-        found = table.watch.changed(SECOND)
+        assert table.observers.changed(FIRST) is None
+        found = table.observers.changed(SECOND)
         assert found is not None
         assert [rows["key"].tolist() for _, rows, _ in found] == [[4]]
 
@@ -208,9 +208,9 @@ def test_what_is_tracked_begins_anew() -> None:
 def test_changes_of_a_closed_table_are_not_read() -> None:
     embedding = make(options("device"), "sgd")
     table = embedding._table()
-    table.watch.track_changes(FIRST)
+    table.observers.track_changes(FIRST)
     train(embedding, range(9))
-    found = table.watch.changed(FIRST)
+    found = table.observers.changed(FIRST)
     assert found is not None
     next(found)
     embedding.close()

@@ -1,4 +1,4 @@
-"""`delete` on every store: rows are gone from every tier, their room is free, and they begin anew."""
+"""`delete` on every store: rows are erased from every tier, their memory is free, and they start again."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_ids_that_are_no_rows_are_passed_over() -> None:
     assert embedding.delete([3, 4], 0) == 1
     with pytest.raises(InputError, match="table id 7 at position 0"):
         embedding.delete([1], 7)
-    with pytest.raises(InputError, match="convert them by"):
+    with pytest.raises(InputError, match="convert them with"):
         embedding.delete(torch.ones(2, dtype=torch.int32), 0)
     assert embedding.size() == 3
     embedding.close()
@@ -227,7 +227,7 @@ def test_ctrl_c_while_rows_leave_loses_no_table() -> None:
         table._erasure._before_write = lambda step: signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             embedding.get([5], 0)
-        assert (table.failure, table._erasure.asked) == (None, None)
+        assert (table.failure, table._erasure.pending_rows) == (None, None)
         assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
         assert embedding.size() == 7
 

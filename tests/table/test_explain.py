@@ -1,4 +1,4 @@
-"""`explain` tells where a row is in every tier, as the tiers have it, and changes nothing."""
+"""`explain` shows the tiers that have a row, with the values of the tiers, and changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ every_store = pytest.mark.parametrize(
 )
 
 
-def opened(store: str, path: Path) -> MultiTableEmbedding:
+def open_store(store: str, path: Path) -> MultiTableEmbedding:
     embedding = make(options(store, path))
     attach(embedding, "adagrad")
     return embedding
@@ -35,20 +35,20 @@ def places(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @every_store
 def test_every_row_is_explained_as_it_is_stored(store: str, tmp_path: Path) -> None:
-    with opened(store, tmp_path) as embedding:
+    with open_store(store, tmp_path) as embedding:
         for step in range(6):
             train(embedding, np.arange(60) * (step + 1) % 90, step % 3)
         before = {(row["table"], row["key"]): (row["updates"], row["last_step"]) for row in everything(embedding)}
         tiers = list(embedding.metrics())[1:-1]  # between the table and what is counted by table
         for row in contents(embedding):
-            told = embedding.explain(int(row["key"]), int(row["table"]))
-            assert told["stored"]
-            assert (told["updates"], told["last_step"]) == (row["updates"], row["step"])
+            explained = embedding.explain(int(row["key"]), int(row["table"]))
+            assert explained["stored"]
+            assert (explained["updates"], explained["last_step"]) == (row["updates"], row["step"])
             assert before[int(row["table"]), int(row["key"])] == (row["updates"], row["step"])
-            places = [place["tier"] for place in told["tiers"]]
+            places = [place["tier"] for place in explained["tiers"]]
             assert places == [tier for tier in tiers if tier in places]
             assert tiers[-1] in places  # everything was flushed by the scan
-            assert not any(place.get("dirty") for place in told["tiers"])
+            assert not any(place.get("dirty") for place in explained["tiers"])
 
 
 def everything(embedding: MultiTableEmbedding) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def everything(embedding: MultiTableEmbedding) -> list[dict[str, Any]]:
 
 @every_store
 def test_looking_changes_no_number(store: str, tmp_path: Path) -> None:
-    with opened(store, tmp_path) as embedding:
+    with open_store(store, tmp_path) as embedding:
         for step in range(4):
             train(embedding, range(30 * step, 30 * step + 80))
         settled(embedding)
@@ -84,7 +84,7 @@ def settled(embedding: MultiTableEmbedding) -> None:
 
 @pytest.mark.parametrize("store", ["device", "host", "cached_host"])
 def test_a_row_that_was_never_written_is_initial(store: str, tmp_path: Path) -> None:
-    with opened(store, tmp_path) as embedding:
+    with open_store(store, tmp_path) as embedding:
         train(embedding, [1, 2])
         assert embedding.explain(3, 0) == {
             "table": 0, "key": 3, "stored": False, "why": "not written since the table was opened",
@@ -99,7 +99,7 @@ def test_a_row_that_was_never_written_is_initial(store: str, tmp_path: Path) -> 
 def test_a_pinned_row_is_pinned_until_its_step_ends(tmp_path: Path) -> None:
     from tierbed.engine.options.lookup import Lookup
 
-    with opened("cached_host", tmp_path) as embedding:
+    with open_store("cached_host", tmp_path) as embedding:
         train(embedding, [5])
         embedding.pin([Lookup(torch.tensor([5, 6]), torch.tensor([0, 0]))])
         known, new = embedding.explain(5, 0), embedding.explain(6, 0)
@@ -107,14 +107,14 @@ def test_a_pinned_row_is_pinned_until_its_step_ends(tmp_path: Path) -> None:
         assert places(known)["device"]["pinned"]
         assert not new["stored"]
         assert known["why"] is None
-        assert new["why"] == "brought up for a step that has not written it"
+        assert new["why"] == "fetched for a step that has not written it"
         assert places(new)["device"]["pinned"]
         embedding.release()
         assert not places(embedding.explain(5, 0))["device"]["pinned"]
 
 
 def test_a_dirty_row_is_newer_than_below_until_it_is_flushed(tmp_path: Path) -> None:
-    with opened("cached_host", tmp_path) as embedding:
+    with open_store("cached_host", tmp_path) as embedding:
         train(embedding, [5])
         train(embedding, [5])
         assert places(embedding.explain(5, 0))["device"]["dirty"]
@@ -134,7 +134,7 @@ def test_a_dirty_row_is_newer_than_below_until_it_is_flushed(tmp_path: Path) -> 
 def test_what_cannot_be_a_row(tmp_path: Path) -> None:
     with make(options("device", tmp_path), "adagrad", padding_idx=-1) as embedding:
         padding = embedding.explain(-1, 0)
-        assert (padding["stored"], padding["why"], padding["tiers"]) == (False, "padding_idx=-1 is no row", [])
+        assert (padding["stored"], padding["why"], padding["tiers"]) == (False, "padding_idx=-1 has no row", [])
         for table in (None, 3, -1, 0.0, [0]):
             with pytest.raises(InputError, match=r"table of embedding 'rows': got .+; give the key's, from 0 to 2"):
                 embedding.explain(1, table)  # type: ignore[arg-type]
@@ -148,9 +148,9 @@ def test_what_cannot_be_a_row(tmp_path: Path) -> None:
 def test_the_only_table_need_not_be_named(tmp_path: Path) -> None:
     with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
         train(embedding, [5])
-        told = embedding.explain(np.int64(5))
-        assert told == embedding.explain(5, 0)
-        assert told["stored"]
+        explained = embedding.explain(np.int64(5))
+        assert explained == embedding.explain(5, 0)
+        assert explained["stored"]
 
 
 def test_why_a_row_is_not_there_names_all_that_befell_rows(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.path = Path(tempfile.mkdtemp(prefix="tierbed-machine-"))
         self.snapshots: list[Model] = []
-        self.coming: list[Places] = []  # announced and not yet trained
+        self.announced_batches: list[Places] = []  # announced and not yet trained
 
     @initialize(
         optimizer=st.sampled_from(["momentum", "adagrad", "adam", "rowwise", "catch-up"]),
@@ -117,17 +117,17 @@ class Machine(RuleBasedStateMachine):
         for _ in range(steps):
             self.train(np.empty(0, np.int64), 0)
 
-    @rule(coming=st.lists(batches, min_size=1, max_size=4))
-    def announce(self, coming: list[Places]) -> None:
-        for places in coming:
+    @rule(announced_batches=st.lists(batches, min_size=1, max_size=4))
+    def announce(self, announced_batches: list[Places]) -> None:
+        for places in announced_batches:
             self.embedding.prefetch(*ids_of(places))
-        self.coming += coming
+        self.announced_batches += announced_batches
 
-    @precondition(lambda self: self.coming)
+    @precondition(lambda self: self.announced_batches)
     @rule(skip=st.integers(0, 1), seed=st.integers(0, 9))
     def train_announced(self, skip: int, seed: int) -> None:
-        places = self.coming[min(skip, len(self.coming) - 1)]
-        self.coming = self.coming[skip + 1 :]
+        places = self.announced_batches[min(skip, len(self.announced_batches) - 1)]
+        self.announced_batches = self.announced_batches[skip + 1 :]
         self.train(places, seed)
 
     @rule(places=batches, value=st.integers(-3, 3))
@@ -179,16 +179,16 @@ class Machine(RuleBasedStateMachine):
         number = data.draw(st.integers(0, len(self.snapshots) - 1))
         self.embedding.load_snapshot(f"s{number}")
         self.model = self.snapshots[number].copy()
-        self.opened()
+        self.forget_run()
 
     @rule(store=st.sampled_from(STORES), budget=st.sampled_from(BUDGETS), policy=policies)
     def reopen(self, store: str, budget: float, policy: Policy) -> None:
         self.embedding.close()
         self.open(store, budget, policy)
-        self.opened()
+        self.forget_run()
 
-    def opened(self) -> None:
-        self.coming = []
+    def forget_run(self) -> None:
+        self.announced_batches = []
         self.model.open(self.policy)
 
     @invariant()
@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def trained_with_reads(store: str, path: Path, reads: int) -> list[dict[str, float]]:
-    """What each step counted in every cache, with so many evaluations between two steps."""
+    """What each step counted in every cache, with that many evaluations between two steps."""
     counted = []
     names = ("hits", "misses", "insertions", "evictions_clean", "evictions_dirty", "overflows")
     with make(options(store, path), "adam") as embedding:

@@ -162,7 +162,7 @@ def test_ctrl_c_while_a_close_waits_for_the_thread_leaves_a_table_that_trains(mo
 
     def interrupt_the_close(prefetcher: Prefetcher, coming: object) -> None:
         begun.set()
-        with prefetcher._changed:  # the close lets go of the lock, and joins
+        with prefetcher._changed:  # the close releases the lock, and joins
             prefetcher._changed.wait_for(lambda: prefetcher._thread is None)
         signal.pthread_kill(main, signal.SIGINT)  # held back until the thread has ended
 

@@ -1,8 +1,8 @@
-"""The set-associative cache in device memory, as the top of a stack. It decides as the CPU's cache does.
+"""The set-associative cache in device memory, as the top of a stack. It makes the same decisions as the CPU's cache.
 
 A thread fetches the rows of announced batches ahead of their steps, on its own stream. The lock of a table lets one
-call at a time use the cache. The thread does not hold that lock: it uses sets and staging memory between those calls,
-in turns. The lines of a batch whose rows are resident are pinned, so a step may work on them meanwhile.
+call at a time use the cache. The thread does not hold that lock: it uses sets and staging memory between those calls.
+The lines of a batch whose rows are resident are pinned, so a step may work on them meanwhile.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _CACHE = np.dtype([("tags", "<u8"), ("ways", "<u8"), ("memory", "<u8"), ("sets",
 
 
 class _AnnouncedBatch:
-    """An announced batch, and whether its rows are up."""
+    """An announced batch, and whether its rows are resident."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.event: Event = None
-        self.admission: Admission | None = None  # None until the rows of the batch are up
+        self.admission: Admission | None = None  # None until the rows of the batch are resident
 
 
 class CudaWindow:
@@ -50,81 +50,81 @@ class CudaWindow:
     def __init__(self, device: Device, cache: Cache) -> None:
         self._device, self._cache = device, cache
         self._pinned: Admission | None = None
-        self._coming: deque[_AnnouncedBatch] = deque()
+        self._announced: deque[_AnnouncedBatch] = deque()
         self._changed = Condition()
-        self._wanted = 0  # how many steps wait for their turn
-        self.brings_up = False  # whether rows of an announced batch are on their way up
-        # what work ahead must come after: an event after the launches of steps, and the last batch that is over by then
-        self._of_steps: tuple[Event, int] = (device.record_event(), cache.now)
-        self._ahead = device.record_event()  # an event after what was launched ahead of steps
+        self._waiting_steps = 0  # how many steps wait
+        self.is_fetching = False  # whether the rows of an announced batch are being fetched
+        # before prefetch: an event after the launches of steps, and the batch that was completed last by then
+        self._steps_done: tuple[Event, int] = (device.record_event(), cache.now)
+        self._prefetch_done = device.record_event()  # an event after the launches of prefetch
 
     @property
-    def over(self) -> int:
-        """The number of the last batch that is over: it pins no row any more."""
-        first = self._pinned or (self._coming[0].admission if self._coming else None)
+    def last_completed(self) -> int:
+        """The number of the batch that was completed last: it pins no row any more."""
+        first = self._pinned or (self._announced[0].admission if self._announced else None)
         return self._cache.now if first is None else (first.number - 1) % (1 << 32)
 
     @property
-    def up(self) -> list[Batch]:
-        """The batches whose rows are up."""
-        ahead = [coming.batch for coming in tuple(self._coming) if coming.admission is not None]
+    def resident_batches(self) -> list[Batch]:
+        """The batches whose rows are resident."""
+        ahead = [announced.batch for announced in tuple(self._announced) if announced.admission is not None]
         return ahead if self._pinned is None else [self._pinned.batch, *ahead]
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """A block in which this thread alone uses the cache, for all but work ahead of steps. Blocks may be nested."""
+    def exclusive(self) -> Iterator[None]:
+        """A block in which no prefetch uses the cache. Blocks may be nested."""
         with uninterrupted():
-            self._wanted += 1
+            self._waiting_steps += 1
             with self._changed:
-                self._wanted -= 1
+                self._waiting_steps -= 1
                 try:
-                    self._device.wait_event(self._ahead)
+                    self._device.wait_event(self._prefetch_done)
                     try:
                         yield
                     finally:
-                        self._of_steps = self._device.record_event(), self.over
+                        self._steps_done = self._device.record_event(), self.last_completed
                 finally:
                     self._changed.notify_all()
 
     def announce(self, batch: Batch) -> None:
-        self._coming.append(_AnnouncedBatch(batch))
+        self._announced.append(_AnnouncedBatch(batch))
 
-    def bring_up(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Let `admit(over)` bring the rows of an announced batch up, ahead of its step.
+    def fetch(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
+        """Let `admit(last_completed)` fetch the rows of an announced batch before its step.
 
-        Returns False where `admit` returned None because it could not, or where the batch is not the next to come up.
-        Returns True otherwise, also where nobody waits for the batch any more.
+        Returns False if `admit` returned None because it could not, or if the batch is not the next to fetch. Returns
+        True otherwise, also if the batch was forgotten meanwhile.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._wanted)
-            waiting = [one for one in tuple(self._coming) if one.admission is None]
+            self._changed.wait_for(lambda: not self._waiting_steps)
+            waiting = [one for one in tuple(self._announced) if one.admission is None]
             if not any(one.batch is batch for one in waiting):
                 return True
-            coming = waiting[0]
-            if coming.batch is not batch:  # the step of the batch has begun, and brings its rows up
+            announced = waiting[0]
+            if announced.batch is not batch:  # the step of the batch has begun, and fetches its rows
                 return False
-            event, over = self._of_steps
+            event, last_completed = self._steps_done
             self._device.wait_event(event)
-            self.brings_up = True
+            self.is_fetching = True
             try:
-                admission = admit(over)
+                admission = admit(last_completed)
             finally:
-                self.brings_up = False
-                coming.event = self._ahead = self._device.record_event()
-            coming.admission = admission
+                self.is_fetching = False
+                announced.event = self._prefetch_done = self._device.record_event()
+            announced.admission = admission
             return admission is not None
 
     def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Pin a batch. Returns whether its rows were up; if not, `admit(over)` has brought them up, or raises."""
+        """Pin a batch. Returns whether its rows were resident; if not, `admit(last_completed)` fetches them."""
         if self._take(batch):
             return True
-        with self.turn():
-            if self._take(batch):  # the rows came up while this thread waited
+        with self.exclusive():
+            if self._take(batch):  # the rows were fetched while this thread waited
                 return True
-            if self._coming:
-                self._coming.popleft()
+            if self._announced:
+                self._announced.popleft()
             batch.faults |= batch.wrong
-            self._pinned = admit(self.over)
+            self._pinned = admit(self.last_completed)
             return False
 
     def unpin(self, batch: Batch) -> None:
@@ -133,46 +133,46 @@ class CudaWindow:
         self._pinned = None
 
     def cancel(self) -> None:
-        """Forget the announced batches. Rows that are up for them stay, like any row that no batch pins."""
-        if self._coming:
-            with self.turn():
-                self._coming.clear()
+        """Forget the announced batches. Their rows stay resident, and are no longer pinned."""
+        if self._announced:
+            with self.exclusive():
+                self._announced.clear()
 
     def close(self) -> None:
         """Forget every batch, the pinned one included."""
         self._pinned = None
-        self._coming.clear()
+        self._announced.clear()
 
     def _take(self, batch: Batch) -> bool:
-        """Pin a batch if its rows are up. Returns whether they were. Needs no turn."""
+        """Pin a batch if its rows are resident, and return whether they were. Needs no `exclusive` block."""
         if self._pinned is not None:
             raise StoreError("a batch is still pinned; one step at a time")
-        if not self._coming:
+        if not self._announced:
             return False
-        first = self._coming[0]
+        first = self._announced[0]
         if first.batch is not batch:
             raise StoreError("another batch was announced; cancel it")
         if first.admission is None:
             return False
-        self._coming.popleft()
+        self._announced.popleft()
         self._device.wait_event(first.event)
         self._pinned = first.admission
-        self._of_steps = self._device.record_event(), self.over
+        self._steps_done = self._device.record_event(), self.last_completed
         return True
 
 
-_ADMISSION = np.dtype([(name, "<u8") for name in ("slots", "lines", "hit", "gone", "before")])
+_ADMISSION = np.dtype([(name, "<u8") for name in ("slots", "lines", "hit", "evicted", "before")])
 
 
 @dataclass(frozen=True)
 class Admission:
-    """What `Cache.admit` decided for the rows of a batch, and what must happen before their lines are used."""
+    """The decisions of `Cache.admit` for the rows of a batch, and the work to do before their lines are used."""
 
     batch: Batch
-    slots: Tensor  # [size], the slot of each row, -1 where its set had no room
-    lines: Tensor  # [size], the address of each row's line, 0 where its set had no room
-    hit: Tensor  # [size], whether the line held the row already
-    gone: Tensor  # [size], what the slot held before: `Gone` of admission.h
+    slots: Tensor  # [size], the slot of each row, -1 if it does not fit its set
+    lines: Tensor  # [size], the address of each row's line, 0 if it does not fit its set
+    hit: Tensor  # [size], whether the row was resident
+    evicted: Tensor  # [size], what the slot held before, an enumerator of admission.h
     before: Tensor  # [size, WAY_BYTES], the way of the row that the slot held before
     number: int  # of the batch
 
@@ -190,14 +190,14 @@ class Admission:
 
 
 class Cache:
-    """Lines of `budget_bytes` in all, their metadata included. The cache decides and remembers; it moves no row.
+    """Lines of `budget_bytes` in all, their metadata included. The cache makes decisions; it copies no row.
 
-    Batches have numbers, in the order in which they are admitted. A row is pinned while the last batch that needs it is
-    not over. A row is dirty while its `updates` differ from those that the tier below has.
+    Batches are numbered in the order in which they are admitted. A row is pinned until the last batch that needs it is
+    completed. A row is dirty while its `updates` differ from those of the tier below.
     """
 
     def __init__(self, layout: Layout, budget_bytes: int, policy: str = "lru") -> None:
-        """policy: one of POLICIES. Raises ValueError where the budget has no room for one set."""
+        """policy: one of POLICIES. Raises ValueError if the budget is too small for one set."""
         set_bytes = WAYS * (layout.line_bytes + WAY_BYTES + 1)
         sets = min(budget_bytes // set_bytes, (1 << 32) // WAYS - 1)
         if sets == 0:
@@ -216,10 +216,10 @@ class Cache:
         self.asked = HitCounters(layout)  # of `admit`
         self.now = 0  # the number of the latest batch
 
-    def admit(self, batch: Batch, over: int) -> Admission:
-        """Make room for the batch's rows. Batches up to number `over` are over.
+    def admit(self, batch: Batch, last_completed: int) -> Admission:
+        """Give slots to the batch's rows. last_completed: the number of the batch that was completed last.
 
-        After a fault of the batch only rows that are up already are pinned.
+        After a fault of the batch only resident rows are pinned.
         """
         self.now = (self.now + 1) % (1 << 32)
         n = np.uint64(batch.size)
@@ -236,7 +236,7 @@ class Cache:
             self.now,
         )
         self._run(
-            "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(over),
+            "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(last_completed),
             np.uint32(self._policy), batch.hashes, batch.tables, ordered, order, n, admission.by_value(), self._counts,
             self.asked.struct, batch.faults,
         )  # fmt: skip
@@ -248,12 +248,12 @@ class Cache:
         self._run("note_fetched", batch.size, 1, self.by_value(), admission.by_value(), batch.count)
 
     def cancel(self, admission: Admission, restore: bool) -> None:
-        """Undo the latest admission. restore: whether its victims come back, as they were not written down."""
+        """Undo the latest admission. restore: whether to restore its victims, since they were not written back."""
         batch, cache = admission.batch, self.by_value()
         self._run("cancel_rows", batch.size, 1, cache, admission.by_value(), batch.count, np.uint32(restore))
 
     def find(self, batch: Batch) -> Tensor:
-        """Set `batch.lines`, 0 where a row is not up. Returns flags [size] int32 of the rows that are not up."""
+        """Set `batch.lines`, 0 for a miss. Returns flags [size] int32 of the misses."""
         missing = batch.empty(torch.int32)
         self._run(
             "find_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count,
@@ -262,7 +262,7 @@ class Cache:
         return missing
 
     def erase(self, batch: Batch, kept: Tensor) -> None:
-        """Take rows out. Rows flagged in `kept` [size] bool stay, and count as absent from the tier below."""
+        """Erase rows. Rows flagged in `kept` [size] bool stay, and count as absent from the tier below."""
         self._run("erase_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count, kept)
 
     def dirty(self) -> Tensor:
@@ -276,8 +276,10 @@ class Cache:
         lines = self._memory.data_ptr() + slots * self._layout.line_bytes
         return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
 
-    def where(self, table: int, key: int, staging: Staging, faults: Tensor, over: int) -> list[dict[str, Any]]:
-        """`TierBase.where` of this tier alone. Batches up to number `over` are over."""
+    def locate(
+        self, table: int, key: int, staging: Staging, faults: Tensor, last_completed: int
+    ) -> list[dict[str, Any]]:
+        """`TierBase.locate` of this tier alone. last_completed: the number of the batch that was completed last."""
         batch = one_row(self._layout.device, table, key, faults)
         self.find(batch)
         if not (line := int(batch.lines)):
@@ -285,15 +287,15 @@ class Cache:
         slot = (line - self._memory.data_ptr()) // self._layout.line_bytes
         last, stored = self._ways[slot, [3, 6]].tolist()
         record = staging.describe(batch.lines)
-        up = {"slot": slot, "overflow": False, "pinned": 0 < (last - over) % (1 << 32) < 1 << 31}
-        return [{"tier": "device", **record, **up, "dirty": record["updates"] != stored % (1 << 32)}]
+        state = {"slot": slot, "overflow": False, "pinned": 0 < (last - last_completed) % (1 << 32) < 1 << 31}
+        return [{"tier": "device", **record, **state, "dirty": record["updates"] != stored % (1 << 32)}]
 
-    def written(self, slots: Tensor) -> None:
-        """Note that the tier below has the rows in slots [n] as they are."""
+    def note_clean(self, slots: Tensor) -> None:
+        """Note that the rows in slots [n] are clean."""
         self._run("note_written", len(slots), 1, self.by_value(), slots, np.uint64(len(slots)))
 
     def close(self) -> None:
-        """Release the memory of the sets, which no kernel may be at work on. The cache is of no use after it."""
+        """Release the memory of the sets, which no kernel may be using. The cache cannot be used afterwards."""
         self._tags, self._ways, self._memory = (part.new_empty(0) for part in (self._tags, self._ways, self._memory))
 
     def by_value(self) -> np.ndarray:
@@ -341,7 +343,7 @@ class Cache:
 class CacheTop:
     """The sets of a cache and the window of the batches that use them.
 
-    `erase`, `where` and `metrics` are called in a turn of the window.
+    `erase`, `locate` and `metrics` are called in an `exclusive` block of the window.
     """
 
     def __init__(self, layout: Layout, cache: Cache, faults: Faults) -> None:
@@ -350,20 +352,20 @@ class CacheTop:
         self.window = CudaWindow(layout.device, cache)
 
     def erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
-        """Take rows out of the sets. A row of a batch that is up stays, with its initial value.
+        """Erase rows from the sets. A pinned row stays, with its initial value.
 
         Returns the rows as a batch, and flags [size] bool of those that stay.
         """
         batch = rows_of(self._layout.device, tables, keys, self._faults.word)
-        batch.lines = lines_among(self.window.up, batch, self._faults.word)
+        batch.lines = lines_among(self.window.resident_batches, batch, self._faults.word)
         kept = batch.lines != 0
         initialise_lines(batch, self._layout, kept)
         self.cache.erase(batch, kept)
         return batch, kept
 
-    def where(self, table: int, key: int, staging: Staging) -> list[dict[str, Any]]:
-        """`TierBase.where` of the cache alone. staging: memory that the row's record passes."""
-        return self.cache.where(table, key, staging, self._faults.word, self.window.over)
+    def locate(self, table: int, key: int, staging: Staging) -> list[dict[str, Any]]:
+        """`TierBase.locate` of the cache alone. staging: memory for the row's record."""
+        return self.cache.locate(table, key, staging, self._faults.word, self.window.last_completed)
 
     def metrics(self, asked: HitCounts) -> dict[str, float]:
         """Counters and sizes of the cache, with the hits and misses `asked` of the whole store."""
@@ -372,8 +374,8 @@ class CacheTop:
 
     def close(self) -> None:
         """Release the device memory of the sets, once both streams are done with it."""
-        with self.window.turn():
+        with self.window.exclusive():
             self.window.close()
             self._faults.seen(wait=True)
-            if not self.window.brings_up:  # garbage collected while this thread brings rows up may close the table
+            if not self.window.is_fetching:  # garbage collection while this thread fetches may close the table
                 self.cache.close()

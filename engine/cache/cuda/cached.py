@@ -1,4 +1,4 @@
-"""A cache in device memory in front of a tier of the host, such as RocksDB; lines pass page-locked memory."""
+"""A cache in device memory above a tier of the host, such as RocksDB; lines are copied by page-locked memory."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import copy_present, count_new
 from ...row_format import Chunks, Keys, TableIds
 from ...store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
-from ...store.cuda.changed_lines import WrittenBelow
+from ...store.cuda.changed_lines import WriteBackLog
 from ...store.cuda.full import SCAN_ROWS
-from ...store.full import check_room
+from ...store.full import check_capacity
 from .cache import Admission, Cache, CacheTop
 
 
-class CachedStore:
-    """A write-back cache in device memory in front of a tier of the host. Rows of announced batches come up ahead."""
+class CudaCachedStore:
+    """A write-back cache in device memory above a tier of the host. Rows of announced batches are prefetched."""
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
         self._layout, self._below, self._faults = layout, below, faults
         self._top = CacheTop(layout, cache, faults)
         self._cache, self._window = self._top.cache, self._top.window
         self._program = layout.program("cache/cuda/cache.cu")
-        self._down, self._up = Staging(layout), Staging(layout)  # memory that rows pass on their way down, and up
+        self._write_back_staging, self._fetch_staging = Staging(layout), Staging(layout)
         self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
         self._reads = HitCounters(layout)  # of `peek`
         self._moved = {"bytes_in": 0, "bytes_out": 0}
-        self._written: WrittenBelow | None = None
+        self._write_back_log: WriteBackLog | None = None
 
     def announce(self, batch: Batch) -> None:
         self._window.announce(batch)
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.bring_up(batch, lambda over: self._bring_up(batch, over, None, ahead=True))
+        return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, None, ahead=True))
 
     def cancel(self) -> None:
         self._window.cancel()
 
-    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
-        """Pin as `Store.pin` says. Where rows are not up, waits for the device once and raises its faults at once."""
-        if not self._window.pin(batch, lambda over: self._bring_up(batch, over, room, ahead=False)):
+    def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
+        """`TopTier.pin`. If rows are missing it waits for the device once, and raises its faults."""
+        if not self._window.pin(
+            batch, lambda last_completed: self._fetch(batch, last_completed, capacity_limit, ahead=False)
+        ):
             return
         self._faults.post(batch)
         try:
-            if room is not None:
-                check_room(int(count_new(self._layout, batch.lines, batch.count)), room)
+            if capacity_limit is not None:
+                check_capacity(int(count_new(self._layout, batch.lines, batch.count)), capacity_limit)
         except BaseException:
             self._window.unpin(batch)
             raise
@@ -61,26 +63,26 @@ class CachedStore:
         if self._overflows is None:
             self._window.unpin(batch)
             return
-        with self._window.turn():
+        with self._window.exclusive():
             self._window.unpin(batch)
             (flags, count), self._overflows = self._overflows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
-                self._down.reserve(count)  # not in use: `pin` waited for its last use
-                self._down.identify(batch, flags, ranks)
-                self._down.bring(batch.lines, flags, ranks)
+                self._write_back_staging.reserve(count)  # `pin` waited for its last use
+                self._write_back_staging.identify(batch, flags, ranks)
+                self._write_back_staging.copy_lines(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
                 self._write_below(count)
 
     def peek(self, batch: Batch) -> None:
-        with self._window.turn():
+        with self._window.exclusive():
             absent = self._cache.find(batch)
             ranks = absent.cumsum(0, dtype=torch.int32)
             while True:
-                self._up.identify(batch, absent, ranks)
+                self._fetch_staging.identify(batch, absent, ranks)
                 numbers = [absent.sum(), batch.count[0], self._faults.word[0]]
                 missing, unique, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()  # waits
-                if not self._up.reserve(missing):
+                if not self._fetch_staging.reserve(missing):
                     break
             if error := self._faults.take(fault):
                 raise error
@@ -88,10 +90,10 @@ class CachedStore:
             self._reads.add(torch.bincount(places, minlength=2 * self._layout.tables).view(-1, 2))
             copy_present(batch, self._layout)
             self._place(batch, ranks, missing)
-            self._up.fill(batch, absent, ranks, self._read_below(missing, touch=False))
+            self._fetch_staging.fill(batch, absent, ranks, self._read_below(missing, touch=False))
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        with self._window.turn():
+        with self._window.exclusive():
             self._top.erase(tables, keys)
             self._below.erase(tables, keys)
 
@@ -100,18 +102,18 @@ class CachedStore:
         yield from self._below.scan()
 
     def flush(self) -> None:
-        self._below.native.forget_errors()  # everything is written here, and raises its own
-        self._bring_down()
+        self._below.native.forget_errors()  # everything is written here, which raises new errors
+        self._write_back()
         self._below.flush()
 
-    def tracker(self) -> WrittenBelow:
-        self._bring_down()  # rows that changed until now
-        self._written = WrittenBelow(self._bring_down)
-        return self._written
+    def change_source(self) -> WriteBackLog:
+        self._write_back()  # rows that changed until now
+        self._write_back_log = WriteBackLog(self._write_back)
+        return self._write_back_log
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        with self._window.turn():
-            self._bring_down()
+        with self._window.exclusive():
+            self._write_back()
             return self._below.read(tables, keys, lines, touch)
 
     def close(self) -> None:
@@ -120,29 +122,31 @@ class CachedStore:
         finally:
             self._below.close()
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
-        with self._window.turn():
-            return self._top.where(table, key, self._down) + self._below.where(table, key)
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
+        with self._window.exclusive():
+            return self._top.locate(table, key, self._write_back_staging) + self._below.locate(table, key)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        with self._window.turn():
-            return {"device": {**self._top.metrics(self.asked()), **self._moved}, **self._below.metrics()}
+        with self._window.exclusive():
+            return {"device": {**self._top.metrics(self.hit_counts()), **self._moved}, **self._below.metrics()}
 
-    def asked(self) -> HitCounts:
-        with self._window.turn():
-            asked: HitCounts = (self._cache.asked.total() + self._reads.total()).cpu().numpy()
-            return asked
+    def hit_counts(self) -> HitCounts:
+        with self._window.exclusive():
+            counts: HitCounts = (self._cache.asked.total() + self._reads.total()).cpu().numpy()
+            return counts
 
-    def _bring_up(self, batch: Batch, over: int, room: CapacityLimit | None, ahead: bool) -> Admission | None:
-        """Bring the rows of a batch up; batches up to number `over` are over. Waits for the device once.
+    def _fetch(
+        self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, ahead: bool
+    ) -> Admission | None:
+        """Fetch the rows of a batch. Waits for the device once. last_completed: as in `Cache.admit`.
 
-        ahead: whether this is before the step of the batch. Then it returns None, and changes nothing, where a set has
-        no room for a row or the batch has a fault. It also returns None while the pinned batch has rows without a slot,
+        ahead: whether this is before the step of the batch. Then it returns None, and changes nothing, if a row does
+        not fit its set or the batch has a fault. It also returns None while the pinned batch has rows without a slot,
         since these rows are in memory of that batch, and the tier below lacks them.
         """
         if ahead and self._overflows is not None:
             return None
-        admission = self._cache.admit(batch, over)
+        admission = self._cache.admit(batch, last_completed)
         victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
         struct, n = admission.by_value(), np.uint64(batch.size)
         device = self._layout.device
@@ -151,16 +155,16 @@ class CachedStore:
         batch.lines.copy_(admission.lines)
         unwritten = count_new(self._layout, torch.where(admission.hit != 0, batch.lines, 0), batch.count)
         while True:
-            room_down = np.uint64(self._down.room)
+            room_down = np.uint64(self._write_back_staging.room)
             launch(
                 device, self._program, "list_victims", batch.size, 1, struct, victims, victim_ranks, n, room_down,
-                self._down.tables, self._down.keys,
+                self._write_back_staging.tables, self._write_back_staging.keys,
             )  # fmt: skip
-            self._down.bring(batch.lines, victims, victim_ranks)
-            self._up.identify(batch, absent, ranks)
+            self._write_back_staging.copy_lines(batch.lines, victims, victim_ranks)
+            self._fetch_staging.identify(batch, absent, ranks)
             numbers = [victims.sum(), absent.sum(), overflows.sum(), unwritten[0], batch.faults[0]]
             down, up, over_count, new, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()
-            if not self._down.reserve(down) | self._up.reserve(up):
+            if not self._write_back_staging.reserve(down) | self._fetch_staging.reserve(up):
                 break
         try:
             if ahead and (over_count or fault):
@@ -175,8 +179,8 @@ class CachedStore:
         try:
             self._place(batch, overflows.cumsum(0, dtype=torch.int32), over_count)
             found = self._read_below(up, touch=True)
-            check_room(new - int(found.sum()), room)
-            self._up.fill(batch, absent, ranks, found)
+            check_capacity(new - int(found.sum()), capacity_limit)
+            self._fetch_staging.fill(batch, absent, ranks, found)
             self._cache.fetched(admission)
         except BaseException:
             self._cache.cancel(admission, restore=False)
@@ -184,29 +188,29 @@ class CachedStore:
         self._overflows = (overflows, over_count) if over_count else None
         return admission
 
-    def _bring_down(self) -> None:
-        with self._window.turn():
+    def _write_back(self) -> None:
+        with self._window.exclusive():
             for slots in self._cache.dirty().split(SCAN_ROWS):
                 hashes, tables, lines = self._cache.rows(slots)
-                self._down.reserve(len(lines))
+                self._write_back_staging.reserve(len(lines))
                 all_of = torch.ones_like(lines, dtype=torch.int32)
-                self._down.bring(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
-                self._down.tables[: len(lines)] = tables
-                self._down.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
+                self._write_back_staging.copy_lines(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
+                self._write_back_staging.tables[: len(lines)] = tables
+                self._write_back_staging.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
                 all_of.cpu()  # waits
                 self._write_below(len(lines))
-                self._cache.written(slots)
+                self._cache.note_clean(slots)
 
     def _read_below(self, count: int, touch: bool) -> Found:
-        found = self._below.read(*self._up.rows(count), touch)
+        found = self._below.read(*self._fetch_staging.rows(count), touch)
         self._moved["bytes_in"] += int(found.sum()) * self._layout.stored_bytes
         return found
 
     def _write_below(self, count: int) -> None:
-        tables, keys, lines = self._down.rows(count)
+        tables, keys, lines = self._write_back_staging.rows(count)
         self._below.write(tables, keys, lines)
-        if self._written is not None:
-            self._written.add(tables, keys)
+        if self._write_back_log is not None:
+            self._write_back_log.add(tables, keys)
         self._moved["bytes_out"] += count * self._layout.stored_bytes
 
     def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:

@@ -1,4 +1,4 @@
-"""A cache in device memory in front of a full table with its lines in host memory. Kernels alone move rows."""
+"""A cache in device memory above a full table with lines in host memory. Only kernels copy rows."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from .cache import Admission, Cache, CacheTop
 
 
 class CachedTable:
-    """A write-back cache in front of a full table, without the host in the path.
+    """A write-back cache above a full table. The host copies nothing.
 
-    A step waits for the device only where the table below grows. Each row of a step has a line in the table below from
-    its first pin on. A row that no set has room for is used at that line.
+    A step waits for the device only if the table below grows. Each row of a step has a line in the table below from its
+    first pin on. A row that does not fit its set is used at that line.
     """
 
     def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
         self._layout, self._below, self._faults = layout, below, faults
         self._top = CacheTop(layout, cache, faults)
         self._cache, self._window = self._top.cache, self._top.window
-        below.table.alone = self._window.turn
+        below.table.exclusive = self._window.exclusive
         self._program = layout.program("cache/cuda/cached_table.cu")
         self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
-        # rows that the table below had and had not, rows that went down, lookups that the cache served
+        # hits and misses in the table below, rows written back, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
         self._asked = HitCounters(layout)  # hits of lookups that only read, and all misses
-        self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that got their line below ahead
+        self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that prefetch inserted below
 
     def announce(self, batch: Batch) -> None:
         self._window.announce(batch)
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.bring_up(batch, lambda over: self._bring_up(batch, over, ahead=True))
+        return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, ahead=True))
 
     def cancel(self) -> None:
         self._window.cancel()
         while self._new:
             batch, new = self._new.popitem()
-            with self._window.turn():
+            with self._window.exclusive():
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
-    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
-        """Pin as `Store.pin` says. Rows that do not fit into the table below set a fault, as in `CudaFullStore`."""
-        self._window.pin(batch, lambda over: self._bring_up(batch, over, ahead=False))
+    def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
+        """`TopTier.pin`. Rows that do not fit into the table below set a fault, as in `CudaFullStore`."""
+        self._window.pin(batch, lambda last_completed: self._fetch(batch, last_completed, ahead=False))
         self._new.pop(batch, None)
         self._faults.post(batch)
 
@@ -63,7 +63,7 @@ class CachedTable:
         self._window.unpin(batch)
 
     def peek(self, batch: Batch) -> None:
-        with self._window.turn():
+        with self._window.exclusive():
             absent = batch.empty(torch.int32)
             self._run(
                 "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
@@ -75,10 +75,12 @@ class CachedTable:
             self._faults.post(batch)
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        with self._window.turn():
+        with self._window.exclusive():
             batch, kept = self._top.erase(tables, keys)
             self._below.table.find(batch)
-            initialise_lines(batch, self._layout, kept)  # a kept row's line below has `updates` as well
+            initialise_lines(
+                batch, self._layout, kept
+            )  # the line of a kept row in the table below has `updates` as well
             self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
 
     def scan(self) -> Chunks:
@@ -86,15 +88,15 @@ class CachedTable:
         yield from self._below.scan()
 
     def flush(self) -> None:
-        with self._window.turn():
+        with self._window.exclusive():
             cache, index = self._cache.by_value(), self._below.table.index()
             self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
 
-    def tracker(self) -> ChangedLines:
-        return self._below.tracker()
+    def change_source(self) -> ChangedLines:
+        return self._below.change_source()
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        with self._window.turn():
+        with self._window.exclusive():
             self.flush()
             return self._below.read(tables, keys, lines, touch)
 
@@ -105,30 +107,30 @@ class CachedTable:
         finally:
             self._below.close()
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
-        with self._window.turn():
-            return self._top.where(table, key, self._below.staging) + self._below.where(table, key)
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
+        with self._window.exclusive():
+            return self._top.locate(table, key, self._below.staging) + self._below.locate(table, key)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        with self._window.turn():
+        with self._window.exclusive():
             found, new, written, _ = self._counts.tolist()
             line = self._layout.stored_bytes
-            device = {**self._top.metrics(self.asked()), "bytes_in": found * line, "bytes_out": written * line}
+            device = {**self._top.metrics(self.hit_counts()), "bytes_in": found * line, "bytes_out": written * line}
             moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
             return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
 
-    def asked(self) -> HitCounts:
-        with self._window.turn():
+    def hit_counts(self) -> HitCounts:
+        with self._window.exclusive():
             counts = self._asked.total()
             counts[:, 0] += self._cache.asked.total()[:, 0]
-            asked: HitCounts = counts.cpu().numpy()
-            return asked
+            on_host: HitCounts = counts.cpu().numpy()
+            return on_host
 
-    def _bring_up(self, batch: Batch, over: int, ahead: bool) -> Admission | None:
-        """Bring the rows of a batch up; batches up to number `over` are over.
+    def _fetch(self, batch: Batch, last_completed: int, ahead: bool) -> Admission | None:
+        """Fetch the rows of a batch. last_completed: as in `Cache.admit`.
 
-        ahead: whether this is before the step of the batch. Then it waits for the device, and returns None where the
-        table below or a set has no room for a row.
+        ahead: whether this is before the step of the batch. Then it waits for the device, and returns None if a row
+        does not fit into the table below or its set.
         """
         table = self._below.table
         ranks = table.find(batch)
@@ -136,10 +138,10 @@ class CachedTable:
             new = batch.lines == 0
             self._new[batch] = self._new[batch] | new if batch in self._new else new
         table.insert_missing(batch, ranks, record_only=True)
-        admission = self._cache.admit(batch, over)
+        admission = self._cache.admit(batch, last_completed)
         if ahead and not admission.fits():
             self._cache.cancel(admission, restore=True)
-            batch.faults &= ~NO_ROOM  # there may be room at its step
+            batch.faults &= ~NO_ROOM  # it may fit at its step
             return None
         cache, struct = self._cache.by_value(), admission.by_value()
         self._run("bring_down", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)

@@ -41,20 +41,20 @@ class Faults:
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 
     def post(self, batch: Batch) -> None:
-        """Send the word to the host without waiting, with the faults of a batch whose step this is."""
+        """Copy the word to the host without waiting, together with the faults of the step's batch."""
         if batch.faults is not self.word:
             self.word |= batch.faults | batch.wrong
         self._seen.copy_(self.word, non_blocking=True)
 
     def seen(self, wait: bool) -> int:
-        """The bits that have arrived at the host; with `wait`, the bits that are set on the device."""
+        """The bits that were copied to the host; with `wait`, the bits that are set on the device."""
         return int(self.word if wait else self._seen)
 
     def take(self, found: int) -> TierbedError | None:
-        """The error that the bits `found` mean. Clears the word."""
+        """The error for the bits `found`. Clears the word."""
         if not found:
             return None
-        self.seen(wait=True)  # what was sent earlier must not arrive after this
+        self.seen(wait=True)  # earlier copies must not arrive after this
         self.word.zero_()
         self._seen.zero_()
         where, since = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"
@@ -78,7 +78,7 @@ class Faults:
         )
 
     def check(self) -> None:
-        """Wait for the device, and raise the fault that there is. InputError, CapacityError."""
+        """Wait for the device, and raise the error of a fault. InputError, CapacityError."""
         error = self.take(self.seen(wait=True))
         if error is not None:
             raise error
@@ -88,14 +88,14 @@ class Segment(NamedTuple):
     """The ids of one lookup."""
 
     keys: Tensor  # [n] int64
-    tables: Tensor | None = None  # [bags] int64, or [columns] with places
+    tables: Tensor | None = None  # [bags] int64, or [columns] with feature_columns
     bags: int | Tensor | None = None  # None for no bags, their length, or offsets [bags + 1] int64
-    places: tuple[int, ...] | None = None  # as `Lookup.places`
+    feature_columns: tuple[int, ...] | None = None  # as `Lookup.feature_columns`
 
 
 @dataclass(frozen=True)
 class Ids:
-    """What the tables of an embedding take for ids. `last` and `drops` are [num_tables], as of `TableSpec`, or None."""
+    """The legal ids of an embedding's tables. `last` and `drops` are [num_tables], as in `TableSpec`, or None."""
 
     num_tables: int
     padding: int | None = None
@@ -120,10 +120,10 @@ class LookupSpan:
     source: int  # its first output row
     size: int
     bags: int  # output rows
-    length: int  # positions a bag, where there are no begins
+    length: int  # positions per bag, if there are no begins
     begins: Tensor | None
     pooled: bool
-    features: Tensor | None  # [columns] int32, the feature of each column; None without places
+    features: Tensor | None  # [columns] int32, the feature of each column; None without feature_columns
     places: Tensor | None  # [features] int32, the column of each feature or -1
 
 
@@ -134,26 +134,26 @@ class Groups:
     rows: Tensor  # [size] int32, the row of each, -1 for padding
     order: Tensor  # [size] int64, positions
     positions: Tensor  # [size] uint32 as int32
-    sources: Tensor  # [size], output rows; `positions` where nothing is pooled
-    offsets: Tensor  # [unique + 1], where each row's occurrences begin; the memory is larger
+    sources: Tensor  # [size], output rows; `positions` if nothing is pooled
+    offsets: Tensor  # [unique + 1], at which each row's occurrences begin; the memory is larger
 
 
 def rows_of(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
-    """A batch of rows [n] that the host names, each once; its unique rows are in this order."""
+    """A batch of distinct rows [n] with keys of the host; its unique rows are in this order."""
     owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
     return Batch(device, [Segment(ids, owners)], Ids(int(tables.max(initial=0)) + 1), faults)
 
 
 def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
-    """A batch of one row that the host names. key: its 64 bits, unsigned."""
+    """A batch of one row with a key of the host. key: its 64 bits, unsigned."""
     return rows_of(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
 
 
-def lines_among(up: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
-    """[rows.size] int64: the line of each row of `rows` in the batches `up`, 0 where it is in none; waits."""
+def lines_among(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
+    """[rows.size] int64: the line of each row of `rows` in the batches `resident`, 0 if it is in none; waits."""
     lines = torch.zeros_like(rows.lines)
-    for batch in up:
+    for batch in resident:
         lines = torch.where(lines == 0, _lines_in(batch, rows, faults), lines)
     return lines
 
@@ -180,7 +180,7 @@ def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
 
 @cache
 def _on_device(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`LookupSpan.features` and `LookupSpan.places`."""
+    """`LookupSpan.features` and `LookupSpan.feature_columns`."""
     given = (features_of(places).view(np.int32), np.array(places, np.int32))
     features, columns = (torch.from_numpy(part).to(device) for part in given)
     return features, columns
@@ -197,7 +197,7 @@ class Batch:
     def __init__(self, device: Device, segments: Sequence[Segment], ids: Ids, faults: Tensor) -> None:
         self.device = device
         self.wrong = torch.zeros_like(faults)  # with the ids
-        # [num_tables], ids that were dropped; None where no table drops any
+        # [num_tables], ids that were dropped; None if no table drops any
         self.dropped = None if ids.drops is None else torch.zeros_like(ids.drops, dtype=torch.int64)
         self.lookups: list[LookupSpan] = []
         self.size = self.sources = 0
@@ -217,11 +217,11 @@ class Batch:
                 self._sources, self.wrong,
             )  # fmt: skip
         self._find_unique(hashes, tables)
-        self._groups: list[Groups] = []  # one element once any sibling was asked for it
+        self._groups: list[Groups] = []  # one element once a sibling has computed it
         self._begin(faults)
 
     def sibling(self, faults: Tensor) -> Batch:
-        """A batch of the same ids for another table. It shares what follows from the ids, and has lines of its own."""
+        """A batch of the same ids for another table. It shares what depends on the ids alone, and has other lines."""
         other = copy(self)
         other._begin(faults)
         return other
@@ -231,8 +231,8 @@ class Batch:
         self.faults = faults
         faults |= self.wrong
         self.lines = torch.zeros_like(self.hashes)  # addresses
-        self.views = self.lines  # what lookups see
-        self.has_wide_lines = False  # whether embeddings in them are float32, whatever those of the table are
+        self.views = self.lines  # for lookups
+        self.has_wide_lines = False  # whether embeddings in them are float32, whatever the table's type
         self._owned: list[Tensor] = []
 
     @property
@@ -265,16 +265,16 @@ class Batch:
         return Groups(rows, order, positions, positions if sources is None else sources, offsets)
 
     def own(self, memory: Tensor) -> int:
-        """Keep memory for as long as the batch lives. Returns the address of the memory."""
+        """Keep memory as long as the batch exists. Returns the address of the memory."""
         self._owned.append(memory)
         return memory.data_ptr()
 
-    def keep(self) -> None:
-        """Let this thread use a batch that another thread made: its memory is kept until this thread's work is done."""
+    def record_stream(self) -> None:
+        """Let this thread use a batch of another thread: keep its memory until this thread's launches are complete."""
         parts = [*vars(self).values(), *self._owned, *(lookup.begins for lookup in self.lookups)]
         for part in [*parts, *vars(self.groups).values()]:
             if isinstance(part, Tensor):
-                self.device.keep(part)
+                self.device.record_stream(part)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor [size], of at least one element."""
@@ -282,15 +282,15 @@ class Batch:
         return memory if self.size else memory[:0]
 
     def _add(self, segment: Segment) -> None:
-        keys, _, bags, places = segment
+        keys, _, bags, feature_columns = segment
         size, count, length, begins, features, columns = len(keys), len(keys), 1, None, None, None
         if isinstance(bags, Tensor):
             count, length, begins = len(bags) - 1, 0, torch.empty_like(bags)
             self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.wrong)
         elif bags is not None:
             count, length = size // bags, bags
-        if places is not None:
-            features, columns = _on_device(places, keys.device)
+        if feature_columns is not None:
+            features, columns = _on_device(feature_columns, keys.device)
             count = count // len(columns) * len(features)
         self.lookups.append(
             LookupSpan(self.size, self.sources, size, count, length, begins, bags is not None, features, columns)

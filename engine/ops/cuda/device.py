@@ -1,4 +1,4 @@
-"""Where kernels run, and how many threads take part.
+"""The device on which kernels run, and the number of their threads.
 
 Memory is torch's, on both sides of a launch: its allocator, its current stream, no copies. CuPy compiles and launches.
 """
@@ -24,47 +24,46 @@ from .program import Program, compiled
 
 THREADS = 256  # of a block
 Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value
-Event = Any  # stands for what a thread had launched at one instant
+Event = Any  # a point in the order of a thread's launches
 R = TypeVar("R")
-_one_recording = Lock()  # a process makes one recording at a time
+_one_capture = Lock()  # a process captures one CUDA graph at a time
 
 
 class Device(Protocol):
     """A place where kernels run. Kernels of one thread run in the order in which the thread launches them."""
 
     torch_device: torch.device
-    blocks: int  # the most that a launch should have; kernels stride over more items
+    blocks: int  # the maximum of a launch; kernels stride over more items
 
     def free_memory(self) -> int:
         """Bytes of the device's memory that torch can still give out."""
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        """[size], page-locked memory of the host, which kernels reach by its address. Raises MemoryError."""
+        """[size], page-locked host memory, which kernels access by its address. Raises MemoryError."""
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
         """Launch a kernel with THREADS threads a block."""
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """A context in which what this thread launches runs beside the steps of other threads."""
+        """A context in which launches of this thread run concurrently with the steps of other threads."""
 
     def record_event(self) -> Event:
-        """An event that is over when all is done that this thread has launched until now."""
+        """An event that is complete when all present launches of this thread are."""
 
     def wait_event(self, event: Event) -> None:
-        """Let what this thread launches from here on begin when `event` is over."""
+        """Let later launches of this thread begin when `event` is complete."""
 
-    def keep(self, memory: Tensor) -> None:
-        """Keep another thread's memory from the allocator until all that this thread has launched is done."""
+    def record_stream(self, memory: Tensor) -> None:
+        """Keep another thread's memory from the allocator until the present launches of this thread are complete."""
 
     def wait(self) -> None:
-        """Wait until all that any thread has launched is done."""
+        """Wait until the present launches of all threads are complete."""
 
-    def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Record the kernels and ops of torch that `launches` launches. Returns (replay, the result of `launches`).
+    def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        """Capture the kernels and torch ops that `launches` launches. Returns (replay, the result of `launches`).
 
-        Nothing runs now. Each call of `replay` runs all launches anew; it reads and writes the memory that was used in
-        the recording. Tensors of the result have their values after a replay. Raises RuntimeError where something waits
-        for the device.
+        Nothing runs now. Each call of `replay` runs all launches again, with the memory of the capture. Tensors of the
+        result have their values after a replay. Raises RuntimeError if `launches` waits for the device.
         """
 
 
@@ -116,12 +115,12 @@ class CudaDevice:
         self._functions: dict[tuple[Program, str], Any] = {}
         self._calls = _CallsOfThread()
         self._second_stream = torch.cuda.Stream(self.torch_device)
-        self._recording_stream = torch.cuda.Stream(self.torch_device, priority=-1)  # torch gives others out again
+        self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)  # torch reuses others
 
     def free_memory(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return free + kept  # kept: by torch's allocator, for what comes
+        return free + kept  # kept by torch's allocator, for later tensors
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         # not by torch's allocator, which rounds up to a power of two
@@ -163,37 +162,37 @@ class CudaDevice:
     def wait_event(self, event: Event) -> None:
         self._stream.wait_event(event)
 
-    def keep(self, memory: Tensor) -> None:
+    def record_stream(self, memory: Tensor) -> None:
         memory.record_stream(self._stream)
 
     def wait(self) -> None:
-        with _one_recording:  # waiting would spoil a recording
+        with _one_capture:  # waiting would break a capture
             torch.cuda.synchronize(self.torch_device)
 
-    def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
+    def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        # the outer stream, since torch leaves its own current where recording fails
-        with _one_recording, _without_garbage(), _without_warning(), torch.cuda.stream(self._stream):
+        # the outer stream, since torch does not restore it if the capture fails
+        with _one_capture, _without_garbage(), _without_warning(), torch.cuda.stream(self._stream):
             try:
-                with self._recording(graph, pool):
+                with self._capturing(graph, pool):
                     result = launches()
             except BaseException:
                 graph.reset()
-                self._end_failed_recording(pool)
+                self._end_failed_capture(pool)
                 raise
         return graph.replay, result
 
-    def _recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[object]:
-        # thread_local: other threads go on
-        stream = self._recording_stream
+    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[object]:
+        # thread_local: other threads continue
+        stream = self._capture_stream
         return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
-    def _end_failed_recording(self, pool: Any) -> None:
-        """Take torch out of a recording that failed, in which it leaves its allocator and, in 2.11, random numbers."""
-        with suppress(RuntimeError):  # torch ended it
+    def _end_failed_capture(self, pool: Any) -> None:
+        """End a failed capture in torch's allocator and, for 2.11, in its random numbers."""
+        with suppress(RuntimeError):  # torch has ended it
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
-        # one that ends well; its own failure would hide the first
-        with suppress(RuntimeError), self._recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
+        # a capture that succeeds; its failure would hide the first
+        with suppress(RuntimeError), self._capturing(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
             torch.zeros(1, device=self.torch_device)
 
     @property
@@ -203,7 +202,7 @@ class CudaDevice:
 
 @contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Collect no garbage meanwhile: collecting a table closes it, and closing waits for the device."""
+    """Collect no garbage in the block: collecting a table closes it, and closing waits for the device."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -223,7 +222,7 @@ def _without_warning() -> Iterator[None]:
 
 @cache
 def cuda_device(index: int) -> CudaDevice:
-    """The GPU number `index`. Raises StoreError where CuPy is absent."""
+    """The GPU number `index`. Raises StoreError if CuPy is not installed."""
     return CudaDevice(index)
 
 

@@ -31,7 +31,7 @@ TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # 
 
 
 class Layout:
-    """What a line looks like and how a new one begins. `initial` is kernels/initialise.h's InitialRow, by value."""
+    """The format of a line and its initial values. `initial` is kernels/initialise.h's InitialRow, by value."""
 
     def __init__(self, device: Device, initial: InitialValues) -> None:
         self.device = device
@@ -66,7 +66,7 @@ class Layout:
             self.initial[name] = memory.data_ptr()
 
     def program(self, file: str, row: str | None = None, **macros: str) -> Program:
-        """A program for lines of this shape. row: the type of the embeddings that it reads, if it is another."""
+        """A program for lines of this shape. row: the type of the embeddings that it reads, if that differs."""
         key = (file, row, *macros.values())
         if key not in self._programs:
             self._programs[key] = self._program(file, row, macros)

@@ -1,9 +1,8 @@
 """Kernels: a .cu file with its headers as one text, the macros that specialise it, and its machine code.
 
-The code is compiled once for each GPU's architecture and kept in CuPy's folder for such files. A compiler's cache tells
-programs apart by their text, so the content of the headers is part of it. Programs are compiled by CuPy's interface to
-NVRTC, since RawModule's `code` would add `-ftz=true`: rows would lose denormal numbers, and with them the bits that the
-CPU gives them.
+The code is compiled once for each GPU's architecture and kept in CuPy's folder for such files. The file's name is a
+hash of the program's text, so the text contains the headers. Programs are compiled by CuPy's interface to NVRTC, since
+RawModule's `code` would add `-ftz=true`: rows would lose denormal numbers, and differ from those of the CPU.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ def _text(file: str) -> str:
         if path in included:
             return ""
         included.add(path)
-        # the build makes rules.h of the rules' Python files; here it is made anew
+        # the build makes rules.h from the rules' Python files; here it is made at run time
         text = header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
-        # a header of the same folder goes by its name, any other by its path from engine/
+        # a header of the same folder is included by its name, any other by its path from engine/
         return _INCLUDE.sub(lambda match: expand((ENGINE if "/" in match[1] else path.parent) / match[1]), text)
 
     return expand(ENGINE / file)

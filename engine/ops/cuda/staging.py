@@ -1,4 +1,4 @@
-"""Host memory that lines pass through on their way between a device and the tiers below it."""
+"""Host memory through which lines are copied between a device and the tiers below it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from .layout import Layout
 
 Rows = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, addresses of lines
 
-WARP, SMALLEST = 32, 1024
+WARP, MIN_ROWS = 32, 1024
 
 
 class Staging:
-    """Tables, keys and lines of up to `room` rows. The memory grows to the most rows that were ever needed."""
+    """Tables, keys and lines of up to `room` rows. The memory grows as more rows are needed."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._program = layout.program("ops/cuda/staging.cu")
         self.room = 0
-        self.reserve(SMALLEST)
+        self.reserve(MIN_ROWS)
 
     def reserve(self, rows: int) -> bool:
-        """Make room for `rows`. Returns whether the memory is new. The device must not be at work on the old memory."""
+        """Allocate memory for `rows`. Returns whether it is new. The device must not be using the old memory."""
         if rows <= self.room:
             return False
         memory = self._layout.device.host_memory
         self.room = max(rows, 2 * self.room)
         self.tables, self.keys = memory(self.room, torch.int32), memory(self.room, torch.int64)
         self.lines = memory(self.room * self._layout.line_bytes, torch.uint8)
-        self.found = memory(self.room, torch.uint8)
+        self.was_found = memory(self.room, torch.uint8)
         return True
 
     def rows(self, count: int) -> Rows:
-        """The first `count` rows, in the form that tiers take."""
+        """The first `count` rows, as arguments of tiers."""
         addresses = self.lines.data_ptr() + self._layout.line_bytes * np.arange(count, dtype=np.uint64)
         tables, keys = self.tables[:count].numpy(), self.keys[:count].numpy()
         return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)
@@ -50,23 +50,23 @@ class Staging:
             self.tables, self.keys,
         )  # fmt: skip
 
-    def bring(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
+    def copy_lines(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
         """Copy flagged lines [n] to the staging memory."""
         n, room = np.uint64(len(lines)), np.uint64(self.room)
         self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, room, self.lines)
 
     def read(self, lines: Tensor) -> NDArray[np.uint8]:
-        """Lines [n] as bytes [n, line_bytes], valid until the next `read` or `bring`; waits for the device."""
+        """Lines [n] as bytes [n, line_bytes], valid until the next `read` or `copy_lines`; waits for the device."""
         self.reserve(len(lines))
         all_of = torch.ones_like(lines, dtype=torch.int32)
-        self.bring(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
+        self.copy_lines(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
         all_of.cpu()  # waits
         return self.lines.numpy().reshape(-1, self._layout.line_bytes)[: len(lines)]
 
     def pack(
         self, tables: NDArray[np.uint32], keys: NDArray[np.uint64], lines: Tensor, rows: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        """Fill `rows` [n], of `row_dtype`, from names and lines. Returns the lines in `rows`, [n, stored_bytes]."""
+        """Fill `rows` [n], of `row_dtype`, from row keys and lines. Returns the lines in `rows`, [n, stored_bytes]."""
         rows["table"], rows["key"] = tables, keys
         packed = rows.view(np.uint8).reshape(-1, rows.dtype.itemsize)[:, -self._layout.stored_bytes :]
         packed[:] = self.read(lines)[:, : self._layout.stored_bytes]
@@ -86,9 +86,9 @@ class Staging:
 
     def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:
         """Copy the found rows to the flagged lines of a batch; flagged lines of other rows get initial values."""
-        self.found[: len(found)].numpy()[:] = found
+        self.was_found[: len(found)].numpy()[:] = found
         self._run(
-            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.found,
+            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.was_found,
             self.lines, batch.hashes, batch.tables, self._layout.initial,
         )  # fmt: skip
 

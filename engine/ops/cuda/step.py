@@ -15,8 +15,8 @@ from .layout import Layout
 from .program import Program
 
 LINES = "ops/cuda/lines.cu"
-WARP, SUM_BLOCK, MOST_PARTS, MOST_HYPERS = 32, 256, 8, 24  # as in update.cu and sources.h
-# of each lookup: the gradient [rows of the lookup, dim], of one dtype, whether bags are means, the weights that pooled
+WARP, SUM_BLOCK, MAX_SOURCES, MAX_HYPERS = 32, 256, 8, 24  # as in update.cu and sources.h
+# of each lookup: the gradient [rows of the lookup, dim], of one dtype, whether bags are means, its pooling weights
 Given = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
@@ -30,7 +30,7 @@ _POOLED_IDS = np.dtype(
 _PART = np.dtype([("rows", "<u8"), ("begin", "<u4")], align=True)
 _SOURCES = np.dtype(
     [
-        ("parts", _PART, (MOST_PARTS,)),
+        ("parts", _PART, (MAX_SOURCES,)),
         ("count", "<u4"),
         ("rows", "<u8"),
         ("offsets", "<u8"),
@@ -40,13 +40,13 @@ _SOURCES = np.dtype(
     ],
     align=True,
 )
-_NUMBERS = np.dtype([("hyper", "<f8", (MOST_HYPERS,)), ("scale", "<f4"), ("step", "<u4")])
+_NUMBERS = np.dtype([("hyper", "<f8", (MAX_HYPERS,)), ("scale", "<f4"), ("step", "<u4")])
 
 
 def gather(
     batch: Batch, layout: Layout, index: int, out: Tensor, mean: bool = False, weights: Tensor | None = None
 ) -> None:
-    """out [rows of lookup `index`, dim], float32, float16 or bfloat16; pooled where the lookup has bags."""
+    """out [rows of lookup `index`, dim], float32, float16 or bfloat16; pooled if the lookup has bags."""
     lookup, name = batch.lookups[index], _NAMES[out.dtype]
     program = _reading(batch, layout)
     if lookup.pooled:
@@ -76,7 +76,7 @@ class RuleKernels:
         self._rule = rule
 
     def write_numbers(self, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-        """Write what an update goes by to `numbers`, memory of `new_numbers`.
+        """Write the numbers of an update to `numbers`, memory of `new_numbers`.
 
         hyper: the rule's numbers, the limits at the end. scale: multiplies the summed gradient of a row.
         """
@@ -106,8 +106,8 @@ class RuleKernels:
             numbers, sums, _whole(layout, batch), written, faults, _wide(layout, batch), batch.hashes, layout.seed,
         )  # fmt: skip
 
-    def settle(self, batch: Batch, numbers: Tensor) -> None:
-        """Let lookups see rows at the beginning of the step, for a rule that catches up."""
+    def preview_catch_up(self, batch: Batch, numbers: Tensor) -> None:
+        """Let lookups read rows as of the beginning of the step, for a rule that catches up."""
         memory = torch.empty(batch.size * self._layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
         views = batch.empty(torch.int64)
         address = np.uint64(batch.own(memory))
@@ -115,7 +115,7 @@ class RuleKernels:
         batch.views = views
 
     def catch_up(self, batch: Batch, numbers: Tensor) -> None:
-        """Bring embedding and state of the rows to the beginning of the step, for a rule that catches up."""
+        """Apply missed steps to the rows' embeddings and states, for a rule that catches up."""
         self._run("catch_up_lines", batch.size, batch.lines, batch.count, numbers, self._wide(batch))
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
@@ -129,9 +129,9 @@ class RuleKernels:
         return self._layout.program("ops/cuda/update.cu", **macros)
 
 
-def sum_rows(layout: Layout, batch: Batch, given: Given, places: Tensor | None, out: Tensor) -> None:
-    """The gradient of row u of the batch to place places[u] of out [*, dim]; without places, to place u."""
-    _reduce("sum_rows", layout, batch, given, places, out)
+def sum_rows(layout: Layout, batch: Batch, given: Given, positions: Tensor | None, out: Tensor) -> None:
+    """Write the gradient of row u of the batch to out[positions[u]], out [*, dim]; without positions, to out[u]."""
+    _reduce("sum_rows", layout, batch, given, positions, out)
 
 
 def square_rows(layout: Layout, batch: Batch, given: Given) -> Tensor:
@@ -147,7 +147,7 @@ def new_numbers(device: torch.device) -> Tensor:
 
 
 def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Tensor, faults: Tensor) -> None:
-    """Write values [size, dim] to the rows of unpooled lookups; the last occurrence of a row stands.
+    """Write values [size, dim] to the rows of unpooled lookups; the last write wins.
 
     written, faults: as in `RuleKernels.update`.
     """
@@ -193,14 +193,14 @@ def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
 
 
 def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
-    """Copy lines [n] by their addresses; an address of 0 on either side is passed over."""
+    """Copy lines [n] by their addresses; an address of 0 on either side is skipped."""
     lanes = lanes_for((layout.dim + 3) // 4)
     n = np.uint64(len(source))
     launch(layout.device, layout.program(LINES), "copy_lines", len(source), lanes, source, to, n)
 
 
 def wide_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) -> Tensor:
-    """The lines of positions [n] of a batch; where lines are narrow, those of float32 copies in memory of `owner`."""
+    """The lines of positions [n] of a batch; if lines are narrow, those of float32 copies in memory of `owner`."""
     inverse = batch.inverse[positions]
     if not layout.is_narrow:
         return batch.views[inverse.to(torch.int64)]
@@ -258,7 +258,7 @@ def _sum_blocks(program: Program, layout: Layout, batch: Batch, given: Given) ->
     """The sources of kernels, the sums of rows with many occurrences, and what keeps the sources' memory."""
     groups, (grads, means, weights) = batch.groups, given
     scales = _scales(batch, layout, means, weights)
-    if len(grads) > MOST_PARTS:
+    if len(grads) > MAX_SOURCES:
         grads = [torch.cat(list(grads))]
     grads = [grad if grad.data_ptr() % 16 == 0 else grad.clone() for grad in grads]  # lanes read up to 16 bytes
     sources = np.zeros((), _SOURCES)
@@ -285,7 +285,7 @@ def _whole(layout: Layout, batch: Batch) -> Tensor:
 
 
 def _wide(layout: Layout, batch: Batch) -> Tensor:
-    """Memory for a line of float32 numbers of each warp, where lines are narrow."""
+    """Memory for a line of float32 numbers of each warp, if lines are narrow."""
     size = _warps(layout, batch) * layout.wide_bytes if layout.is_narrow else 0
     return torch.empty(size, dtype=torch.uint8, device=batch.lines.device)
 
@@ -295,7 +295,7 @@ def _warps(layout: Layout, batch: Batch) -> int:
 
 
 def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:
-    """The factor of each occurrence's gradient, None where all factors are 1."""
+    """The factor of each occurrence's gradient, None if all factors are 1."""
     if not any(means) and all(given is None for given in weights):
         return None
     scales = batch.empty(torch.float32)

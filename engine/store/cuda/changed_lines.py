@@ -1,4 +1,4 @@
-"""Which rows change on a device, found without waiting for the device in a step."""
+"""Which rows change on a device, noted without waiting for the device in a step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .full_table import CudaFullTable
 
 
 class ChangedLines:
-    """Marks the changed lines of a full table, for batches that have lines there.
+    """Flags the changed lines of a full table, for batches that have lines there.
 
-    The mark of an erased row passes to the next row in its line. By the time of `names` that row has changed, or was
+    The flag of an erased row passes to the next row in its line. At the time of `names` that row has changed, or was
     never written.
     """
 
@@ -29,12 +29,12 @@ class ChangedLines:
             larger = torch.zeros(self._table.room + 1, dtype=torch.bool, device=self._changed.device)
             larger[: len(self._changed)] = self._changed
             self._changed = larger
-        with self._table.alone():
+        with self._table.exclusive():
             self._changed.index_fill_(0, self._table.numbers_of(self._table.lines_of(batch)) + 1, True)
 
     def names(self) -> tuple[TableIds, Keys]:
-        """The names of the marked rows; waits for the device."""
-        with self._table.alone():
+        """The keys of the changed rows; waits for the device."""
+        with self._table.exclusive():
             return self._names()
 
     def forget(self) -> None:
@@ -44,29 +44,29 @@ class ChangedLines:
         if not self._changed[1:].any():
             return np.empty(0, np.uint32), np.empty(0, np.uint64)
         hashes, tables, lines, _ = self._table.rows()
-        marked = (self._changed[1 : len(lines) + 1] & (lines[: len(self._changed) - 1] != 0)).nonzero()[:, 0]
-        hashes, tables = hashes[marked], tables[marked]
+        flagged = (self._changed[1 : len(lines) + 1] & (lines[: len(self._changed) - 1] != 0)).nonzero()[:, 0]
+        hashes, tables = hashes[flagged], tables[flagged]
         keys = keys_of(self._table.device, hashes, tables)
         return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
 
 
-class WrittenBelow:
-    """The names of rows that a cache on a device wrote to the tier below it; `flush` writes the rest."""
+class WriteBackLog:
+    """The keys of rows that a cache on a device wrote back to the tier below it; `flush` writes the others back."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
-        self._names = _core.ChangedRows()
+        self._rows = _core.ChangedRows()
 
     def note(self, batch: Batch) -> None:
-        """Does nothing: a row is noted when the cache writes it down."""
+        """Does nothing: a row is noted when the cache writes it back."""
 
     def add(self, tables: TableIds, keys: Keys) -> None:
-        self._names.note_rows(tables, keys)
+        self._rows.note_rows(tables, keys)
 
     def names(self) -> tuple[TableIds, Keys]:
         self._flush()
-        tables, keys = zip(*(self._names.rows(bucket) for bucket in range(BUCKETS)), strict=True)
+        tables, keys = zip(*(self._rows.rows(bucket) for bucket in range(BUCKETS)), strict=True)
         return np.concatenate(tables), np.concatenate(keys)
 
     def forget(self) -> None:
-        self._names = _core.ChangedRows(room=self._names.size)
+        self._rows = _core.ChangedRows(room=self._rows.size)

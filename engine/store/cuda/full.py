@@ -1,4 +1,4 @@
-"""The full table as a store, and its images: every row in device memory, or in host memory that kernels reach."""
+"""The full table as a store, and its images: every row in device memory, or in host memory that kernels access."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..contract import CapacityLimit, Found, HitCounts, IgnoresHints, Lines
 from .changed_lines import ChangedLines
 from .full_table import CudaFullTable
 
-BeforeImages = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]
+BeforeImages = tuple[NDArray[np.int64], NDArray[np.uint8]]  # positions [n], ascending, and lines [n, stored_bytes]
 SCAN_ROWS = 1 << 16  # rows of a chunk
 
 
@@ -38,86 +38,90 @@ class SortedRows:
     bounds: NDArray[np.int64]  # [BUCKETS + 1]
 
 
-class TableImage:
-    """`TableImage` of `engine/store/contract.py` on a GPU. Rows are kept aside in host memory.
+class CudaTableImage:
+    """`TableImage` of `engine/store/contract.py` on a GPU, with before-images in host memory.
 
-    A call that keeps rows waits for the device. The image may read a row from its line until another row takes that
-    line; before that the first row is erased, and so kept aside. The caches above bring down only rows that were kept
-    aside before they were written.
+    A call that saves before-images waits for the device. The image may read a row from its line until another row gets
+    that line; before that the first row is erased, which saves its before-image. The caches above write back only rows
+    whose before-images were saved when they were written.
     """
 
-    def __init__(self, table: CudaFullTable, layout: Layout, held: Callable[[], SortedRows], faults: Tensor) -> None:
-        """held: returns what the table has at the time of the call."""
+    def __init__(self, table: CudaFullTable, layout: Layout, scan: Callable[[], SortedRows], faults: Tensor) -> None:
+        """scan: returns the rows of the table as of the call."""
         self._table, self._layout, self._faults = table, layout, faults
         device = self._layout.device.torch_device
         self._layout.device.wait()  # steps may run on another stream than this thread
-        self._held = held()
+        self._rows = scan()
         self._staging = Staging(self._layout)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # by the number of a line + 1: the place in `_held` of a row that was neither read nor kept so far, or -1
-        self._places = torch.full((self._table.room + 1,), -1, dtype=torch.int64, device=device)
-        self._places[self._held.numbers + 1] = torch.arange(len(self._held.keys), device=device)
-        self._kept: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
+        # by the number of a line + 1: the position in `_rows` of a row that was neither read nor saved so far, or -1
+        self._positions = torch.full((self._table.room + 1,), -1, dtype=torch.int64, device=device)
+        self._positions[self._rows.numbers + 1] = torch.arange(len(self._rows.keys), device=device)
+        self._before_images: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
         self._bucket = self._at = 0
         self.kept_bytes = 0
         self._layout.device.wait()
 
     def keep(self, batch: Batch) -> None:
-        with self._table.alone():
-            self._keep(self._table.lines_of(batch))
+        with self._table.exclusive():
+            self._save(self._table.lines_of(batch))
 
     def keep_rows(self, tables: TableIds, keys: Keys) -> None:
         self.keep(rows_of(self._layout.device, tables, keys, self._faults))
 
     def list(self, bucket: int) -> None:
-        self._bucket, self._at = bucket, int(self._held.bounds[bucket])
-        if len(parts := self._kept[bucket]) > 1:
-            places, lines = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            order = np.argsort(places)
-            self._kept[bucket] = [(places[order], lines[order])]
+        self._bucket, self._at = bucket, int(self._rows.bounds[bucket])
+        if len(parts := self._before_images[bucket]) > 1:
+            positions, lines = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            order = np.argsort(positions)
+            self._before_images[bucket] = [(positions[order], lines[order])]
 
     def sort(self) -> None:
-        """Does nothing: the rows of `held` are sorted already."""
+        """Does nothing: the rows of `scan` are sorted."""
 
     def next(self, rows: NDArray[np.uint8]) -> int:
         most = len(rows) // row_dtype(self._layout.width).itemsize
-        begin, end = self._at, min(self._at + most, int(self._held.bounds[self._bucket + 1]))
+        begin, end = self._at, min(self._at + most, int(self._rows.bounds[self._bucket + 1]))
         if begin == end:
-            self.kept_bytes -= sum(places.nbytes + kept.nbytes for places, kept in self._kept[self._bucket])
-            self._kept[self._bucket] = []
+            self.kept_bytes -= sum(
+                positions.nbytes + lines.nbytes for positions, lines in self._before_images[self._bucket]
+            )
+            self._before_images[self._bucket] = []
             return 0
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
-        held = self._held
+        source = self._rows
         # after what the training thread has launched, and before what it will launch
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            lines = self._staging.pack(held.tables[begin:end], held.keys[begin:end], held.lines[begin:end], packed)
-            self._places[held.numbers[begin:end] + 1] = -1
-        for places, kept in self._kept[self._bucket]:
-            part = slice(*np.searchsorted(places, (begin, end)))
-            lines[places[part] - begin] = kept[part]
+            lines = self._staging.pack(
+                source.tables[begin:end], source.keys[begin:end], source.lines[begin:end], packed
+            )
+            self._positions[source.numbers[begin:end] + 1] = -1
+        for positions, before in self._before_images[self._bucket]:
+            part = slice(*np.searchsorted(positions, (begin, end)))
+            lines[positions[part] - begin] = before[part]
         self._at = end
         return end - begin
 
-    def _keep(self, lines: Tensor) -> None:
+    def _save(self, lines: Tensor) -> None:
         numbers = self._table.numbers_of(lines) + 1
-        numbers = torch.where(numbers < len(self._places), numbers, 0)
-        places = self._places[numbers]
-        wanted = (places >= 0).nonzero()[:, 0]
-        places, order = places[wanted].sort()
+        numbers = torch.where(numbers < len(self._positions), numbers, 0)
+        positions = self._positions[numbers]
+        unsaved = (positions >= 0).nonzero()[:, 0]
+        positions, order = positions[unsaved].sort()
         if len(order) == 0:
             return
-        was = self._staging.read(lines[wanted[order]])[:, : self._layout.stored_bytes]
-        there = places.cpu().numpy()
-        bounds = np.searchsorted(there, self._held.bounds)
+        before = self._staging.read(lines[unsaved[order]])[:, : self._layout.stored_bytes]
+        on_host = positions.cpu().numpy()
+        bounds = np.searchsorted(on_host, self._rows.bounds)
         parts = [
-            (bucket, (there[begin:end].copy(), was[begin:end].copy()))  # copied, so that each bucket is freed by itself
+            (bucket, (on_host[begin:end].copy(), before[begin:end].copy()))  # copies, so that buckets are freed singly
             for bucket, (begin, end) in enumerate(itertools.pairwise(bounds.tolist()))
             if begin < end
         ]
-        self._places[numbers[wanted]] = -1
+        self._positions[numbers[unsaved]] = -1
         for bucket, part in parts:
-            self._kept[bucket].append(part)
-        self.kept_bytes += there.nbytes + was.nbytes
+            self._before_images[bucket].append(part)
+        self.kept_bytes += on_host.nbytes + before.nbytes
 
 
 class CudaFullStore(IgnoresHints[Batch]):
@@ -135,10 +139,10 @@ class CudaFullStore(IgnoresHints[Batch]):
         self.staging = Staging(layout)
         self._pinned: Batch | None = None
 
-    def pin(self, batch: Batch, room: CapacityLimit | None) -> None:
-        """Pin as `Store.pin` says. With a capacity, rows that do not fit set a fault and read as zeros.
+    def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
+        """`TopTier.pin`. With a capacity, rows that do not fit set a fault and read as zeros.
 
-        The bound is the table's memory and not `room`. Rows of a step that failed take room as well.
+        The limit is the table's memory and not `capacity_limit`. Rows of a failed step take memory as well.
         """
         ranks = self.table.find(batch)
         self.table.insert_missing(batch, ranks)
@@ -166,53 +170,53 @@ class CudaFullStore(IgnoresHints[Batch]):
         all_of = torch.ones(batch.size, dtype=torch.int32, device=batch.lines.device)
         ranks = all_of.cumsum(0, dtype=torch.int32)
         self.staging.fill(batch, all_of, ranks, np.ones(batch.size, np.bool_))
-        ranks.cpu()  # waits: the staging memory is used again
+        ranks.cpu()  # waits, since the staging memory is used again
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
-        kept = lines_among([] if self._pinned is None else [self._pinned], batch, self._faults.word) != 0
-        initialise_lines(batch, self.layout, kept)
-        self.table.erase(batch, torch.where(kept, 0, batch.lines))
+        pinned = lines_among([] if self._pinned is None else [self._pinned], batch, self._faults.word) != 0
+        initialise_lines(batch, self.layout, pinned)
+        self.table.erase(batch, torch.where(pinned, 0, batch.lines))
 
     def scan(self) -> Chunks:
-        held = self.held()
+        source = self.sorted_rows()
         for bucket in range(BUCKETS):
-            for begin in range(held.bounds[bucket], held.bounds[bucket + 1], SCAN_ROWS):
-                rows = slice(begin, min(begin + SCAN_ROWS, held.bounds[bucket + 1]))
-                yield bucket, self._packed(held.tables[rows], held.keys[rows], held.lines[rows])
+            for begin in range(source.bounds[bucket], source.bounds[bucket + 1], SCAN_ROWS):
+                rows = slice(begin, min(begin + SCAN_ROWS, source.bounds[bucket + 1]))
+                yield bucket, self._packed(source.tables[rows], source.keys[rows], source.lines[rows])
 
-    def held(self) -> SortedRows:
-        with self.table.alone():
-            return self._held()
+    def sorted_rows(self) -> SortedRows:
+        with self.table.exclusive():
+            return self._sorted_rows()
 
-    def image(self, top: Any) -> TableImage:
-        return TableImage(self.table, self.layout, self.held, self._faults.word)
+    def image(self, top: Any) -> CudaTableImage:
+        return CudaTableImage(self.table, self.layout, self.sorted_rows, self._faults.word)
 
-    def tracker(self) -> ChangedLines:
+    def change_source(self) -> ChangedLines:
         return ChangedLines(self.table)
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        """Copy each held row to its line in host memory."""
+        """Copy each row that the table has to its line in host memory."""
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
-        there = (batch.lines != 0).nonzero()[:, 0]
-        self.staging.read(batch.lines[there])
-        rows = there.cpu().numpy()
+        resident = (batch.lines != 0).nonzero()[:, 0]
+        self.staging.read(batch.lines[resident])
+        rows = resident.cpu().numpy()
         found = np.zeros(len(keys), np.bool_)
         found[rows] = self.staging.updates(len(rows)) != 0
-        brought = self.staging.rows(len(rows))[2]
-        _core.copy_lines(self._host_layout, brought[found[rows]], lines[found])
+        staged = self.staging.rows(len(rows))[2]
+        _core.copy_lines(self._host_layout, staged[found[rows]], lines[found])
         return found
 
     def flush(self) -> None:
-        """Does nothing: no tier lies below."""
+        """Does nothing: there is no tier below."""
 
     def close(self) -> None:
-        self._faults.seen(wait=True)  # waits: kernels may be at work on memory of the host
+        self._faults.seen(wait=True)  # waits: kernels may be accessing host memory
         self.table = CudaFullTable(self.layout, None)
 
-    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         batch = one_row(self.layout.device, table, key, self._faults.word)
         self.table.find(batch)
         line = int(self.table.numbers_of(batch.lines))
@@ -224,11 +228,11 @@ class CudaFullStore(IgnoresHints[Batch]):
         moved = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
 
-    def asked(self) -> HitCounts:
-        asked: HitCounts = self.table.asked.total().cpu().numpy()
-        return asked
+    def hit_counts(self) -> HitCounts:
+        counts: HitCounts = self.table.asked.total().cpu().numpy()
+        return counts
 
-    def _held(self) -> SortedRows:
+    def _sorted_rows(self) -> SortedRows:
         hashes, tables, lines, updates = self.table.rows()
         numbers = updates.nonzero()[:, 0]
         hashes, tables = hashes[numbers], tables[numbers]
@@ -245,6 +249,6 @@ class CudaFullStore(IgnoresHints[Batch]):
 
     def _packed(self, tables: TableIds, keys: Keys, lines: Tensor) -> NDArray[np.void]:
         rows = np.empty(len(keys), row_dtype(self.layout.width))
-        with self.table.alone():
+        with self.table.exclusive():
             self.staging.pack(tables, keys, lines, rows)
         return rows

@@ -1,4 +1,4 @@
-"""The full table: its index in device memory, its lines there or in page-locked memory of the host."""
+"""The full table: its index in device memory, its lines there or in page-locked host memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.layout import Layout
 
 SLOT_BYTES = 16
-SMALLEST_BITS = 10  # lines of the first segment of a table that grows, as a power of two
-MOST_ROWS = (1 << 32) * 3 // 4
+MIN_BITS = 10  # lines of the first segment of a table that grows, as a power of two
+MAX_ROWS = (1 << 32) * 3 // 4
 PROBE_LANES, WARP = 8, 32  # as in full_table.cu
 
 COUNTS = ("used", "erased", "insertions")
@@ -25,46 +25,46 @@ _SEGMENTS = np.dtype([("begins", "<u8"), ("room", "<u8"), ("base_bits", "<u4")],
 
 
 class CudaFullTable:
-    """Every row in device memory, or its line in memory of the host that kernels reach.
+    """Every row in device memory, or its line in host memory that kernels access.
 
-    With a capacity the table has all of its memory from the start and never waits for the device: rows that do not fit
-    set a fault of their batch, and the step that brought them changes nothing. Without a capacity the table grows, and
-    waits only where its rows could exceed its room.
+    With a capacity the table allocates all of its memory at once and never waits for the device: rows that do not fit
+    set a fault of their batch, and the step changes nothing. Without a capacity the table grows, and waits only if its
+    rows could exceed its memory.
     """
 
     def __init__(self, layout: Layout, capacity: int | None, load: float = 0.75, on_host: bool = False) -> None:
-        """`load`: the most rows for each slot of the index. `on_host`: where lines are."""
+        """load: the maximum of rows for each slot of the index. on_host: whether lines are in host memory."""
         self._layout = layout
         self.device = layout.device
         self._program = layout.program("store/cuda/full_table.cu")
         self._fixed = capacity is not None
         self._load = load
         self._on_host = on_host
-        self._base_bits = SMALLEST_BITS if capacity is None else max(capacity - 1, 1).bit_length()
+        self._base_bits = MIN_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
-        self._places = self._zeros((3, 0), torch.int64)  # begin, end and first row's number of each segment, by begin
+        self._bounds = self._zeros((3, 0), torch.int64)  # begin, end and first row's number of each segment, by begin
         self._room = 0  # how many rows there is memory for
-        self._bound = 0  # the most rows that there can be: an upper bound that needs no waiting
+        self._max_rows = 0  # an upper bound of its rows, known without waiting
         self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(len(COUNTS), torch.int64)
         self.asked = HitCounters(layout)
-        # around each look at its rows from outside of a store's calls, for a table that another thread changes as well
-        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        # around reads of its rows outside of a store's calls, for a table that another thread changes as well
+        self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
         self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
-        # its address: with a capacity nothing else moves, and launches may be recorded with the addresses they have
+        # its address: with a capacity nothing else moves, so captured launches keep valid addresses
         self._erased_at = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=self.nowhere.device)
         if capacity is not None:
             self._grow_index(capacity)
             self._add_segment(capacity)
 
     def find(self, batch: Batch) -> Tensor:
-        """Set `batch.lines`, zero where a row is absent. Returns the running count of absent rows, [size]."""
+        """Set `batch.lines`, zero for absent rows. Returns the running count of absent rows, [size]."""
         return self._find(batch, batch.lines).cumsum(0, dtype=torch.int32)
 
     def lines_of(self, batch: Batch) -> Tensor:
-        """The addresses [size] that `find` would set; `batch.lines` stays."""
+        """The addresses [size] that `find` would set; `batch.lines` is unchanged."""
         lines = torch.empty_like(batch.lines)
         self._find(batch, lines)
         return lines
@@ -96,7 +96,7 @@ class CudaFullTable:
         erased = batch.empty(torch.int32)
         self._run("erase_rows", batch.size, 1, slots, mask, batch.hashes, batch.tables, clusters, order, n, erased)
         free = int(self._counts[1])
-        self.device.keep(self._erased)
+        self.device.record_stream(self._erased)
         self._erased = torch.cat([self._erased[:free], erased[erased != 0], self._zeros(1, torch.int32)])
         self._erased_at.fill_(self._erased.data_ptr())
         self._counts[1] = len(self._erased) - 1
@@ -112,10 +112,10 @@ class CudaFullTable:
         return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
 
     def numbers_of(self, lines: Tensor) -> Tensor:
-        """The number of the line at each address [n], int64 [n]; -1 for an address that is no line of this table."""
+        """The number of the line at each address [n], int64 [n]; -1 for an address outside this table."""
         if not self._segments:
             return torch.full_like(lines, -1)
-        begins, ends, firsts = self._places
+        begins, ends, firsts = self._bounds
         segment = torch.searchsorted(begins, lines, right=True) - 1  # -1 for an address before all
         inside = (segment >= 0) & (lines < ends[segment])
         numbers = firsts[segment] + (lines - begins[segment]) // self._layout.line_bytes
@@ -164,14 +164,14 @@ class CudaFullTable:
         return missing
 
     def _reserve(self, more: int, ranks: Tensor) -> None:
-        if self._bound + more > self._room and more:
+        if self._max_rows + more > self._room and more:
             used, erased, missing = torch.stack([*self._counts[:2], ranks[-1].to(torch.int64)]).tolist()  # waits
-            self._bound, more = used, max(missing - erased, 0)
-        self._bound += more
-        if self._bound > MOST_ROWS:
-            raise MemoryError(f"{self._bound} rows; a table holds up to {MOST_ROWS}")
-        self._grow_index(self._bound)
-        while self._room < self._bound:
+            self._max_rows, more = used, max(missing - erased, 0)
+        self._max_rows += more
+        if self._max_rows > MAX_ROWS:
+            raise MemoryError(f"{self._max_rows} rows; a table holds up to {MAX_ROWS}")
+        self._grow_index(self._max_rows)
+        while self._room < self._max_rows:
             self._add_segment(1 << (self._base_bits + len(self._segments)))
 
     def _grow_index(self, rows: int) -> None:
@@ -183,7 +183,7 @@ class CudaFullTable:
             return
         larger = self._zeros(size * SLOT_BYTES, torch.uint8)
         self._run("move_rows", slots, 1, self._slots, np.uint64(slots), larger, np.uint32(size - 1))
-        self.device.keep(self._slots)
+        self.device.record_stream(self._slots)
         self._slots = larger
 
     def _add_segment(self, lines: int) -> None:
@@ -195,10 +195,10 @@ class CudaFullTable:
         self._addresses[len(self._segments)] = segment.data_ptr()
         self._segments.append(segment)
         begin = segment.data_ptr()
-        place = torch.tensor([[begin], [begin + size], [self._room]], device=self._places.device)
-        places = torch.cat([self._places, place], 1)
-        self.device.keep(self._places)
-        self._places = places[:, places[0].argsort()]
+        place = torch.tensor([[begin], [begin + size], [self._room]], device=self._bounds.device)
+        places = torch.cat([self._bounds, place], 1)
+        self.device.record_stream(self._bounds)
+        self._bounds = places[:, places[0].argsort()]
         self._room += lines
 
     def _zeros(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:

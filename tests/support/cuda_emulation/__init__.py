@@ -50,7 +50,7 @@ class EmulatedDevice:
         else:
             self._recording.current.add(run)
 
-    def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
+    def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
         self._recording.current = recording = Recording()
         try:
             with recording, NoHost():
@@ -77,7 +77,7 @@ class EmulatedDevice:
     def wait(self) -> None:
         pass
 
-    def keep(self, memory: torch.Tensor) -> None:
+    def record_stream(self, memory: torch.Tensor) -> None:
         pass
 
 
