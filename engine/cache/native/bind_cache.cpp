@@ -1,4 +1,4 @@
-// The binding of caches.
+// Python binding of the cache.
 #include <nanobind/stl/shared_ptr.h>
 
 #include "ops/native/bind.h"
@@ -102,7 +102,7 @@ void bind_cache(nb::module_& m) {
         .def("where", &where)
         .def("residents", &residents)
         .def("metrics", &metrics_of)
-        .def("asked", &asked<CachedTier>);
+        .def("asked", &hit_counts<CachedTier>);
     m.attr("WAYS") = WAYS;
     m.attr("GROUP") = GROUP;
     m.attr("WAY_BYTES") = sizeof(Way);

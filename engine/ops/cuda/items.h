@@ -19,7 +19,7 @@ TIERBED_FN void for_each(u64 n, const Body& body) {
     for_each_item<1>(n, [&](Tile, u64 item) { body(item); });
 }
 
-// What a kernel found that the host must raise, at the latest at the next call.
+// Faults that a kernel finds. The host raises them, at the latest in the next call.
 constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
 
 // Counts in device memory that many threads add to.
@@ -44,7 +44,7 @@ private:
     u32 place_ = 0;
 };
 
-// Of counts [tables, 2], hits and misses: where a row that was asked for counts.
+// The element of counts [tables, 2], hits and misses, that a lookup of a row adds to.
 TIERBED_FN u32 place_of(u32 table, bool missed) { return 2 * table + missed; }
 
 }  // namespace tierbed

@@ -1,6 +1,5 @@
-// The binding of RocksDB.
+// Python binding of RocksDB.
 #include "ops/native/bind.h"
-
 
 #ifdef TIERBED_ROCKSDB
 #include "rows.h"
@@ -39,7 +38,7 @@ nb::dict info_of(const RocksTier& tier) {
     return all;
 }
 
-nb::list held_files(RocksTier& tier) {
+nb::list live_files(RocksTier& tier) {
     const std::vector<LiveFile> files = [&] {
         nb::gil_scoped_release unlocked;
         return tier.hold_files();
@@ -105,13 +104,13 @@ void bind_rocksdb(nb::module_& m) {
         .def("close", &RocksTier::close, unlocked)
         .def("make_writable", &RocksTier::make_writable, unlocked)
         .def_prop_ro("failed", &RocksTier::failed)
-        .def("hold_files", &held_files)
+        .def("hold_files", &live_files)
         .def("release_files", &RocksTier::release_files, unlocked)
         .def("where",
              [](const RocksTier& tier, u32 table, u64 key) -> nb::object {
                  const auto record = [&] {
                      nb::gil_scoped_release unlocked;
-                     return tier.where(table, key);
+                     return tier.locate(table, key);
                  }();
                  return record ? nb::object(described(*record)) : nb::none();
              })

@@ -24,7 +24,7 @@
 #include <rocksdb/version.h>
 #include <sys/resource.h>
 
-// RocksDB reads by io_uring only in a process that says so by this name.
+// RocksDB reads by io_uring only if the process defines this function.
 extern "C" __attribute__((visibility("default"))) bool RocksDbIOUringEnable() { return true; }
 
 namespace tierbed {
@@ -199,13 +199,13 @@ std::vector<std::string> table_field_names() { return sorted_names(table_fields(
 namespace {
 
 constexpr int MERGED = 8;    // memtables that one flush writes
-constexpr int BUFFERS = 12;  // memtables of a shard, at most: those, and room to write while they are flushed
+constexpr int BUFFERS = 12;  // memtables of a shard, at most: those of a flush, and others to write to meanwhile
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
-constexpr std::size_t ENTRY_BYTES = 20;            // of a row in a block beside the row itself, about
-constexpr std::size_t BLOCK_BYTES = 64;            // of a block beside its rows, about
-constexpr std::size_t MOST_UNUSED = 4;             // a part of a block: what aligned blocks may leave unused
+constexpr std::size_t ENTRY_BYTES = 20;            // about, of a row in a block, next to the row itself
+constexpr std::size_t BLOCK_BYTES = 64;            // about, of a block, next to its rows
+constexpr std::size_t MAX_UNUSED = 4;              // aligned blocks may waste block / MAX_UNUSED bytes
 
-// Errors are returned and thrown; a log beside them would take disk, and fail to open where there is none.
+// Errors are returned and thrown. A log would take disk space, and opening it would fail on a full disk.
 class NoLog : public rocksdb::Logger {
 public:
     NoLog() : Logger(rocksdb::FATAL_LEVEL) {}
@@ -213,8 +213,8 @@ public:
     void Logv(const char*, va_list) override {}
 };
 
-// An error that a disk with space again can mend is no reason to refuse every later write. The next call tries again;
-// RocksDB's own attempts, seconds apart, would turn it away meanwhile. A failed compaction starts again by itself.
+// A full disk must not make RocksDB refuse every later write, since space may be freed. The next call tries again.
+// RocksDB's own retries, which are seconds apart, would refuse it meanwhile. A failed compaction restarts by itself.
 class Recoverable : public rocksdb::EventListener {
 public:
     void OnBackgroundError(rocksdb::BackgroundErrorReason reason, rocksdb::Status* error) override {
@@ -227,7 +227,7 @@ public:
     }
 };
 
-// A share of the files that the process may open, half of them left to others.
+// Open files for each shard: half of the process's limit for all shards.
 int open_files(u32 shards) {
     rlimit limit{};
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return -1;
@@ -246,17 +246,17 @@ rocksdb::Options own_options(const RocksOptions& options) {
     database.create_if_missing = options.create;
     database.max_open_files = open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
-    // Memtables that stay in the processor's cache take a row several times as fast as large ones; a flush merges them.
+    // Memtables that fit in the CPU cache insert several times faster than large ones; a flush merges them.
     database.write_buffer_size =
         std::max<std::size_t>(options.buffer_bytes / options.shards / BUFFERS, SMALLEST_BUFFER);
     database.max_write_buffer_number = BUFFERS;
     database.min_write_buffer_number_to_merge = MERGED;
     database.memtable_whole_key_filtering = true;
     database.memtable_prefix_bloom_size_ratio = 0.01;
-    // A batch ascends within a bucket, the first byte of a key: each insertion starts where the one before ended.
+    // Keys of a batch ascend within a bucket, the first byte: each insertion starts at the end of the one before.
     database.memtable_insert_with_hint_prefix_extractor.reset(rocksdb::NewFixedPrefixTransform(1));
     database.allow_concurrent_memtable_write = false;
-    // Rows are overwritten at random: universal compaction rewrites each less often than levels do.
+    // Rows are overwritten at random, and universal compaction rewrites each less often than level compaction.
     database.compaction_style = rocksdb::kCompactionStyleUniversal;
     database.compaction_options_universal.min_merge_width = 4;
     database.compaction_options_universal.max_size_amplification_percent = 100;
@@ -265,7 +265,7 @@ rocksdb::Options own_options(const RocksOptions& options) {
         std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 2, 8);  // shared by all databases
     database.compaction_readahead_size = 1 << 20;
     database.avoid_unnecessary_blocking_io = true;
-    database.avoid_flush_during_shutdown = true;  // flush() is explicit; without it the live folder is scratch
+    database.avoid_flush_during_shutdown = true;  // without an explicit flush() the live rows are not served again
     database.info_log = std::make_shared<NoLog>();
     database.allow_mmap_reads = options.read_mode == ReadMode::MMAP;
     database.use_direct_reads = options.read_mode == ReadMode::DIRECT;
@@ -339,16 +339,16 @@ bool compresses(const rocksdb::Options& options) {
            (last != rocksdb::kDisableCompressionOption && last != rocksdb::kNoCompression);
 }
 
-// A block that begins with a page of the disk is read as one page, and not as two. RocksDB aligns no compressed blocks
-// and no odd sizes; large rows would leave much of each block unused.
+// An aligned block is read as one page of the disk instead of two. RocksDB aligns neither compressed blocks nor sizes
+// other than powers of two. With large rows, aligned blocks would waste much space.
 void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedOptions& more) {
     auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
     for (const auto& [name, value] : more)
         if (name == TABLE && value.find("block_align") != std::string::npos) return;
     const std::size_t block = table->block_size, entry = row_bytes + ENTRY_BYTES;
-    const std::size_t room = block - std::min(block, BLOCK_BYTES);
-    const bool is_power = (block & (block - 1)) == 0, fills = entry <= room && room % entry <= block / MOST_UNUSED;
-    const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `FileChecksums` sees no other writes
+    const std::size_t space = block - std::min(block, BLOCK_BYTES);
+    const bool is_power = (block & (block - 1)) == 0, fills = entry <= space && space % entry <= block / MAX_UNUSED;
+    const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `FileChecksums` does not see direct writes
     table->block_align = is_power && fills && follows && !compresses(options);
 }
 
@@ -360,7 +360,7 @@ rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_byte
     rocksdb::Options database = own_options(options);
     apply_all(database, options.more);
     align_blocks(database, row_bytes, options.more);
-    // RocksDB 7 forgets a flush that is to begin when another of its database fails: there is one at a time.
+    // One flush at a time: RocksDB 7 loses a flush that starts while another one of its database fails.
     database.max_background_flushes = 1;
     database.max_background_compactions = background_threads(database).compactions;
     return database;

@@ -1,4 +1,4 @@
-// What the databases of a RocksTier are opened with: the tier's own settings, then what a user sets by name.
+// The options of a RocksTier's databases: the tier's own settings, and the options that a user sets by name.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -22,37 +22,37 @@ struct RocksOptions {
     bool read_only;  // nothing is written to the folder
     u32 shards;
     std::size_t block_bytes;
-    std::size_t cache_bytes;   // of blocks, for direct reads: the page cache has them otherwise
-    std::size_t buffer_bytes;  // of memtables, the most of all shards together
+    std::size_t cache_bytes;   // of RocksDB's block cache, for direct reads; other reads use the page cache
+    std::size_t buffer_bytes;  // of the memtables of all shards, at most
     ReadMode read_mode;
-    bool async_io;             // where the library has it
-    std::size_t read_threads;  // the most of a call, the caller among them
+    bool async_io;             // used if the library has it
+    std::size_t read_threads;  // of a call, at most, the caller included
     NamedOptions more;
 };
 
 bool caches_blocks(const RocksOptions& options);
 
-// Options of one shard whose rows have so many bytes, without what the shards share (cache, statistics). Throws as
-// `check_options`.
+// Options of one shard with rows of `row_bytes`, without what all shards share (cache, statistics). Throws as
+// `check_options` does.
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes);
 
-// Throws std::invalid_argument, "name='value': reason and remedy", where RocksDB does not know an option, cannot read
-// its value, or where it would break what the tier promises.
+// Throws std::invalid_argument, "name='value': reason; remedy", if RocksDB does not know an option or cannot read its
+// value, or if the option would break a promise of the tier.
 void check_options(const NamedOptions& more);
 
-// Names and values of RocksDB's options string. Throws std::invalid_argument.
+// The names and values of RocksDB's options string. Throws std::invalid_argument.
 NamedOptions parse_options(const std::string& text);
 
-// Every name that `check_options` may take, and the fields of block_based_table_factory, for suggestions.
+// The options that `check_options` accepts, and the fields of block_based_table_factory, for suggestions.
 std::vector<std::string> option_names();
 std::vector<std::string> table_field_names();
 
 std::string library_version();
 
-// Whether the library reads by io_uring here.
+// Whether RocksDB can read by io_uring on this machine.
 bool has_async_io();
 
-// Of this process, for all databases together.
+// The threads of this process, which all databases share.
 struct BackgroundThreads {
     int flushes, compactions;
 };

@@ -1,4 +1,4 @@
-// What RocksDB says of a failure, with the folder and a remedy.
+// Throws RocksDB's errors, with the folder and a remedy.
 #pragma once
 #include <string>
 
@@ -8,7 +8,7 @@ class Status;
 
 namespace tierbed {
 
-// Throws std::runtime_error, "RocksDB in <folder>: <what>: <its own words>; <remedy>", unless all is well.
+// Throws std::runtime_error, "RocksDB in <folder>: <what>: <status>; <remedy>", unless the status is OK.
 void check(const rocksdb::Status& status, const std::string& folder, const char* what);
 
 }  // namespace tierbed
