@@ -53,8 +53,7 @@ def hash_parts(bytes: U8, offsets: I64, seed: int, out: I64) -> None:
 def hash_rows(bytes: U8, width: int, is_text: bool, seed: int, out: I64) -> int:
     """Write to out [n] the XXH64 of rows of `width` bytes each, without trailing zeros.
 
-    is_text: rows are characters of 4 bytes, whose UTF-8 is hashed. Returns the first row that is no valid Unicode, or
-    n.
+    is_text: rows are characters of 4 bytes, whose UTF-8 is hashed. Returns the first row that is not Unicode, or n.
     """
 
 def normal_quantile(p: float) -> float:
@@ -133,7 +132,7 @@ def update(
     `by_table` [tables].
     """
 
-def settle(batch: Batch, layout: Layout, rule: str, hyper: Sequence[float], step: int) -> None:
+def preview_catch_up(batch: Batch, layout: Layout, rule: str, hyper: Sequence[float], step: int) -> None:
     """Point `batch.views` to copies, caught up to `step`, of rows that missed steps.
 
     Does nothing for rules that do not catch up. No line changes.
@@ -179,13 +178,13 @@ class FullTable(Tier):
     """All rows in memory: an open-addressing index per bucket, lines in segments that never move."""
 
     def __init__(self, layout: Layout) -> None: ...
-    def asked(self) -> U64:
+    def hit_counts(self) -> U64:
         """[tables * 2], the hits and misses of each table."""
     def find(self, batch: Batch) -> int:
         """Set `batch.lines`, zero for missing rows. Returns the number of missing rows."""
     def insert_missing(self, batch: Batch, layout: Layout) -> None:
         """Insert and initialise each row whose line is zero."""
-    def where(self, table: int, key: int) -> dict[str, int] | None:
+    def locate(self, table: int, key: int) -> dict[str, int] | None:
         """`updates` and `last_step` of a row, and its `line` in its bucket; None if the table lacks it."""
     def metrics(self) -> dict[str, float]: ...
     def scan(self, bucket: int) -> U8:
@@ -221,12 +220,12 @@ class CachedTier(Tier):
         """Write every dirty line to the tier below."""
     def close(self) -> None:
         """End the write-behind thread. Nothing may be called after it."""
-    def where(self, table: int, key: int) -> dict[str, Any] | None: ...
+    def locate(self, table: int, key: int) -> dict[str, Any] | None: ...
     def residents(self) -> tuple[I64, U32, U64, Bools]:
         """Slots, tables, keys and dirty flags of resident rows: those of the sets, then with slot -1 the others."""
     def metrics(self) -> dict[str, float]: ...
-    def asked(self) -> U64:
-        """As `FullTable.asked`."""
+    def hit_counts(self) -> U64:
+        """As `FullTable.hit_counts`."""
 
 def use_own_pool(threads: int) -> None:
     """Give the calling thread its own pool of threads, so that its loops do not use the pool of steps."""
@@ -247,9 +246,9 @@ class Ledger:
     """
 
     def __init__(
-        self, *, eviction: str, capacity: int | None, ttl_steps: int, sights: int, chance: float, seed: int
+        self, *, eviction: str, capacity: int | None, ttl_steps: int, min_lookups: int, chance: float, seed: int
     ) -> None:
-        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`; `sights` or `chance`: admission."""
+        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`; `min_lookups` or `chance`: admission."""
     def admit(self, batch: Batch, layout: Layout, now: int, training: bool) -> Admitted:
         """Decide which rows of a batch that step `now` writes are admitted. Without `training` no row is refused.
 
@@ -290,9 +289,9 @@ class TableImage:
 
     def __init__(self, table: FullTable, layout: Layout, top: Tier) -> None:
         """`top`: the table itself, or a cache over it that has no newer rows."""
-    def keep(self, batch: Batch) -> None:
+    def save_before_images(self, batch: Batch) -> None:
         """Save the before-images of a pinned batch, before its lines are written."""
-    def keep_rows(self, tables: U32, keys: U64) -> None:
+    def save_before_images_of(self, tables: U32, keys: U64) -> None:
         """Save the before-images of rows, distinct, before they are erased."""
     def list(self, bucket: int) -> None:
         """Start to read a bucket. Buckets are read in ascending order."""
@@ -300,7 +299,7 @@ class TableImage:
         """To be called between `list` and the first `next`."""
     def next(self, rows: U8) -> int:
         """Pack rows by (table, key), as `row_dtype`, and return their number: 0 at the end of the bucket."""
-    kept_bytes: int
+    before_image_bytes: int
 
 rocksdb_version: str
 
@@ -356,7 +355,7 @@ class RocksTier(Tier):
         copy has the first `bytes` of the file, or `content`. One caller at a time.
         """
     def release_files(self) -> None: ...
-    def where(self, table: int, key: int) -> dict[str, int] | None:
+    def locate(self, table: int, key: int) -> dict[str, int] | None:
         """`updates` and `last_step` of a row; None if RocksDB lacks it."""
     def metrics(self) -> dict[str, float]: ...
     def info(self) -> dict[str, Any]: ...
@@ -410,7 +409,7 @@ class Batch:
     tables: U32  # [unique]
     inverse: NDArray[np.int32]  # [size], the unique row of each position, -1 for padding
     lines: U64  # [unique], addresses, writable; zero until pinned or peeked
-    views: U64  # [unique], the lines that `gather` reads: `lines`, or the copies that `settle` caught up
+    views: U64  # [unique], the lines that `gather` reads: `lines`, or the copies that `preview_catch_up` made
     occurrences: U32  # [size - padding], positions grouped by unique row, ascending within one
     offsets: U32  # [unique + 1], the beginning of each row's occurrences
 

@@ -105,7 +105,7 @@ class CachedStore:
             self.native.erase(tables, keys)
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
-        place = self.native.where(table, key)
+        place = self.native.locate(table, key)
         here = [] if place is None else [{"tier": self._tier, **place}]
         return [*here, *self._below.where(table, key)]
 
@@ -129,7 +129,7 @@ class CachedStore:
         return {self._tier: self.native.metrics(), **self._below.metrics()}
 
     def asked(self) -> HitCounts:
-        return self.native.asked().astype(np.int64).reshape(-1, 2)
+        return self.native.hit_counts().astype(np.int64).reshape(-1, 2)
 
     def _tell(self, rows: int) -> None:
         """Warn of a batch with more rows than the sets have room for."""

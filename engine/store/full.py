@@ -75,7 +75,7 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
         self.native.erase(tables, keys)
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
-        place = self.native.where(table, key)
+        place = self.native.locate(table, key)
         return [] if place is None else [{"tier": self._tier, **place}]
 
     def scan(self) -> Chunks:
@@ -101,4 +101,4 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
         return {self._tier: self.native.metrics()}
 
     def asked(self) -> HitCounts:
-        return self.native.asked().astype(np.int64).reshape(-1, 2)
+        return self.native.hit_counts().astype(np.int64).reshape(-1, 2)

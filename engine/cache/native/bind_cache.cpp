@@ -43,7 +43,7 @@ nb::dict metrics_of(const CachedTier& tier) {
     return all;
 }
 
-nb::object where(CachedTier& tier, u32 table, u64 key) {
+nb::object locate(CachedTier& tier, u32 table, u64 key) {
     const auto row = [&] {
         nb::gil_scoped_release unlocked;
         return tier.find(table, key);
@@ -99,10 +99,10 @@ void bind_cache(nb::module_& m) {
         .def("peek", &CachedTier::peek, unlocked)
         .def("flush", &CachedTier::flush, unlocked)
         .def("close", &CachedTier::close, unlocked)
-        .def("where", &where)
+        .def("locate", &locate)
         .def("residents", &residents)
         .def("metrics", &metrics_of)
-        .def("asked", &hit_counts<CachedTier>);
+        .def("hit_counts", &hit_counts<CachedTier>);
     m.attr("WAYS") = WAYS;
     m.attr("GROUP") = GROUP;
     m.attr("WAY_BYTES") = sizeof(Way);

@@ -24,12 +24,12 @@ void bind_ledger(nb::module_& m) {
         .def(
             "__init__",
             [](Ledger* self, const std::string& eviction, std::optional<std::size_t> capacity, u64 ttl_steps,
-               u32 sights, double chance, u64 seed) {
-                new (self)
-                    Ledger({eviction_named(eviction), capacity.value_or(SIZE_MAX), ttl_steps, sights, chance, seed});
+               u32 min_lookups, double chance, u64 seed) {
+                new (self) Ledger(
+                    {eviction_named(eviction), capacity.value_or(SIZE_MAX), ttl_steps, min_lookups, chance, seed});
             },
-            nb::kw_only(), nb::arg("eviction"), nb::arg("capacity").none(), nb::arg("ttl_steps"), nb::arg("sights"),
-            nb::arg("chance"), nb::arg("seed"))
+            nb::kw_only(), nb::arg("eviction"), nb::arg("capacity").none(), nb::arg("ttl_steps"),
+            nb::arg("min_lookups"), nb::arg("chance"), nb::arg("seed"))
         .def("admit", &Ledger::admit, nb::call_guard<nb::gil_scoped_release>())
         .def("commit", &Ledger::commit, nb::call_guard<nb::gil_scoped_release>())
         .def("expired", [](const Ledger& ledger, u32 now) { return arrays_of([&] { return ledger.expired(now); }); })

@@ -121,7 +121,7 @@ Array<const T> view(const Buffer<T>& values, nb::handle owner) {
 FloatType type_named(const std::string& dtype);
 void bind_layout(nb::module_& m);
 
-// The record of a row as a dict, to which `where` adds the location.
+// The record of a row as a dict, to which `locate` adds the location.
 inline nb::dict described(const Record& record) {
     nb::dict row;
     row["updates"] = record.updates;

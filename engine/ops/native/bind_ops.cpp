@@ -286,7 +286,7 @@ void bind_step(nb::module_& m) {
         },
         nb::arg("batch"), nb::arg("layout"), nb::arg("rows"), nb::arg("places"), nb::arg("rest").none() = nb::none(),
         nb::arg("position") = 0, nb::keep_alive<1, 3>());
-    m.def("settle",
+    m.def("preview_catch_up",
           [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
               const BoundRule bound(layout, rule, std::move(hyper));
               nb::gil_scoped_release unlocked;

@@ -59,15 +59,15 @@ class TableImage:
         self._places[self._held.numbers + 1] = torch.arange(len(self._held.keys), device=device)
         self._kept: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
         self._bucket = self._at = 0
-        self.kept_bytes = 0
+        self.before_image_bytes = 0
         self._layout.device.wait()
 
-    def keep(self, batch: Batch) -> None:
+    def save_before_images(self, batch: Batch) -> None:
         with self._table.alone():
             self._keep(self._table.lines_of(batch))
 
-    def keep_rows(self, tables: TableIds, keys: Keys) -> None:
-        self.keep(rows_of(self._layout.device, tables, keys, self._faults))
+    def save_before_images_of(self, tables: TableIds, keys: Keys) -> None:
+        self.save_before_images(rows_of(self._layout.device, tables, keys, self._faults))
 
     def list(self, bucket: int) -> None:
         self._bucket, self._at = bucket, int(self._held.bounds[bucket])
@@ -83,7 +83,7 @@ class TableImage:
         most = len(rows) // row_dtype(self._layout.width).itemsize
         begin, end = self._at, min(self._at + most, int(self._held.bounds[self._bucket + 1]))
         if begin == end:
-            self.kept_bytes -= sum(places.nbytes + kept.nbytes for places, kept in self._kept[self._bucket])
+            self.before_image_bytes -= sum(places.nbytes + kept.nbytes for places, kept in self._kept[self._bucket])
             self._kept[self._bucket] = []
             return 0
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
@@ -117,7 +117,7 @@ class TableImage:
         self._places[numbers[wanted]] = -1
         for bucket, part in parts:
             self._kept[bucket].append(part)
-        self.kept_bytes += there.nbytes + was.nbytes
+        self.before_image_bytes += there.nbytes + was.nbytes
 
 
 class CudaFullStore(IgnoresHints[Batch]):

@@ -106,7 +106,7 @@ void bind_rocksdb(nb::module_& m) {
         .def_prop_ro("failed", &RocksTier::failed)
         .def("hold_files", &live_files)
         .def("release_files", &RocksTier::release_files, unlocked)
-        .def("where",
+        .def("locate",
              [](const RocksTier& tier, u32 table, u64 key) -> nb::object {
                  const auto record = [&] {
                      nb::gil_scoped_release unlocked;

@@ -81,7 +81,7 @@ void bind_full_table(nb::module_& m) {
                  }
                  return own(std::move(rows));
              })
-        .def("where",
+        .def("locate",
              [](const FullTable& table, u32 id, u64 key) -> nb::object {
                  const auto location = [&] {
                      nb::gil_scoped_release unlocked;
@@ -107,7 +107,7 @@ void bind_full_table(nb::module_& m) {
                  add_latencies(all, "write", counts.write);
                  return all;
              })
-        .def("asked", &hit_counts<FullTable>)
+        .def("hit_counts", &hit_counts<FullTable>)
         .def_prop_ro("rows", &FullTable::rows)
         .def_prop_ro("bytes", &FullTable::bytes);
 }
@@ -143,8 +143,8 @@ void bind_table_image(nb::module_& m) {
     const nb::call_guard<nb::gil_scoped_release> unlocked;
     nb::class_<TableImage>(m, "TableImage")
         .def(nb::init<const FullTable&, const Layout&, Tier&>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>())
-        .def("keep", nb::overload_cast<const Batch&>(&TableImage::save_before_images), unlocked)
-        .def("keep_rows",
+        .def("save_before_images", nb::overload_cast<const Batch&>(&TableImage::save_before_images), unlocked)
+        .def("save_before_images_of",
              [](TableImage& image, InVector<u32> tables, InVector<u64> keys) {
                  require(tables.size() == keys.size(), "tables and keys differ in length");
                  nb::gil_scoped_release unlocked;
@@ -162,7 +162,7 @@ void bind_table_image(nb::module_& m) {
                  nb::gil_scoped_release unlocked;
                  return image.next(rows.data(), rows.size() / packed_bytes_of(image.width()));
              })
-        .def_prop_ro("kept_bytes", &TableImage::before_image_bytes);
+        .def_prop_ro("before_image_bytes", &TableImage::before_image_bytes);
 }
 
 }  // namespace
