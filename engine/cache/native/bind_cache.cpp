@@ -14,10 +14,7 @@ Replacement policy_of(const std::string& name) {
 }
 
 nb::dict metrics_of(const CachedTier& tier) {
-    const CachedTier::Metrics now = [&] {
-        nb::gil_scoped_release unlocked;
-        return tier.metrics();
-    }();
+    const CachedTier::Metrics now = without_gil([&] { return tier.metrics(); });
     nb::dict all;
     all["hits"] = now.counts.hits;
     all["misses"] = now.counts.misses;
@@ -44,10 +41,7 @@ nb::dict metrics_of(const CachedTier& tier) {
 }
 
 nb::object locate(CachedTier& tier, u32 table, u64 key) {
-    const auto row = [&] {
-        nb::gil_scoped_release unlocked;
-        return tier.find(table, key);
-    }();
+    const auto row = without_gil([&] { return tier.find(table, key); });
     if (!row) return nb::none();
     nb::dict all = described(row->record);
     all["slot"] = row->slot;
@@ -58,10 +52,7 @@ nb::object locate(CachedTier& tier, u32 table, u64 key) {
 }
 
 nb::tuple residents(CachedTier& tier) {
-    const auto rows = [&] {
-        nb::gil_scoped_release unlocked;
-        return tier.residents();
-    }();
+    const auto rows = without_gil([&] { return tier.residents(); });
     std::vector<i64> slots;
     std::vector<u32> tables;
     std::vector<u64> keys;

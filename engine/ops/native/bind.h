@@ -85,13 +85,17 @@ Array<T> view(std::vector<T>& values, nb::handle owner) {
     return Array<T>(values.data(), {values.size()}, owner);
 }
 
+// Calls body without the interpreter lock.
+template <class Body>
+auto without_gil(const Body& body) {
+    nb::gil_scoped_release released;
+    return body();
+}
+
 // The arrays (tables, keys) of the row keys that body returns without the interpreter lock.
 template <class Body>
 nb::tuple arrays_of(const Body& body) {
-    auto rows = [&] {
-        nb::gil_scoped_release unlocked;
-        return body();
-    }();
+    auto rows = without_gil(body);
     return nb::make_tuple(own(std::move(rows.tables)), own(std::move(rows.keys)));
 }
 
@@ -132,12 +136,7 @@ inline nb::dict described(const Record& record) {
 // [tables * 2]: the hits and misses of each table.
 template <class Store>
 Array<u64> hit_counts(const Store& store) {
-    std::vector<u64> counts;
-    {
-        nb::gil_scoped_release unlocked;
-        counts = store.hit_counts();
-    }
-    return own(std::move(counts));
+    return own(without_gil([&] { return store.hit_counts(); }));
 }
 
 inline void add_latencies(nb::dict& metrics, const std::string& name, const Histogram& histogram) {

@@ -73,20 +73,10 @@ void bind_full_table(nb::module_& m) {
         .def("find", &FullTable::find, nb::call_guard<nb::gil_scoped_release>())
         .def("insert_missing", &FullTable::insert_missing, nb::call_guard<nb::gil_scoped_release>())
         .def("scan",
-             [](const FullTable& table, u32 bucket) {
-                 std::vector<u8> rows;
-                 {
-                     nb::gil_scoped_release unlocked;
-                     rows = table.scan(bucket);
-                 }
-                 return own(std::move(rows));
-             })
+             [](const FullTable& table, u32 bucket) { return own(without_gil([&] { return table.scan(bucket); })); })
         .def("locate",
              [](const FullTable& table, u32 id, u64 key) -> nb::object {
-                 const auto location = [&] {
-                     nb::gil_scoped_release unlocked;
-                     return table.locate(id, key);
-                 }();
+                 const auto location = without_gil([&] { return table.locate(id, key); });
                  if (!location) return nb::none();
                  nb::dict all = described(location->record);
                  all["line"] = location->line;
