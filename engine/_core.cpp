@@ -1,4 +1,4 @@
-// The Python module: every folder binds what is its own. engine/_core.pyi is the contract of all of them.
+// The Python module, bound folder by folder. Its contract is engine/_core.pyi.
 #include <nanobind/nanobind.h>
 
 namespace nb = nanobind;
@@ -18,7 +18,7 @@ void bind_rows(nb::module_& m);
 }  // namespace tierbed
 
 NB_MODULE(_core, m) {
-    // at the end of a process a thread, an exception or a parent may hold objects: no leak that a user can mend
+    // at exit a thread, an exception or a parent object may still own objects, which is no leak that a user can fix
     nb::set_leak_warnings(false);
     tierbed::bind_ops(m);
     tierbed::bind_owners(m);  // after bind_ops, which binds batches

@@ -1,6 +1,6 @@
 """The native core. Arrays are C-contiguous NumPy arrays; every loop releases the interpreter lock.
 
-Wrong sizes and dtypes raise `TypeError`/`ValueError`: callers inside the package validate what users pass.
+Wrong sizes and dtypes raise `TypeError` or `ValueError`. Arguments of users are checked by the callers in the package.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ Bools = NDArray[np.bool_]
 
 has_rocksdb: bool
 WAYS: int  # rows of a set of a cache
-GROUP: int  # those of them among which a row usually replaces another
-WAY_BYTES: int  # what a cache keeps for each beside its line and a tag of one byte
+GROUP: int  # rows of the group of a set that is a row's home
+WAY_BYTES: int  # bytes that a cache needs for a row, in addition to its line and a tag of one byte
 
 def set_threads(threads: int) -> None:
-    """How many threads the native loops use from now on, the caller's included."""
+    """Set the number of threads of native loops, the caller's included."""
 
 def instruction_sets() -> list[str]:
-    """Those that this processor has of the ones that the loops were built for, the best, which is used, first."""
+    """The instruction sets that loops are built for and this processor has. The first is the best, and is used."""
 
 def use_instruction_set(name: str) -> None:
-    """For tests: all give the same bits. ValueError for one that is not there."""
+    """For tests: results are bit-identical. ValueError if this processor lacks it."""
 
 def scratch(bytes: int) -> U8:
-    """Uninitialised memory that is kept for the next call when the array dies: the system would clear it each time."""
+    """Uninitialised memory, which a later call reuses once the array is freed: the system would clear it again."""
 
 def buckets(tables: U32, keys: U64) -> U8:
     """[n] -> [n], the bucket 0..63 of each row: the top 6 bits of its hash."""
@@ -41,26 +41,26 @@ def owners(tables: U32, keys: U64, ranks: int) -> U16:
     """[n] -> [n], the rank 0..ranks - 1, of at most 1024, that owns each row: an interval of 16 bits of its hash."""
 
 def by_owner(batch: Batch, last: int, keys: I64, tables: I64, places: I64, counts: I64) -> None:
-    """Write the unique rows of a batch by the owners of `counts` [ranks], those of one in the order of the batch.
+    """Sort the unique rows of a batch by owner, `last` at the end; rows of one owner keep the order of the batch.
 
-    keys, tables [unique]: in that order, in which owner `last` is behind the others. places [unique]: of each row of
-    the batch, in that order.
+    Written: keys, tables [unique], sorted; places [unique], the position of each row of the batch in that order; counts
+    [ranks], the rows of each owner.
     """
 
 def hash_parts(bytes: U8, offsets: I64, seed: int, out: I64) -> None:
     """Write to out [n] the XXH64 of bytes[offsets[i]:offsets[i + 1]]."""
 
 def hash_rows(bytes: U8, width: int, is_text: bool, seed: int, out: I64) -> int:
-    """Write to out [n] the XXH64 of rows of `width` bytes each, without the zeros at their ends.
+    """Write to out [n] the XXH64 of rows of `width` bytes each, without trailing zeros.
 
-    is_text: whether rows are characters of 4 bytes, whose UTF-8 is hashed. Returns the first row that has none, or n.
+    is_text: rows are characters of 4 bytes, whose UTF-8 is hashed. Returns the first row that is not Unicode, or n.
     """
 
 def normal_quantile(p: float) -> float:
     """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in IEEE operations."""
 
 def initialise(layout: Layout, tables: U32, keys: U64, out: F32) -> None:
-    """out [n, layout.width]: the initial values of rows, state included."""
+    """Write to out [n, layout.width] the initial values of rows, state included."""
 
 def gather(
     batch: Batch,
@@ -71,9 +71,9 @@ def gather(
     weights: F32 | None = None,
     dtype: str = "float32",
 ) -> None:
-    """out [bags, dim]: the sum or mean of each bag's rows, each times its weight [n]; zeros for padding and no rows.
+    """out [bags, dim]: the sum or mean of each bag's rows, each times its weight [n]; zeros for padding and empty bags.
 
-    Needs `batch.lines`. `dtype` "float16" or "bfloat16": rounded to nearest even, `out` holds the bits.
+    Needs `batch.lines`. `dtype` "float16" or "bfloat16": rounded to nearest even, `out` gets the bits.
     """
 
 def weights_grad(
@@ -89,7 +89,7 @@ def square_gradients(
     weights: list[F32 | None],
     dtype: str = "float32",
 ) -> F32:
-    """[unique], the sum of the squares of each row's gradient, which is reduced as in `update`."""
+    """[unique], the sum of squares of each row's gradient, which is reduced as in `update`."""
 
 def sum_gradients(
     batch: Batch,
@@ -101,14 +101,14 @@ def sum_gradients(
     places: I64 | None = None,
     dtype: str = "float32",
 ) -> None:
-    """The gradient of row u, reduced as in `update`, to place places[u] of out [*, dim]; without places, to place u."""
+    """Write the gradient of row u, reduced as in `update`, to row places[u] of out [*, dim], or to row u."""
 
 def set_lines(
     batch: Batch, layout: Layout, rows: F32, places: I64, rest: Batch | None = None, position: int = 0
 ) -> None:
-    """Let the line of row u be rows[places[u]], of rows [*, dim], which live as long as the batch. For `gather`.
+    """Set the line of row u to rows[places[u]], of rows [*, dim], which must live as long as the batch. For `gather`.
 
-    Place len(rows) + i is what lookups read at position `position` + i of the batch `rest`.
+    Place len(rows) + i is the row that lookups read at position `position` + i of the batch `rest`.
     """
 
 def update(
@@ -127,30 +127,31 @@ def update(
     """Reduce the gradients of each row's occurrences, times `scale`, and apply the rule to each unique line.
 
     grads, means, weights: one for each lookup, as in `gather`. An occurrence's gradient is its bag's times
-    weight * (1 / rows of the bag); their order is that of positions, in blocks of 256 (ops/kernels/gradients.h).
-    Returns how many rows were written for the first time, and adds those of each table to `by_table` [tables].
+    weight * (1 / rows of the bag). They are added in the order of positions, in blocks of 256
+    (ops/kernels/gradients.h). Returns the number of rows written for the first time, and adds those of each table to
+    `by_table` [tables].
     """
 
-def settle(batch: Batch, layout: Layout, rule: str, hyper: Sequence[float], step: int) -> None:
-    """Give rows that missed steps before `step` an address in `batch.views` that holds them as of then.
+def preview_catch_up(batch: Batch, layout: Layout, rule: str, hyper: Sequence[float], step: int) -> None:
+    """Point `batch.views` to copies, caught up to `step`, of rows that missed steps.
 
-    Of rules that catch up; others are left alone. No line changes.
+    Does nothing for rules that do not catch up. No line changes.
     """
 
 def catch_up(layout: Layout, lines: U64, rule: str, hyper: Sequence[float], step: int) -> None:
-    """Bring lines [n] of rows that missed steps before `step` up to date, in place."""
+    """Catch up lines [n] of rows that missed steps before `step`, in place."""
 
 def assign(batch: Batch, layout: Layout, values: F32, step: int, by_table: U64 | None = None) -> int:
-    """Write values [size, dim] to the lines' embeddings, the last occurrence winning.
+    """Write values [size, dim] to the lines' embeddings; the last occurrence of a row wins.
 
-    Optimizer state stays. Returns and counts first writes as `update` does.
+    Optimizer state does not change. Returns and counts first writes as `update` does.
     """
 
 def count_new(batch: Batch, layout: Layout) -> int:
-    """How many lines have `updates == 0`. A zero address counts as new."""
+    """The number of lines with `updates == 0`. A zero address counts as new."""
 
 def count_written(batch: Batch, layout: Layout) -> U64:
-    """[tables], how many lines of each table have `updates > 0`."""
+    """[tables], the number of lines of each table with `updates > 0`."""
 
 def initialise_lines(layout: Layout, tables: U32, keys: U64, lines: U64) -> None:
     """Give each line the initial values of its row."""
@@ -159,32 +160,32 @@ def copy_lines(layout: Layout, source: U64, to: U64) -> None:
     """Copy each line to another address."""
 
 def initialise_missing(batch: Batch, layout: Layout) -> None:
-    """Give each unique row whose line is zero initial values in memory that the batch owns."""
+    """Set each line that is zero to memory of the batch, with the row's initial values."""
 
 class Tier:
-    """Rows below a cache. No array holds a row (table, key) twice."""
+    """A tier below a cache. No array has a row (table, key) twice."""
 
     def read(self, tables: U32, keys: U64, lines: U64, touch: bool = True) -> Bools:
-        """Copy each held row to its line. `touch`: the read counts for recency. Returns which are held."""
+        """Copy each row that the tier has to its line. `touch`: the read counts for recency. Returns which it has."""
     def write(self, tables: U32, keys: U64, lines: U64) -> None:
-        """Copy each line to its row, inserting it where it is new."""
+        """Insert or replace rows by their lines."""
     def erase(self, tables: U32, keys: U64) -> None:
-        """Forget rows; those that are not there are fine."""
+        """Erase rows; rows that the tier lacks are ignored."""
     def forget_errors(self) -> None:
-        """Wait for writes of its own that are under way, and forget why some failed: their rows are tried again."""
+        """Wait for the tier's own writes and drop their errors. Rows whose write failed are written again later."""
 
 class FullTable(Tier):
-    """Every row in memory: an open-addressing index per bucket, lines in segments that never move."""
+    """All rows in memory: an open-addressing index per bucket, lines in segments that never move."""
 
     def __init__(self, layout: Layout) -> None: ...
-    def asked(self) -> U64:
-        """[tables * 2], of each table the rows that were asked for and found, then those that were not."""
+    def hit_counts(self) -> U64:
+        """[tables * 2], the hits and misses of each table."""
     def find(self, batch: Batch) -> int:
-        """Set `batch.lines`, zero where a row is absent. Returns how many are absent."""
+        """Set `batch.lines`, zero for missing rows. Returns the number of missing rows."""
     def insert_missing(self, batch: Batch, layout: Layout) -> None:
         """Insert and initialise each row whose line is zero."""
-    def where(self, table: int, key: int) -> dict[str, int] | None:
-        """`updates` and `last_step` of a row, and its `line` in its bucket; None where it is not here."""
+    def locate(self, table: int, key: int) -> dict[str, int] | None:
+        """`updates` and `last_step` of a row, and its `line` in its bucket; None if the table lacks it."""
     def metrics(self) -> dict[str, float]: ...
     def scan(self, bucket: int) -> U8:
         """Rows of the bucket with `updates > 0`, packed as `row_dtype` and sorted by (table, key)."""
@@ -192,9 +193,9 @@ class FullTable(Tier):
     bytes: int
 
 class CachedTier(Tier):
-    """A set-associative write-back cache over another tier: the store of a step, and a tier itself.
+    """A set-associative write-back cache over another tier. It serves steps, or is itself a tier.
 
-    Errors of the tier below are raised as they are; those of its writing thread at the next call.
+    Errors of the tier below are raised as they are; errors of the write-behind thread by the next call.
     """
 
     def __init__(
@@ -207,120 +208,120 @@ class CachedTier(Tier):
         policy: str,
         io_threads: int,
     ) -> None:
-        """ValueError where the budget has no room for one set. `policy`: lru or lfu."""
+        """ValueError if the budget is too small for one set. `policy`: lru or lfu."""
     def announce(self, batch: Batch) -> None: ...
     def prefetch(self, batch: Batch) -> bool: ...
     def cancel(self) -> None: ...
     def pin(self, batch: Batch) -> None:
-        """Bring up the rows of an announced batch, or of one while none is announced, and set their addresses."""
+        """Fetch and pin the rows of the first announced batch, or of any batch if none is announced; set its lines."""
     def unpin(self, batch: Batch) -> None: ...
     def peek(self, batch: Batch) -> None: ...
     def flush(self) -> None:
         """Write every dirty line to the tier below."""
     def close(self) -> None:
-        """End the thread. Nothing may be used after it."""
-    def where(self, table: int, key: int) -> dict[str, Any] | None: ...
+        """End the write-behind thread. Nothing may be called after it."""
+    def locate(self, table: int, key: int) -> dict[str, Any] | None: ...
     def residents(self) -> tuple[I64, U32, U64, Bools]:
-        """Slots, tables, keys and dirty flags of the rows that are up: of the sets, then with slot -1 the others."""
+        """Slots, tables, keys and dirty flags of resident rows: those of the sets, then with slot -1 the others."""
     def metrics(self) -> dict[str, float]: ...
-    def asked(self) -> U64:
-        """As `FullTable.asked`."""
+    def hit_counts(self) -> U64:
+        """As `FullTable.hit_counts`."""
 
 def use_own_pool(threads: int) -> None:
-    """Let loops that the calling thread runs from here on have their own threads, apart from those of steps."""
+    """Give the calling thread its own pool of threads, so that its loops do not use the pool of steps."""
 
 class Admitted:
-    """What `Ledger.admit` decided about a batch."""
+    """The decisions of `Ledger.admit` about a batch."""
 
-    fresh: int  # new rows that are kept, where they had to be counted
-    refused: int  # new rows that are not kept
-    lacking: int  # rows too many: the batch must not be written
+    fresh: int  # new rows that are admitted; 0 if nothing had to be decided
+    refused: int  # new rows that are not admitted
+    lacking: int  # rows beyond the capacity: the batch must not be written
     def take_victims(self) -> tuple[U32, U64]:
-        """Tables and keys of the rows that must go before the batch is written; empty from then on."""
+        """Tables and keys of the rows to erase before the batch is written; empty after the first call."""
 
 class Ledger:
-    """How often and when each row was written: what decides which rows stay, and which new ones are kept.
+    """How often and when each row was written. Decides which rows are admitted, expire or are evicted from their table.
 
-    Asked in the order of steps, it answers the same whatever tiers the rows are in.
+    Its calls must be in the order of steps. Then its decisions do not depend on the tiers.
     """
 
     def __init__(
-        self, *, eviction: str, capacity: int | None, ttl_steps: int, sights: int, chance: float, seed: int
+        self, *, eviction: str, capacity: int | None, ttl_steps: int, min_lookups: int, chance: float, seed: int
     ) -> None:
-        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`; `sights` and `chance`: admission."""
+        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`; `min_lookups` or `chance`: admission."""
     def admit(self, batch: Batch, layout: Layout, now: int, training: bool) -> Admitted:
-        """Decide what becomes of a batch that step `now` writes; without `training` no row is refused.
+        """Decide which rows of a batch that step `now` writes are admitted. Without `training` no row is refused.
 
-        Refused rows get initial values in lines of the batch's own. The ledger does not change.
+        Refused rows get initial values in `batch.own_lines`. Counts and ages do not change.
         """
     def commit(self, batch: Batch, now: int) -> None:
-        """The batch was written: each of its rows once, but for refused ones, which count as seen."""
+        """Count the batch: a write of each admitted row, a lookup of each refused row."""
     def expired(self, now: int) -> tuple[U32, U64]:
-        """Tables and keys of rows not written for more than `ttl_steps`."""
+        """Tables and keys of the rows whose last write was more than `ttl_steps` ago."""
     def load(self, tables: U32, keys: U64, updates: U32, steps: U32) -> None:
         """Add stored rows, distinct."""
     def erase(self, tables: U32, keys: U64) -> int:
-        """Forget rows, distinct. Returns how many were there."""
+        """Erase rows, distinct. Returns how many of them the ledger had."""
     def find(self, tables: U32, keys: U64) -> tuple[U32, U32]:
-        """Updates [n], 0 for rows that are not there, and the steps [n] of the last."""
+        """Updates [n], 0 for rows that the ledger lacks, and the steps [n] of the last ones."""
     rows: int
     bytes: int
 
 class ChangedRows:
-    """The names of rows that were written or erased, with `room` for about so many until it grows."""
+    """The row keys of rows that were written or erased. `room`: about how many it takes before it grows."""
 
     def __init__(self, room: int = 0) -> None: ...
     def note(self, batch: Batch) -> None:
-        """The rows of a batch that is written, but for those with `own_lines`."""
+        """Add the rows of a batch that is written, except those with `own_lines`."""
     def note_rows(self, tables: U32, keys: U64) -> None: ...
     def merge(self, other: ChangedRows) -> None:
-        """Note all that the other has."""
+        """Add the rows of another set."""
     def rows(self, bucket: int) -> tuple[U32, U64]:
-        """Tables [n] and keys [n] of those of a bucket, ordered by (table, key)."""
+        """Tables [n] and keys [n] of the rows of a bucket, sorted by (table, key)."""
     size: int
     bytes: int
 
 class TableImage:
     """The rows of a full table as they are when this is made, read bucket by bucket while they change.
 
-    Nothing runs beside anything else, but for `sort` beside what `keep` and `keep_rows` do.
+    Not thread-safe, except that `sort` may run while before-images are saved.
     """
 
     def __init__(self, table: FullTable, layout: Layout, top: Tier) -> None:
-        """The table has every row: `top`, itself or a cache over it, has no newer one."""
-    def keep(self, batch: Batch) -> None:
-        """To be called before the lines of a pinned batch are written: what they hold is kept aside."""
-    def keep_rows(self, tables: U32, keys: U64) -> None:
-        """The same before rows, distinct, are erased."""
+        """`top`: the table itself, or a cache over it that has no newer rows."""
+    def save_before_images(self, batch: Batch) -> None:
+        """Save the before-images of a pinned batch, before its lines are written."""
+    def save_before_images_of(self, tables: U32, keys: U64) -> None:
+        """Save the before-images of rows, distinct, before they are erased."""
     def list(self, bucket: int) -> None:
-        """Begin to read a bucket; they are read in ascending order."""
+        """Start to read a bucket. Buckets are read in ascending order."""
     def sort(self) -> None:
-        """Between `list` and the first `next`."""
+        """To be called between `list` and the first `next`."""
     def next(self, rows: U8) -> int:
-        """Pack as many rows as there is room for, by (table, key), as `row_dtype`. How many: 0 at the bucket's end."""
-    kept_bytes: int
+        """Pack rows by (table, key), as `row_dtype`, and return their number: 0 at the end of the bucket."""
+    before_image_bytes: int
 
 rocksdb_version: str
 
 def parse_rocksdb_options(text: str) -> list[tuple[str, str]]:
-    """Names and values of RocksDB's options string. ValueError."""
+    """The names and values of RocksDB's options string. ValueError."""
 
 def check_rocksdb_options(options: Sequence[tuple[str, str]]) -> None:
-    """ValueError, "name='value': reason and remedy", for an unknown option, a bad value or a refused one."""
+    """ValueError, "name='value': reason; remedy", for an unknown or refused option, and for a wrong value."""
 
 def rocksdb_option_names() -> list[str]:
-    """Those that `check_rocksdb_options` may take."""
+    """The options that `check_rocksdb_options` accepts."""
 
 def rocksdb_table_field_names() -> list[str]:
-    """Those that block_based_table_factory may take."""
+    """The fields of block_based_table_factory that `check_rocksdb_options` accepts."""
 
 def rocksdb_has_async_io() -> bool:
-    """Whether the library reads by io_uring here."""
+    """Whether RocksDB can read by io_uring on this machine."""
 
 class RocksTier(Tier):
-    """Rows in RocksDB, one database a shard of buckets.
+    """Rows in RocksDB: shards of buckets, one database for each. Failures raise RuntimeError with the remedy.
 
-    Absent where the build found none, as what is named after it. Failures raise RuntimeError with the remedy.
+    A build without RocksDB has neither this class nor the functions above with rocksdb in their name.
     """
 
     def __init__(
@@ -341,30 +342,30 @@ class RocksTier(Tier):
     ) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None:
-        """Close the databases; scans must be closed before, and nothing is called after."""
+        """Close the databases. Scans must be closed before, and nothing may be called after."""
     def make_writable(self) -> None: ...
     @property
     def failed(self) -> bool: ...
     def compact(self) -> None:
         """Merge the files of each shard."""
     def hold_files(self) -> list[tuple[str, int, int | None, bytes | None]]:
-        """Flush, and tell the files that hold all rows written so far, which stay until `release_files`.
+        """Flush, and return the files that have all rows written so far. They exist until `release_files`.
 
-        Of each (shard-N/<file>, how many of its bytes, its crc32c where RocksDB knows it, what it is to hold where the
-        file there may be replaced). One caller at a time.
+        For each file (shard-N/<file>, bytes, crc32c if RocksDB knows it, content if the live file may be replaced): a
+        copy has the first `bytes` of the file, or `content`. One caller at a time.
         """
     def release_files(self) -> None: ...
-    def where(self, table: int, key: int) -> dict[str, int] | None:
-        """`updates` and `last_step` of a row; None where it is not here."""
+    def locate(self, table: int, key: int) -> dict[str, int] | None:
+        """`updates` and `last_step` of a row; None if RocksDB lacks it."""
     def metrics(self) -> dict[str, float]: ...
     def info(self) -> dict[str, Any]: ...
     def scan(self) -> RocksTier.Scan: ...
 
     class Scan:
         def next(self, rows: U8, max_rows: int) -> tuple[int, int]:
-            """Pack up to max_rows rows of one bucket into rows: (bucket, how many), 0 at the end."""
+            """Pack up to max_rows rows of one bucket into rows. Returns (bucket, their number), 0 rows at the end."""
         def close(self) -> None:
-            """Let go of the databases; `next` raises from then on."""
+            """Release the databases. `next` raises after that."""
 
 Segment = tuple[U64, U32 | None, int | I64 | None]
 FeatureSegment = tuple[U64, U32, I64, U32, int]  # with features and their batch
@@ -372,8 +373,8 @@ FeatureSegment = tuple[U64, U32, I64, U32, int]  # with features and their batch
 class Batch:
     """The unique rows of one or several lookups.
 
-    Positions number the ids of all segments one after another. Unique rows are ordered by bucket, then by first
-    occurrence. What follows from the ids alone is read-only.
+    Positions number the ids of all segments in order. Unique rows are sorted by bucket, then by first occurrence.
+    Arrays that depend on the ids alone are read-only.
     """
 
     def __init__(
@@ -386,43 +387,43 @@ class Batch:
     ) -> None:
         """Each segment is the ids of one lookup: (keys [n], table ids, bags).
 
-        `bags`: None where each id is a bag of its own, the length of every bag, or offsets [bags + 1] that ascend from
-        0 to n. Table ids [bags], or None where bag i is of table i % num_tables.
+        `bags`: None if each id is a bag, the length of every bag, or offsets [bags + 1] that ascend from 0 to n. Table
+        ids [bags], or None if bag i is of table i % num_tables.
 
-        With features, offsets are [features * batch + 1] of all features, one after another, and (features [columns]
-        uint32, batch) follow: the features that are looked up, each once. Table ids are [columns], and bag
-        b * columns + c is of sample b and feature features[c].
+        With features, offsets are [features * batch + 1] of all features in order, and (features [columns] uint32,
+        batch) follow: the features that are looked up, each once. Table ids are [columns], and bag b * columns + c is
+        of sample b and feature features[c].
 
-        last_ids [num_tables]: the last legal id of each table. A larger one is taken as padding; it is counted in
-        `dropped` where `drops` of its table is set, and else a mistake. `drops` may be empty: none is.
+        last_ids [num_tables]: the last legal id of each table. A larger id is padding. It is counted in `dropped` if
+        `drops` of its table is set, else it is an error. `drops` may be empty: all False.
 
-        Keys equal to `padding` (as unsigned 64 bits) are no rows. A table id >= num_tables raises IndexError naming
-        its position.
+        Keys equal to `padding` (as unsigned 64 bits) are padding. A table id >= num_tables raises IndexError with its
+        position.
         """
     size: int  # positions, padding included
     sources: int  # bags of all segments: the rows of their outputs
     unique: int  # unique rows
     dropped: list[int]  # [num_tables] ids that were dropped; empty without last_ids
-    illegal: tuple[int, int] | None  # (table, key) of the first id that is a mistake
+    illegal: tuple[int, int] | None  # (table, key) of the first id that is an error
     keys: U64  # [unique]
     tables: U32  # [unique]
     inverse: NDArray[np.int32]  # [size], the unique row of each position, -1 for padding
     lines: U64  # [unique], addresses, writable; zero until pinned or peeked
-    views: U64  # [unique], where `gather` reads: the lines, or copies of rows that `settle` brought up to date
+    views: U64  # [unique], the lines that `gather` reads: `lines`, or the copies that `preview_catch_up` made
     occurrences: U32  # [size - padding], positions grouped by unique row, ascending within one
-    offsets: U32  # [unique + 1], where each row's occurrences start
+    offsets: U32  # [unique + 1], the beginning of each row's occurrences
 
-    own_lines: U64  # [unique], the lines of rows that `Ledger.admit` refused, 0 for others; empty where it refused none
+    own_lines: U64  # [unique], the lines of rows that `Ledger.admit` refused, 0 for others; empty if it refused none
 
     def sibling(self) -> Batch:
-        """A batch of the same ids for another table: it shares what follows from them, and has lines of its own."""
+        """A batch of the same ids for another embedding: it shares the deduplication, and has its own lines."""
     def allocate(self, n: int, layout: Layout) -> U64:
-        """[n], the addresses of fresh lines that live as long as the batch."""
+        """[n], the addresses of new lines that live as long as the batch."""
     def use_own_lines(self) -> None:
-        """Put them in the place of the lines that a tier has for those rows."""
+        """Use `own_lines` instead of the lines of a tier."""
 
 class Layout:
-    """What a line looks like and how a new one begins."""
+    """The shape of a table's lines, and their initial values."""
 
     def __init__(
         self,
@@ -455,39 +456,40 @@ class Layout:
     line_bytes: int
 
 class Crc32c:
-    """The checksum that RocksDB keeps of each file of rows, of bytes that come in pieces."""
+    """The checksum that RocksDB keeps of each file of rows, of bytes that are passed in pieces."""
 
     def __init__(self) -> None: ...
     def update(self, bytes: U8) -> None: ...
     def finish(self) -> int:
-        """The checksum. Nothing is called after."""
+        """The checksum. Nothing may be called after."""
 
 class RowCheck:
-    """What no snapshot holds among the rows of a bucket, or names of rows (table u32, key u64), that come in parts.
+    """Finds rows that are invalid in a snapshot, among the rows or row keys (table u32, key u64) of a bucket.
 
-    `tables`: how many there are; `int32`: whether keys are; `part`: the owner of the rows among `parts`.
+    The rows are passed in pieces. `tables`: their number; `int32`: keys are int32; `part`: the owner of the rows among
+    `parts`.
     """
 
     def __init__(self, bucket: int, tables: int, int32: bool, part: int, parts: int) -> None: ...
     def problem(self, rows: U8, row_bytes: int) -> str | None:
-        """What is wrong with rows that follow those before: their order, bucket, part, table, key or record."""
+        """The error of the next rows, if there is one: in their order, bucket, part, table, key or record."""
 
 def join_rows(before: U8, after: U8, row_bytes: int) -> tuple[U8, U8]:
-    """Compare packed rows of one bucket, each side in strictly ascending order, until either side has no more.
+    """Compare packed rows of one bucket, both sides in strictly ascending order, to the end of the shorter side.
 
-    Of those of `before` that were compared: 1 where `after` lacks the row. Of those of `after`: 0 where it is the same,
-    1 where its bytes differ, 2 where `before` lacks it.
+    Returns two arrays for the rows compared. For rows of `before`: 1 if `after` lacks the row. For rows of `after`: 0
+    if it is equal, 1 if its bytes differ, 2 if `before` lacks it.
     """
 
 def merge_parts(parts: list[U8], more: list[bool], row_bytes: int) -> tuple[U8, list[int]]:
-    """The packed rows of several parts of one bucket, in one order, until a part of which `more` come has no row left.
+    """Merge the packed rows of several parts of one bucket, to the end of the first part of which `more` will come.
 
-    Each part is in strictly ascending order, and no row is in two. The rows, and how many of each part were taken.
+    Each part is in strictly ascending order, and no row is in two. Returns the rows, and how many of each part.
     """
 
 def merge_rows(before: U8, after: U8, gone: U8, row_bytes: int) -> tuple[U8, int, int, int, bool]:
-    """The packed rows `before` of one bucket as they are after changes: those of `after`, and without the names `gone`.
+    """Apply changes to the packed rows `before` of one bucket: add or replace rows of `after`, remove row keys `gone`.
 
-    Each side is in strictly ascending order, and is taken up to the least of their last names; a side may be empty. The
-    rows, how many of each side were taken, and whether a name is both in `after` and `gone`.
+    Each side is in strictly ascending order, and is read up to the least of their last keys; a side may be empty.
+    Returns the rows, how many of each side were read, and whether a row key is both in `after` and in `gone`.
     """

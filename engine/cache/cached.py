@@ -107,7 +107,7 @@ class CpuCachedStore:
             self.native.erase(tables, keys)
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        location = self.native.where(table, key)
+        location = self.native.locate(table, key)
         here = [] if location is None else [{"tier": self._tier, **location}]
         return [*here, *self._below.locate(table, key)]
 
@@ -131,7 +131,7 @@ class CpuCachedStore:
         return {self._tier: self.native.metrics(), **self._below.metrics()}
 
     def hit_counts(self) -> HitCounts:
-        return self.native.asked().astype(np.int64).reshape(-1, 2)
+        return self.native.hit_counts().astype(np.int64).reshape(-1, 2)
 
     def _warn_small_cache(self, rows: int) -> None:
         """Warn of a batch with more rows than the sets have room for."""

@@ -53,7 +53,7 @@ class Lifecycle:
                 eviction=options.eviction,
                 capacity=self.capacity,
                 ttl_steps=options.ttl_steps or 0,
-                sights=options.admission if isinstance(options.admission, int) else 0,
+                min_lookups=options.admission if isinstance(options.admission, int) else 0,
                 chance=options.admission if isinstance(options.admission, float) else 1.0,
                 seed=seed,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -343,16 +342,14 @@ def options_text(options: Mapping[str, Any] | str | None) -> str:
 
 
 def _suggestion(error: str) -> str:
-    if field := re.search(r"has no field named (\w+)", error):
-        wrong, names = field[1], _core.rocksdb_table_field_names()
-    elif "no option of this name" in error:
-        wrong, names = error.split("=")[0], _core.rocksdb_option_names() + _core.rocksdb_table_field_names()
-    else:
+    if "no option of this name" not in error:
         return ""
-    near = difflib.get_close_matches(wrong, names, 1)
+    table, _, wrong = error.split("=")[0].rpartition(".")
+    names, of_table = _core.rocksdb_option_names(), _core.rocksdb_table_field_names()
+    near = difflib.get_close_matches(wrong, of_table if table else names + of_table, 1)
     if not near:
         return ""
-    within = "" if field or near[0] in _core.rocksdb_option_names() else " in block_based_table_factory"
+    within = "" if table or near[0] in names else " in block_based_table_factory"
     return f"; did you mean {near[0]}{within}?"
 
 

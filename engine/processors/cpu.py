@@ -163,7 +163,7 @@ class CpuProcessor:
         _core.assign(batch, self.layout, values, step, self._written)
 
     def preview_catch_up(self, batch: _core.Batch, rule: str) -> None:
-        _core.settle(batch, self.layout, rule, self._hyper, self._step)
+        _core.preview_catch_up(batch, self.layout, rule, self._hyper, self._step)
 
     def catch_up(self, batch: _core.Batch, rule: str) -> None:
         _core.catch_up(self.layout, batch.lines, rule, self._hyper, self._step)

@@ -67,13 +67,13 @@ class WritableTier(TierBase, Protocol):
 class TableImage(Protocol):
     """The rows of a full table as of the creation of the image, read bucket by bucket while they change.
 
-    No two calls run at the same time, except `sort` with `keep` or `keep_rows`.
+    No two calls run at the same time, except `sort` with `save_before_images` or `save_before_images_of`.
     """
 
-    def keep(self, batch: Any) -> None:
+    def save_before_images(self, batch: Any) -> None:
         """Save before-images of the lines of a pinned batch. Called before they are written."""
 
-    def keep_rows(self, tables: TableIds, keys: Keys) -> None:
+    def save_before_images_of(self, tables: TableIds, keys: Keys) -> None:
         """Save before-images of rows, given once each. Called before they are erased."""
 
     def list(self, bucket: int) -> None:
@@ -86,7 +86,7 @@ class TableImage(Protocol):
         """Pack as many rows as `rows` has room for, by (table, key), as `row_dtype`. Returns how many, 0 at the end."""
 
     @property
-    def kept_bytes(self) -> int:
+    def before_image_bytes(self) -> int:
         """The memory of the before-images, in bytes."""
 
 

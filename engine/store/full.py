@@ -75,7 +75,7 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
         self.native.erase(tables, keys)
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        location = self.native.where(table, key)
+        location = self.native.locate(table, key)
         return [] if location is None else [{"tier": self._tier, **location}]
 
     def scan(self) -> Chunks:
@@ -101,4 +101,4 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
         return {self._tier: self.native.metrics()}
 
     def hit_counts(self) -> HitCounts:
-        return self.native.asked().astype(np.int64).reshape(-1, 2)
+        return self.native.hit_counts().astype(np.int64).reshape(-1, 2)

@@ -138,7 +138,7 @@ class MemoryImage:
     @property
     def is_urgent(self) -> bool:
         with self._changed:
-            return self._table is not None and 2 * self._table.kept_bytes > self._max_bytes
+            return self._table is not None and 2 * self._table.before_image_bytes > self._max_bytes
 
     def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
         if self._has_memory():
@@ -151,10 +151,10 @@ class MemoryImage:
                 self._changed.wait(POLL_SECONDS)
 
     def before_write(self, batch: Any) -> None:
-        self._open().keep(batch)
+        self._open().save_before_images(batch)
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        self._open().keep_rows(tables, keys)
+        self._open().save_before_images_of(tables, keys)
 
     def _sort(self) -> None:
         table = self._table
@@ -162,7 +162,7 @@ class MemoryImage:
             table.sort()  # this may take long, and needs no lock
 
     def _has_memory(self) -> bool:
-        return self._table is None or self._table.kept_bytes < self._max_bytes
+        return self._table is None or self._table.before_image_bytes < self._max_bytes
 
     def _open(self) -> TableImage:
         if self._table is None:

@@ -118,7 +118,7 @@ class RocksDB:
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._errors():
-            record = self._open().where(table, key)
+            record = self._open().locate(table, key)
         if record is None:
             return []
         bucket = _core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0]

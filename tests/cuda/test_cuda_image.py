@@ -84,15 +84,15 @@ def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, device: Device, store
         assert rows._table is not None
         train(embedding, range(900))
         size = 900 * row_dtype(2 * DIM).itemsize
-        assert 0.9 * size < (kept := rows._table.kept_bytes) < 2 * size
+        assert 0.9 * size < (kept := rows._table.before_image_bytes) < 2 * size
         train(embedding, range(900))  # kept already
-        assert rows._table.kept_bytes == kept
+        assert rows._table.before_image_bytes == kept
         for bucket, _ in (chunks := rows.chunks()):
             if bucket == 32:
                 break
-        assert 0 < rows._table.kept_bytes < 0.7 * kept
+        assert 0 < rows._table.before_image_bytes < 0.7 * kept
         list(chunks)
-        assert rows._table.kept_bytes == 0
+        assert rows._table.before_image_bytes == 0
 
 
 @on_one_device

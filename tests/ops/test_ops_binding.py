@@ -52,10 +52,10 @@ def test_ids_of_another_type_are_not_converted(segment: tuple) -> None:
 
 def test_a_view_of_a_settled_batch_outlives_the_next_settle(table: Table, batch: _core.Batch) -> None:
     hyper = [0.1, 0.0, 0.0, 1e-8, 0.0, 0.0]
-    _core.settle(batch, table.layout, "adagrad", hyper, 1)
+    _core.preview_catch_up(batch, table.layout, "adagrad", hyper, 1)
     views = batch.views
     before = views.copy()
-    _core.settle(batch, table.layout, "adagrad", hyper, 2)
+    _core.preview_catch_up(batch, table.layout, "adagrad", hyper, 2)
     np.testing.assert_array_equal(views, before)
 
 

@@ -153,7 +153,7 @@ def test_updates_and_what_lookups_see_of_rows_that_missed_steps(rule: Rule, dim:
             )
             found += [table.values(batch.lines), table.records(batch.lines)]
         assert np.isfinite(found[-2]).all()
-        _core.settle(batch, table.layout, name, hyper(rule, 60, LIMITS[0]), 60)
+        _core.preview_catch_up(batch, table.layout, name, hyper(rule, 60, LIMITS[0]), 60)
         found.append(gather(batch, table, 0, "float32"))
         _core.catch_up(table.layout, batch.lines, name, hyper(rule, 60, LIMITS[0]), 60)
         return [*found, table.values(batch.lines), table.records(batch.lines)]

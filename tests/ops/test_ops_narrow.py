@@ -215,7 +215,7 @@ def test_a_lookup_catches_up_a_view_to_nearest_and_leaves_the_row(types: tuple[s
     grads = np.random.default_rng(0).standard_normal((20, 9), np.float32)
     table.update(batch, grads, optimizer.rule, optimizer.hyper(1), 1)
     before = table.values(batch.lines)
-    _core.settle(batch, table.layout, optimizer.rule, optimizer.hyper(30), 30)
+    _core.preview_catch_up(batch, table.layout, optimizer.rule, optimizer.hyper(30), 30)
     caught_up = before.copy()
     naive.catch_up(
         caught_up, np.ones(20, np.uint32), np.ones(20, np.uint32), 9, optimizer.rule, optimizer.hyper(30), 30

@@ -142,7 +142,7 @@ def test_rows_that_are_behind_are_seen_caught_up_and_stay_as_they_are() -> None:
     values, records = table.values(batch.lines), table.records(batch.lines)
     expected = values.copy()
     naive.catch_up(expected, *records.T, 5, optimizer.rule, optimizer.hyper(200), 200)
-    _core.settle(batch, table.layout, optimizer.rule, optimizer.hyper(200), 200)
+    _core.preview_catch_up(batch, table.layout, optimizer.rule, optimizer.hyper(200), 200)
     same_bits(table.values(batch.views), expected)
     same_bits(table.values(batch.lines), values)
     out = np.empty((40, 5), np.float32)

@@ -117,7 +117,7 @@ def swapped_shards(folder: Path) -> None:
 CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a key in two buckets": ("full", a_row_more, "it has rows of another bucket"),
     "a key in two buckets of an incremental one": ("incremental", a_row_more, "it has rows of another bucket"),
-    "a table that there is not": ("full", lambda f: a_row_more(f, table=9), "rows of tables that there are not"),
+    "a table that there is not": ("full", lambda f: a_row_more(f, table=9), "rows of tables that do not exist"),
     "a row never written": ("incremental", lambda f: a_row_more(f, updates=0), "another bucket|never written"),
     "written and deleted": ("incremental", of_both, "it has keys of rows that bucket-.. has|it has keys of rows"),
     "deleted elsewhere": ("incremental", a_deleted_key_of_another_bucket, "it has rows of another bucket"),
@@ -156,7 +156,7 @@ def test_keys_that_are_no_int32_are_refused(tmp_path: Path) -> None:
         rows = np.load(snapshots / "full" / name)
         rows["key"][0] = key_in(int(name[-6:-4]), 0, 5)
         write_rows(snapshots / "full", name, np.sort(rows, order=["table", "key"]))
-        refused(embedding, snapshots, "full", "keys that are no int32")
+        refused(embedding, snapshots, "full", "keys that are not int32")
 
 
 def test_forged_blocks_of_rocksdb_end_no_process_and_what_loads_is_what_was_verified(

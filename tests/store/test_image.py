@@ -82,15 +82,15 @@ def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
         chunks = image.chunks()
         train(embedding, range(3000))
         assert image._table is not None
-        kept = [image._table.kept_bytes]
+        kept = [image._table.before_image_bytes]
         for bucket, _ in chunks:
             if bucket == 32:
                 break
-        kept.append(image._table.kept_bytes)
+        kept.append(image._table.before_image_bytes)
         train(embedding, range(3000))  # kept already, or read already
-        kept.append(image._table.kept_bytes)
+        kept.append(image._table.before_image_bytes)
         list(chunks)
-        kept.append(image._table.kept_bytes)
+        kept.append(image._table.before_image_bytes)
         size = 3000 * row_dtype(2 * DIM).itemsize
         assert size < kept[0] < 4 * size
         assert 0 < kept[1] == kept[2] < 0.7 * kept[0]

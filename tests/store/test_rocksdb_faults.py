@@ -174,7 +174,7 @@ def test_a_damaged_or_missing_file_is_named_when_it_is_opened_or_read(tmp_path: 
 def test_a_row_of_another_width_is_refused(tmp_path: Path) -> None:
     filled(tmp_path).close()
     tier = RocksDB(tmp_path, WIDTH - 1, 2)
-    with pytest.raises(StoreError, match=r"a stored row of 20 bytes where 16 are expected"):
+    with pytest.raises(StoreError, match=r"a stored row has 20 bytes, and 16 are expected"):
         read_all(tier, keys_from(0, 10))
     tier.close()
 

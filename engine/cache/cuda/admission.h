@@ -1,4 +1,4 @@
-// A set-associative cache in device memory, and what it decides for the rows of a batch.
+// A set-associative cache in device memory, and its decisions for the rows of a batch.
 #pragma once
 #include "cache/kernels/cache_set.h"
 #include "ops/cuda/layout.h"
@@ -6,14 +6,14 @@
 namespace tierbed {
 
 struct Cache {
-    u8* tags;   // [sets * WAYS], 0 where a way is free
+    u8* tags;   // [sets * WAYS], 0 for a free way
     Way* ways;  // [sets * WAYS]
     u64 memory;
     u32 sets;
 
     TIERBED_FN SetView set(u64 number) const { return {tags + number * WAYS, ways + number * WAYS}; }
     TIERBED_FN u64 line(u64 slot) const { return memory + slot * SHAPE.line_bytes; }
-    // The slot that holds the row, or NONE.
+    // The slot that has the row, or NONE.
     TIERBED_FN u32 find(Tile tile, u32 table, u64 hash) const {
         const u32 number = set_of(hash, sets);
         const u32 way = probe_set(tile, set(number), hash, table);
@@ -25,7 +25,7 @@ struct Cache {
 
 enum Gone : u8 { NOTHING, CLEAN, DIRTY };
 
-// By row of a batch: its slot or NONE, its line or 0, whether it was up already, and what its slot held before.
+// By row of a batch: its slot or NONE, its line or 0, whether it was resident, and the row that its slot had before.
 struct Admission {
     u32* slots;
     u64* lines;

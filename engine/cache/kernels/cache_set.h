@@ -1,13 +1,13 @@
-// One set of the set-associative cache: probe it, and choose the way that gives way.
+// One set of the set-associative cache: probes it, and chooses victims.
 //
-// A set has a one-byte tag for each of its ways, 0 where the way is free, so that a probe looks at one line of tags and
-// at the ways that match. One group of the set's ways is the home of a row, and the row replaces another one there.
-// Where every row there is pinned or known to be needed, the next group is looked at as well, and so on. One tile works
-// on one set at a time, and nobody else touches the set. Which rows give way does not depend on the tile's size.
+// A set has a one-byte tag for each way, 0 for a free way, so a probe reads one CPU cache line of tags and the ways
+// whose tags match. The home of a row is one group of the set's ways, and the row replaces another row there. If every
+// row there is pinned or needed by an announced batch, the next group is searched, and so on. One tile works on one set
+// at a time, and no other thread uses the set. The choice of victims does not depend on the tile's size.
 //
-// Batches have numbers, ascending in the order of their steps. A row is pinned while its latest batch is not over
-// (`last` beyond `done`), and dirty while its line has had updates that the tier below has not: nothing is counted up
-// or down when a step ends.
+// Batches have numbers, ascending in the order of their steps. A row is pinned while the last batch that touched it has
+// not completed (`last` beyond `done`), and dirty if its line has updates that the tier below lacks. So the end of a
+// step changes no counter.
 #pragma once
 #include "ops/kernels/hash.h"
 #include "ops/kernels/deduplicate.h"
@@ -21,9 +21,9 @@ struct Way {
     u64 hash;
     u32 table;
     u32 last;    // the batch that touched it last
-    u32 next;    // the next batch known to need it, 0 for none
-    u32 uses;    // batches that touched it
-    u32 stored;  // the `updates` of the row in the tier below, 0 where that lacks the row
+    u32 next;    // the next announced batch that needs it, 0 for none
+    u32 uses;    // number of batches that touched it
+    u32 stored;  // the `updates` of the row in the tier below, 0 if that lacks the row
     u32 spare;
 };
 static_assert(sizeof(Way) == 32, "two ways a cache line");
@@ -38,7 +38,7 @@ enum Replacement : u32 { LRU = 0, LFU = 1 };
 // Bits of the hash that choose neither bucket nor set; never 0.
 TIERBED_FN u8 tag_of(u64 hash) { return static_cast<u8>(0x80 | (hash >> 50 & 0x7F)); }
 
-// The first set of a bucket, where there are BUCKETS sets or more: a bucket owns whole sets.
+// The first set of a bucket, if there are BUCKETS sets or more: a bucket owns whole sets.
 TIERBED_FN u32 first_set(u32 bucket, u32 sets) { return static_cast<u32>(static_cast<u64>(bucket) * sets / BUCKETS); }
 
 TIERBED_FN u32 set_of(u64 hash, u32 sets) {
@@ -52,7 +52,7 @@ TIERBED_FN u32 set_of(u64 hash, u32 sets) {
 TIERBED_FN u32 home_of(u64 hash) { return static_cast<u32>(hash >> 32) % (WAYS / GROUP) * GROUP; }
 
 #ifndef TIERBED_GPU
-// Ways of a group whose tag may match, a bit for each: all that do, and rarely one beyond the first that does not.
+// The ways of a group whose tag may match, one bit for each: all that match and, rarely, one that does not.
 TIERBED_FN u32 tag_matches(const u8* tags, u8 tag) {
     u32 matches = 0;
     for (u32 half = 0; half < GROUP / 8; ++half) {
@@ -78,7 +78,7 @@ TIERBED_FN u32 first_free(const u8* tags) {
 #endif
 }
 
-// The way that holds the row, or NONE.
+// The way that has the row, or NONE.
 TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
     const u8 tag = tag_of(hash);
     const u32 home = home_of(hash);
@@ -103,21 +103,20 @@ TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
     return NONE;
 }
 
-// Whether a row differs from what the tier below has of it. `updates` stops at its largest value; there every row
-// counts as dirty.
+// Whether a row differs from the row in the tier below. `updates` saturates; a saturated row counts as dirty.
 TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || updates == 0xFFFFFFFFu; }
 
-// Numbers wrap around, and are compared by their distance.
+// Batch numbers wrap around, and are compared by their distance.
 TIERBED_FN bool is_after(u32 number, u32 other) { return static_cast<i32>(number - other) > 0; }
 
-// How many batches after `number` the row is needed next, NEVER where no announced batch needs it.
+// The number of batches from `number` to the next one that needs the row, NEVER if no announced batch does.
 TIERBED_FN u32 batches_until(u32 next, u32 number) {
     return next != 0 && is_after(next, number) ? next - number : NEVER;
 }
 
-// The way to replace for batch `number`, looked for from `home` on; NONE where all ways are pinned. A free way comes
-// first. Of unpinned ways, rows that no announced batch needs give way first: the least recently used one, or the one
-// with the fewest uses, of the first group that has any. Then the row that is needed last gives way.
+// The way to replace for batch `number`, searched from `home` on; NONE if all ways are pinned. A free way comes first.
+// Then rows that are neither pinned nor needed by an announced batch are victims: the least recently used one, or the
+// one with the fewest uses, of the first group that has any. Else the victim is the row that is needed last.
 TIERBED_FN u32 victim_way(const SetView& set, u32 home, u32 number, u32 done, Replacement replacement) {
     for (u32 turn = 0; turn < WAYS; turn += GROUP) {
         const u32 first = (home + turn) % WAYS, free = first_free(set.tags + first);

@@ -1,4 +1,4 @@
-// The binding of caches.
+// Python binding of the cache.
 #include <nanobind/stl/shared_ptr.h>
 
 #include "ops/native/bind.h"
@@ -14,10 +14,7 @@ Replacement policy_of(const std::string& name) {
 }
 
 nb::dict metrics_of(const CachedTier& tier) {
-    const CachedTier::Metrics now = [&] {
-        nb::gil_scoped_release unlocked;
-        return tier.metrics();
-    }();
+    const CachedTier::Metrics now = without_gil([&] { return tier.metrics(); });
     nb::dict all;
     all["hits"] = now.counts.hits;
     all["misses"] = now.counts.misses;
@@ -43,11 +40,8 @@ nb::dict metrics_of(const CachedTier& tier) {
     return all;
 }
 
-nb::object where(CachedTier& tier, u32 table, u64 key) {
-    const auto row = [&] {
-        nb::gil_scoped_release unlocked;
-        return tier.find(table, key);
-    }();
+nb::object locate(CachedTier& tier, u32 table, u64 key) {
+    const auto row = without_gil([&] { return tier.find(table, key); });
     if (!row) return nb::none();
     nb::dict all = described(row->record);
     all["slot"] = row->slot;
@@ -58,10 +52,7 @@ nb::object where(CachedTier& tier, u32 table, u64 key) {
 }
 
 nb::tuple residents(CachedTier& tier) {
-    const auto rows = [&] {
-        nb::gil_scoped_release unlocked;
-        return tier.residents();
-    }();
+    const auto rows = without_gil([&] { return tier.residents(); });
     std::vector<i64> slots;
     std::vector<u32> tables;
     std::vector<u64> keys;
@@ -99,10 +90,10 @@ void bind_cache(nb::module_& m) {
         .def("peek", &CachedTier::peek, unlocked)
         .def("flush", &CachedTier::flush, unlocked)
         .def("close", &CachedTier::close, unlocked)
-        .def("where", &where)
+        .def("locate", &locate)
         .def("residents", &residents)
         .def("metrics", &metrics_of)
-        .def("asked", &asked<CachedTier>);
+        .def("hit_counts", &hit_counts<CachedTier>);
     m.attr("WAYS") = WAYS;
     m.attr("GROUP") = GROUP;
     m.attr("WAY_BYTES") = sizeof(Way);

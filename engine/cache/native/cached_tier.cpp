@@ -9,11 +9,11 @@
 namespace tierbed {
 namespace {
 
-RequestedRows wanted_of(Batch& batch, bool own_lines) {
+RequestedRows requested_rows(Batch& batch, bool own_lines) {
     const u64* own = own_lines && batch.own_lines.size() ? batch.own_lines.data() : nullptr;
-    RequestedRows wanted{batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, {}};
-    std::copy_n(batch.bucket_begin, BUCKETS + 1, wanted.begin.begin());
-    return wanted;
+    RequestedRows requested{batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, {}};
+    std::copy_n(batch.bucket_begin, BUCKETS + 1, requested.begin.begin());
+    return requested;
 }
 
 }  // namespace
@@ -27,7 +27,7 @@ CachedTier::CachedTier(const Layout& layout, Tier& below, const CacheOptions& op
       process_(getpid()),
       threads_(std::make_unique<Threads>()) {
     if (below.on_disk())
-        threads_->writer.emplace(directory_.overflow, threads_->directory, below, done_, write_latency_,
+        threads_->writer.emplace(directory_.overflow, threads_->directory, below, last_completed_, write_latency_,
                                  options.io_threads);
 }
 
@@ -49,14 +49,14 @@ CachedTier::Announced* CachedTier::announced(u32 number) {
     return nullptr;
 }
 
-void CachedTier::update_done() {
-    const u32 done = pinned_ ? pinned_number_ - 1 : announced_.empty() ? number_ : announced_.front().number - 1;
-    done_.store(done, std::memory_order_release);
+void CachedTier::update_last_completed() {
+    const u32 last = pinned_ ? pinned_number_ - 1 : announced_.empty() ? number_ : announced_.front().number - 1;
+    last_completed_.store(last, std::memory_order_release);
 }
 
 void CachedTier::announce(std::shared_ptr<Batch> batch) {
     const std::lock_guard directory(threads_->directory);
-    const RequestedRows wanted = wanted_of(*batch, false);
+    const RequestedRows requested = requested_rows(*batch, false);
     u32 number;
     {
         const std::lock_guard queue(threads_->queue);
@@ -64,11 +64,11 @@ void CachedTier::announce(std::shared_ptr<Batch> batch) {
         number = ++number_;
         announced_.push_back({std::move(batch), number, Announced::waiting});
     }
-    directory_.announce(wanted, number);
+    directory_.announce(requested, number);
 }
 
 bool CachedTier::prefetch(const Batch& batch) {
-    std::shared_ptr<Batch> kept;
+    std::shared_ptr<Batch> owned;
     u32 number;
     {
         std::unique_lock queue(threads_->queue);
@@ -76,14 +76,14 @@ bool CachedTier::prefetch(const Batch& batch) {
             return std::none_of(announced_.begin(), announced_.end(),
                                 [](const Announced& one) { return one.state == Announced::admitting; });
         });
-        const auto is_down = [](const Announced& one) { return one.state != Announced::admitted; };
-        const auto first = std::find_if(announced_.begin(), announced_.end(), is_down);
+        const auto is_waiting = [](const Announced& one) { return one.state != Announced::admitted; };
+        const auto first = std::find_if(announced_.begin(), announced_.end(), is_waiting);
         const auto mine = std::find_if(announced_.begin(), announced_.end(),
                                        [&](const Announced& one) { return one.batch.get() == &batch; });
-        if (mine == announced_.end() || !is_down(*mine)) return true;
+        if (mine == announced_.end() || !is_waiting(*mine)) return true;
         if (mine != first) return false;
         mine->state = Announced::admitting;
-        kept = mine->batch;
+        owned = mine->batch;
         number = mine->number;
     }
     const auto is_cancelled = [&] {
@@ -100,7 +100,7 @@ bool CachedTier::prefetch(const Batch& batch) {
     try {
         const std::lock_guard admission(threads_->admission);
         if (is_cancelled()) return end(true);
-        return end(admit(wanted_of(*kept, false), number, Purpose::ahead));
+        return end(admit(requested_rows(*owned, false), number, Purpose::prefetch));
     } catch (...) {
         end(false);
         throw;
@@ -109,7 +109,7 @@ bool CachedTier::prefetch(const Batch& batch) {
 
 void CachedTier::pin(std::shared_ptr<Batch> batch) {
     u32 number;
-    bool is_up = false;
+    bool is_admitted = false;
     {
         std::unique_lock queue(threads_->queue);
         if (pinned_) throw std::runtime_error("a batch is still pinned; one step at a time");
@@ -120,12 +120,12 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
             if (first.batch != batch) throw std::runtime_error("another batch was announced; cancel it");
             threads_->admitted.wait(queue, [&] { return first.state != Announced::admitting; });
             number = first.number;
-            is_up = first.state == Announced::admitted;
+            is_admitted = first.state == Announced::admitted;
             first.state = Announced::admitting;
         }
     }
     const auto end = [&](bool pinned) {
-        std::shared_ptr<Batch> last;  // ends without the lock
+        std::shared_ptr<Batch> last;  // destroyed without the lock
         const std::lock_guard queue(threads_->queue);
         if (!announced_.empty() && announced_.front().number == number) {
             last = std::move(announced_.front().batch);
@@ -135,15 +135,15 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
             pinned_ = batch;
             pinned_number_ = number;
         }
-        update_done();
+        update_last_completed();
         threads_->admitted.notify_all();
     };
     try {
-        if (is_up) {
+        if (is_admitted) {
             batch->use_own_lines();
         } else {
             const std::lock_guard admission(threads_->admission);
-            admit(wanted_of(*batch, true), number, Purpose::step);
+            admit(requested_rows(*batch, true), number, Purpose::step);
         }
     } catch (...) {
         end(false);
@@ -158,112 +158,111 @@ void CachedTier::unpin(const Batch& batch) {
         const std::lock_guard queue(threads_->queue);
         if (pinned_.get() != &batch) throw std::runtime_error("unpin of a batch that is not pinned");
         last.swap(pinned_);
-        update_done();
+        update_last_completed();
     }
     if (!threads_->writer) return;
-    // the next step may be long in coming; a batch that is being admitted wakes the writer itself
+    // the next step may come late; an admission in progress wakes the writer itself
     const std::unique_lock directory(threads_->directory, std::try_to_lock);
-    if (directory && directory_.overflow.rows() > overflow_rows_) threads_->writer->wake(room_beside());
+    if (directory && directory_.overflow.rows() > overflow_rows_) threads_->writer->wake(overflow_limits());
 }
 
 void CachedTier::cancel() {
     std::deque<Announced> last;
-    const std::lock_guard admission(threads_->admission);  // rows that are being fetched must not be over
+    const std::lock_guard admission(threads_->admission);  // a batch must not end while its rows are fetched
     const std::lock_guard directory(threads_->directory);
     const std::lock_guard queue(threads_->queue);
     last.swap(announced_);
     directory_.window.clear();
-    update_done();
+    update_last_completed();
 }
 
 void CachedTier::peek(Batch& batch) {
-    const RequestedRows wanted = wanted_of(batch, false);
+    const RequestedRows requested = requested_rows(batch, false);
     const std::vector<u64> lines = batch.allocate(batch.unique, layout_.shape);
     RowList missing;
     {
         const std::lock_guard admission(threads_->admission);
-        for (const std::size_t row : copy_present(wanted, lines.data(), false))
+        for (const std::size_t row : copy_present(requested, lines.data(), false))
             missing.add(batch.tables[row], batch.hashes[row], lines[row]);
     }
     std::copy(lines.begin(), lines.end(), batch.lines.data());
     read_below(missing.rows(), false);
 }
 
-// How rows move through a CachedTier.
 namespace {
 
 constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
 constexpr std::size_t GRAIN = 512, AHEAD = 4;
 
-RequestedRows wanted_of(const RowSpan& rows, u64* lines) {
-    RequestedRows wanted{rows.tables, rows.hashes, lines, nullptr, {}};
+RequestedRows requested_rows(const RowSpan& rows, u64* lines) {
+    RequestedRows requested{rows.tables, rows.hashes, lines, nullptr, {}};
     std::size_t at = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
-        wanted.begin[bucket] = at;
+        requested.begin[bucket] = at;
         while (at < rows.n && bucket_of(rows.hashes[at]) == bucket) ++at;
     }
-    wanted.begin[BUCKETS] = at;
+    requested.begin[BUCKETS] = at;
     if (at != rows.n) throw std::invalid_argument("the buckets of rows must ascend");
-    return wanted;
+    return requested;
 }
 
 }  // namespace
 
-bool CachedTier::admit(const RequestedRows& wanted, u32 number, Purpose purpose) {
+bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpose) {
     std::unique_lock lock(threads_->directory);
     auto& writer = threads_->writer;
     Overflow& overflow = directory_.overflow;
     if (writer) writer->raise();
     overflow.trim();
-    directory_.take_back(done());
-    directory_.probe(wanted, number, purpose != Purpose::ahead);
-    const std::size_t coming = directory_.coming();
-    const auto fits = [&] { return overflow.rows() + coming <= overflow_rows_; };
-    if (purpose == Purpose::ahead) {
+    directory_.promote(last_completed());
+    directory_.probe(requested, number, purpose != Purpose::prefetch);
+    const std::size_t demand = directory_.overflow_demand();
+    const auto fits = [&] { return overflow.rows() + demand <= overflow_rows_; };
+    if (purpose == Purpose::prefetch) {
         if (!fits()) {
             ++prefetch_waits_;
-            writer ? writer->wake(room_beside(coming)) : sweep();
+            writer ? writer->wake(overflow_limits(demand)) : write_back_overflow();
             return false;
         }
-        directory_.mark(wanted, number);
+        directory_.pin(requested, number);
     } else if (writer && !fits()) {
-        writer->wait(lock, room_beside(coming), fits);
+        writer->wait(lock, overflow_limits(demand), fits);
         writer->raise();
     }
-    if (!writer) sweep();
-    directory_.choose(wanted, number, done());
-    CacheCounts counts = directory_.counted();
+    if (!writer) write_back_overflow();
+    directory_.choose_victims(requested, number, last_completed());
+    CacheCounts counts = directory_.counts();
     try {
-        overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, coming + 1));
-        if (!writer) write_victims();
-        if (purpose != Purpose::write) directory_.count_hits(wanted, hit_counts_);
+        overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, demand + 1));
+        if (!writer) write_back_victims();
+        if (purpose != Purpose::write) directory_.count_hits(requested, hit_counts_);
     } catch (...) {
-        directory_.restore();
+        directory_.undo_victims();
         throw;
     }
-    directory_.settle(wanted, writer.has_value());
-    if (writer) writer->wake(room_beside());
-    if (purpose == Purpose::write) counts.hits = counts.misses = 0;  // those of reads
+    directory_.place_misses(requested, writer.has_value());
+    if (writer) writer->wake(overflow_limits());
+    if (purpose == Purpose::write) counts.hits = counts.misses = 0;  // counted by reads
     counts_ += counts;
     lock.unlock();
-    if (purpose != Purpose::write) fetch(wanted);
+    if (purpose != Purpose::write) fetch(requested);
     return true;
 }
 
-void CachedTier::fetch(const RequestedRows& wanted) {
+void CachedTier::fetch(const RequestedRows& requested) {
     RowList missing;
-    directory_.for_each_absent([&](const Miss& absent) {
-        if (absent.from == NONE)
-            missing.add(wanted.tables[absent.row], wanted.hashes[absent.row], wanted.lines[absent.row]);
+    directory_.for_each_miss([&](const Miss& miss) {
+        if (miss.from == NONE)
+            missing.add(requested.tables[miss.row], requested.hashes[miss.row], requested.lines[miss.row]);
     });
     if (missing.size() == 0) return;
     try {
         const std::vector<u32> updates = read_below(missing.rows(), true);
         const std::lock_guard directory(threads_->directory);
-        directory_.fetched(updates.data());
+        directory_.set_fetched(updates.data());
     } catch (...) {
         const std::lock_guard directory(threads_->directory);
-        directory_.drop();
+        directory_.drop_unfetched();
         throw;
     }
 }
@@ -276,7 +275,7 @@ std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
         const Timer timer(fetch_latency_);
         below_.read(rows, found.get(), touch);
     }
-    std::atomic<std::size_t> came{0};
+    std::atomic<std::size_t> rows_found{0};
     parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t i = begin; i < end; ++i) {
@@ -288,90 +287,91 @@ std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
                 layout_.initialise(rows.lines[i], rows.tables[i], key_of(rows.tables[i], rows.hashes[i]));
             }
         }
-        came += count;
+        rows_found += count;
     });
-    bytes_in_ += came * stored_bytes_of(layout_.shape.width);
+    bytes_in_ += rows_found * stored_bytes_of(layout_.shape.width);
     return updates;
 }
 
-void CachedTier::write_down(const RowSpan& rows) {
+void CachedTier::write_back(const RowSpan& rows) {
     if (rows.n == 0) return;
     const Timer timer(write_latency_);
     below_.write(rows);
     bytes_out_ += rows.n * stored_bytes_of(layout_.shape.width);
 }
 
-void CachedTier::write_victims() {
+void CachedTier::write_back_victims() {
     RowList victims;
-    directory_.for_each_absent([&](const Miss& absent) {
-        if (absent.dirty) victims.add(absent.way.table, absent.way.hash, directory_.sets.line(absent.slot));
+    directory_.for_each_miss([&](const Miss& miss) {
+        if (miss.dirty) victims.add(miss.way.table, miss.way.hash, directory_.sets.line(miss.slot));
     });
-    write_down(victims.rows());
+    write_back(victims.rows());
 }
 
-void CachedTier::sweep() {
+void CachedTier::write_back_overflow() {
     Overflow& overflow = directory_.overflow;
     if (overflow.empty()) return;
-    const std::vector<u32> places = overflow.take(done(), NONE, {0, overflow_rows_ / 2});
+    const std::vector<u32> entries = overflow.take_dirty(last_completed(), NONE, {0, overflow_rows_ / 2});
     std::vector<u32> updates;
     try {
-        RowList leaving;
-        for (const u32 place : places) {
-            leaving.add(overflow.at(place).way.table, overflow.at(place).way.hash, overflow.line(place));
-            updates.push_back(overflow.updates(place));
+        RowList dirty;
+        for (const u32 entry : entries) {
+            dirty.add(overflow.at(entry).way.table, overflow.at(entry).way.hash, overflow.line(entry));
+            updates.push_back(overflow.updates(entry));
         }
-        write_down(leaving.rows());
+        write_back(dirty.rows());
     } catch (...) {
-        overflow.wrote(places, nullptr, done());
+        overflow.written_back(entries, nullptr, last_completed());
         throw;
     }
-    overflow.wrote(places, &updates, done());
+    overflow.written_back(entries, &updates, last_completed());
 }
 
-std::vector<std::size_t> CachedTier::copy_present(const RequestedRows& wanted, const u64* to, bool touch) {
-    const u32 number = touch ? begin_alone() : 0;
+std::vector<std::size_t> CachedTier::copy_present(const RequestedRows& requested, const u64* to, bool touch) {
+    const u32 number = touch ? begin_internal_batch() : 0;
     const std::lock_guard directory(threads_->directory);
     std::vector<std::size_t> others;
-    directory_.probe(wanted, number, false);
-    if (touch) directory_.mark(wanted, number);
-    directory_.for_each_absent([&](const Miss& absent) {
-        if (absent.from == NONE)
-            others.push_back(absent.row);
+    directory_.probe(requested, number, false);
+    if (touch) directory_.pin(requested, number);
+    directory_.for_each_miss([&](const Miss& miss) {
+        if (miss.from == NONE)
+            others.push_back(miss.row);
         else
-            wanted.lines[absent.row] = directory_.overflow.line(absent.from);
+            requested.lines[miss.row] = directory_.overflow.line(miss.from);
     });
-    parallel_ranges(wanted.size(), GRAIN, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(requested.size(), GRAIN, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) prefetch_bytes(wanted.lines[i + AHEAD], layout_.shape.line_bytes);
-            if (wanted.lines[i]) copy_line(THREAD, to[i], wanted.lines[i], layout_.shape);
+            if (i + AHEAD < end) prefetch_bytes(requested.lines[i + AHEAD], layout_.shape.line_bytes);
+            if (requested.lines[i]) copy_line(THREAD, to[i], requested.lines[i], layout_.shape);
         }
     });
-    counts_.hits += directory_.counted().hits;
-    counts_.misses += directory_.counted().misses;
-    directory_.count_hits(wanted, hit_counts_);
+    counts_.hits += directory_.counts().hits;
+    counts_.misses += directory_.counts().misses;
+    directory_.count_hits(requested, hit_counts_);
     return others;
 }
 
-u32 CachedTier::begin_alone() {
+u32 CachedTier::begin_internal_batch() {
     const std::lock_guard queue(threads_->queue);
-    if (pinned_ || !announced_.empty()) throw std::runtime_error("a cache with batches is not read as a tier");
+    if (pinned_ || !announced_.empty())
+        throw std::runtime_error("a cache with announced or pinned batches cannot be used as a tier");
     return ++number_;
 }
 
-void CachedTier::end_alone() {
+void CachedTier::end_internal_batch() {
     const std::lock_guard queue(threads_->queue);
-    update_done();
+    update_last_completed();
 }
 
 void CachedTier::read(const RowSpan& rows, bool* found, bool touch) {
     Buffer<u64> lines(rows.n);
-    const RequestedRows wanted = wanted_of(rows, lines.data());
+    const RequestedRows requested = requested_rows(rows, lines.data());
     RowList missing;
     std::vector<std::size_t> others;
     {
         const std::lock_guard admission(threads_->admission);
-        others = copy_present(wanted, rows.lines, touch);
-        if (touch) end_alone();
+        others = copy_present(requested, rows.lines, touch);
+        if (touch) end_internal_batch();
     }
     for (const std::size_t row : others) missing.add(rows.tables[row], rows.hashes[row], rows.lines[row]);
     const auto found_below = std::make_unique<bool[]>(others.size());
@@ -386,19 +386,19 @@ void CachedTier::read(const RowSpan& rows, bool* found, bool touch) {
 
 void CachedTier::write(const RowSpan& rows) {
     Buffer<u64> lines(rows.n);
-    const RequestedRows wanted = wanted_of(rows, lines.data());
+    const RequestedRows requested = requested_rows(rows, lines.data());
     const std::lock_guard admission(threads_->admission);
-    const u32 number = begin_alone();
+    const u32 number = begin_internal_batch();
     try {
-        admit(wanted, number, Purpose::write);
+        admit(requested, number, Purpose::write);
     } catch (...) {
-        end_alone();
+        end_internal_batch();
         throw;
     }
     parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) copy_line(THREAD, lines[i], rows.lines[i], layout_.shape);
     });
-    end_alone();
+    end_internal_batch();
 }
 
 void CachedTier::erase(const RowSpan& rows) {
@@ -408,9 +408,9 @@ void CachedTier::erase(const RowSpan& rows) {
         auto& writer = threads_->writer;
         if (writer) writer->wait_for_write(directory);
         for (std::size_t i = 0; i < rows.n; ++i) {
-            const Directory::Found found = directory_.find(rows.hashes[i], rows.tables[i]);
+            const Directory::Location found = directory_.find(rows.hashes[i], rows.tables[i]);
             if (!found.way) continue;
-            if (is_after(found.way->last, done())) {
+            if (is_after(found.way->last, last_completed())) {
                 layout_.initialise(found.line, rows.tables[i], key_of(rows.tables[i], rows.hashes[i]));
                 found.way->stored = 0;
             } else {
@@ -424,7 +424,7 @@ void CachedTier::erase(const RowSpan& rows) {
 
 void CachedTier::forget_errors() {
     below_.forget_errors();
-    const std::lock_guard admission(threads_->admission);  // whoever waits for the writer is through
+    const std::lock_guard admission(threads_->admission);  // no thread waits for the writer
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (!writer) return;
@@ -434,7 +434,7 @@ void CachedTier::forget_errors() {
 
 void CachedTier::flush() {
     const std::lock_guard admission(threads_->admission);
-    below_.forget_errors();  // everything is written here, and throws its own
+    below_.forget_errors();  // all rows are written here, which throws its own errors
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (writer) {
@@ -442,9 +442,9 @@ void CachedTier::flush() {
         writer->forget();
     }
     RowList dirty;
-    std::vector<std::pair<Way*, u32>> written;  // and the updates of each
+    std::vector<std::pair<Way*, u32>> written;  // with the updates of each
     const auto write = [&] {
-        write_down(dirty.rows());
+        write_back(dirty.rows());
         for (const auto& [way, updates] : written) way->stored = updates;
         dirty.clear();
         written.clear();
@@ -457,7 +457,7 @@ void CachedTier::flush() {
         if (dirty.size() == FLUSH_ROWS) write();
     });
     write();
-    if (writer) writer->wake(room_beside());
+    if (writer) writer->wake(overflow_limits());
 }
 
 CachedTier::Metrics CachedTier::metrics() const {
@@ -481,7 +481,7 @@ CachedTier::Metrics CachedTier::metrics() const {
     return all;
 }
 
-std::vector<u64> CachedTier::asked() const {
+std::vector<u64> CachedTier::hit_counts() const {
     const std::lock_guard directory(threads_->directory);
     return hit_counts_.sums();
 }
@@ -489,7 +489,7 @@ std::vector<u64> CachedTier::asked() const {
 CachedTier::Resident CachedTier::resident(const Way& way, u64 line, i64 slot) const {
     const Record now = *record(line, layout_.shape);
     const bool dirty = is_dirty(now.updates, way.stored);
-    return {way.hash, line, way.last, way.table, way.uses, slot, dirty, is_after(way.last, done()), now};
+    return {way.hash, line, way.last, way.table, way.uses, slot, dirty, is_after(way.last, last_completed()), now};
 }
 
 std::vector<CachedTier::Resident> CachedTier::residents() {
@@ -503,7 +503,7 @@ std::vector<CachedTier::Resident> CachedTier::residents() {
 std::optional<CachedTier::Resident> CachedTier::find(u32 table, u64 key) {
     const std::lock_guard admission(threads_->admission);
     const std::lock_guard directory(threads_->directory);
-    const Directory::Found found = directory_.find(hash_row(table, key), table);
+    const Directory::Location found = directory_.find(hash_row(table, key), table);
     if (!found.way) return std::nullopt;
     return resident(*found.way, found.line, found.slot == NONE ? -1 : static_cast<i64>(found.slot));
 }

@@ -1,12 +1,12 @@
-// A write-back cache over a slower tier: the store of steps, or a tier itself, so that caches stack.
+// A write-back cache over a slower tier. It serves steps, or is itself a tier, so that caches stack.
 //
-// A row comes up once, stays pinned while a batch needs it, and goes down once, when it gives way while it differs from
-// what the tier below has. Batches are numbered in the order in which they are announced or pinned, and end in that
-// order: a row is pinned while the last batch that touched it is not over, so ending a batch touches no row.
+// A row is fetched once and stays pinned while a batch needs it. It is written back when it is evicted and dirty.
+// Batches are numbered in the order in which they are announced or pinned, and end in that order. A row is pinned until
+// the last batch that touched it has ended, so ending a batch touches no row.
 //
-// Locks, in the order in which they are taken: `admission` is held by whoever brings rows up or down, `directory` while
-// sets, overflow and window are looked at or changed, `queue` for the batches. No lock guards the lines: the line of a
-// pinned row belongs to its step, the line of an absent row to the thread that admits the row.
+// Locks, in the order in which they are taken: `admission` by a thread that fetches or writes back, `directory` for
+// sets, overflow area and window, `queue` for the batches. No lock guards the lines: the line of a pinned row belongs
+// to its step, the line of a missing row to the thread that admits it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -27,7 +27,7 @@ namespace tierbed {
 
 struct CacheOptions {
     std::size_t budget_bytes;    // of the sets
-    std::size_t overflow_bytes;  // the most for prefetched rows and for rows on their way down
+    std::size_t overflow_bytes;  // the most for prefetched rows and for rows that wait for write-back
     Replacement replacement;
     std::size_t io_threads;  // how many threads write to a disk
 };
@@ -39,9 +39,8 @@ public:
     ~CachedTier() override;
     CachedTier(const CachedTier&) = delete;
 
-    // As in engine/store/contract.py. `announce` and `prefetch` may run in another thread than the rest. An error of
-    // the thread that brings rows down is thrown by the next call that moves rows, or forgotten by a flush; nothing is
-    // lost by it.
+    // As in engine/store/contract.py. `announce` and `prefetch` may be called by another thread than the rest. An error
+    // of the write-behind thread is thrown by the next call that fetches rows, or dropped by `flush`; no row is lost.
     void announce(std::shared_ptr<Batch> batch);
     bool prefetch(const Batch& batch);
     void pin(std::shared_ptr<Batch> batch);
@@ -49,15 +48,16 @@ public:
     void cancel();
     void peek(Batch& batch);
 
-    // Rows that are not up stay down; those that are written come up. Not beside batches.
+    // Rows that are read are not fetched, rows that are written become resident. Throws while batches are announced or
+    // pinned.
     void read(const RowSpan& rows, bool* found, bool touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     void forget_errors() override;
     bool on_disk() const override { return false; }
-    // Brings every dirty row down.
+    // Writes every dirty row back.
     void flush();
-    // Ends the writing thread and forgets batches; does not flush.
+    // Ends the write-behind thread and drops all batches; does not flush.
     void close();
 
     struct Metrics {
@@ -69,15 +69,15 @@ public:
     };
     Metrics metrics() const;
     // [tables, 2], hits and misses of each table
-    std::vector<u64> asked() const;
+    std::vector<u64> hit_counts() const;
     const Histogram& fetch_latency() const { return fetch_latency_; }
     const Histogram& write_latency() const { return write_latency_; }
 
-    // A row that is up.
+    // A row of the cache.
     struct Resident {
         u64 hash, line, last;
         u32 table, uses;
-        i64 slot;  // -1 in the overflow
+        i64 slot;  // -1 in the overflow area
         bool dirty, pinned;
         Record record;
     };
@@ -90,39 +90,39 @@ private:
         u32 number;
         enum { waiting, admitting, admitted } state;
     };
-    // On the heap, so that a forked child can leave it alone: even destroying it there would be wrong.
+    // On the heap, so that a forked child can leak it: destroying it there is undefined.
     struct Threads {
         std::mutex admission, directory, queue;
         std::condition_variable admitted;
         std::optional<WriteBehind> writer;
     };
-    enum class Purpose { ahead, step, write };
+    enum class Purpose { prefetch, step, write };
 
-    // The methods below are called with the locks that their group names. With `queue`:
-    Announced* announced(u32 number);  // null where that batch was cancelled
-    void update_done();
-    // With `admission`. A call of `read` or `write` is a batch of its own, between these two.
-    u32 begin_alone();
-    void end_alone();
-    // False where the overflow might get too large for a batch that is not needed yet.
-    bool admit(const RequestedRows& wanted, u32 number, Purpose purpose);
-    void fetch(const RequestedRows& wanted);
-    // Copies rows that are up to the lines `to` and lists the others. `touch`: the former count as used.
-    std::vector<std::size_t> copy_present(const RequestedRows& wanted, const u64* to, bool touch);
-    // With `admission` and `directory`. Bring down the rows of the overflow, rows that give way, given rows.
-    void sweep();
-    void write_victims();
-    void write_down(const RowSpan& rows);
+    // With `queue` held:
+    Announced* announced(u32 number);  // null if the batch was cancelled
+    void update_last_completed();
+    // With `admission` held. A call of `read` or `write` is a batch between these two.
+    u32 begin_internal_batch();
+    void end_internal_batch();
+    // False if the overflow area might get too large for a batch that no step needs yet.
+    bool admit(const RequestedRows& requested, u32 number, Purpose purpose);
+    void fetch(const RequestedRows& requested);
+    // Copies resident rows to the lines `to` and returns the others. touch: resident rows count as used.
+    std::vector<std::size_t> copy_present(const RequestedRows& requested, const u64* to, bool touch);
+    // With `admission` and `directory` held.
+    void write_back_overflow();
+    void write_back_victims();
+    void write_back(const RowSpan& rows);
     Resident resident(const Way& way, u64 line, i64 slot) const;
-    // With none. Fills lines of rows from the tier below, or with initial values. Returns the `updates` of each row.
+    // With no lock. Fills lines from the tier below, or with initial values. Returns the `updates` of each row.
     std::vector<u32> read_below(const RowSpan& rows, bool touch);
-    // What may stay in the overflow where so many more rows come. Half of it is room for what a batch needs.
-    Overflow::Limits room_beside(std::size_t coming = 0) const {
+    // What may stay in the overflow area if `added` rows are added. Half of the area is for rows that a batch needs.
+    Overflow::Limits overflow_limits(std::size_t added = 0) const {
         const std::size_t half = overflow_rows_ / 2;
-        const std::size_t others = overflow_rows_ - std::min(overflow_rows_, coming);
-        return {std::min(half, others), coming ? std::min(half, others) : half + half / 2};
+        const std::size_t others = overflow_rows_ - std::min(overflow_rows_, added);
+        return {std::min(half, others), added ? std::min(half, others) : half + half / 2};
     }
-    u32 done() const { return done_.load(std::memory_order_acquire); }
+    u32 last_completed() const { return last_completed_.load(std::memory_order_acquire); }
 
     const Layout& layout_;
     Tier& below_;
@@ -141,7 +141,7 @@ private:
     std::shared_ptr<Batch> pinned_;
     u32 pinned_number_ = 0;
     u32 number_ = 0;  // of the latest batch
-    std::atomic<u32> done_{0};
+    std::atomic<u32> last_completed_{0};
 };
 
 }  // namespace tierbed

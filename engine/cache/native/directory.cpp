@@ -24,7 +24,7 @@ std::size_t Cache::used() const { return slots() - static_cast<std::size_t>(std:
 namespace {
 
 constexpr u32 OLDEST = 1u << 30;   // batches
-constexpr std::size_t AHEAD = 16;  // rows whose ways are fetched before they are compared; their tags twice as early
+constexpr std::size_t AHEAD = 16;  // rows whose ways are prefetched before they are compared; tags twice as early
 
 }  // namespace
 
@@ -44,63 +44,63 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
         const u32 bucket = static_cast<u32>(b);
         const std::size_t end = batch.begin[b + 1];
         for (std::size_t i = batch.begin[b]; i < end; ++i) {
-            if (i + 2 * AHEAD < end) sets.fetch_tags(batch.hashes[i + 2 * AHEAD]);
+            if (i + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[i + 2 * AHEAD]);
             if (i + AHEAD < end) {
-                sets.fetch_way(batch.hashes[i + AHEAD]);
-                window.fetch(bucket, batch.hashes[i + AHEAD]);
+                sets.prefetch_way(batch.hashes[i + AHEAD]);
+                window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
-            if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch comes first
-            const Found found = find(batch.hashes[i], batch.tables[i]);
-            if (found.way) found.way->next = number;
+            if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs it
+            const Location location = find(batch.hashes[i], batch.tables[i]);
+            if (location.way) location.way->next = number;
         }
     });
 }
 
 void Directory::begin(u32 number) {
-    if (number % OLDEST == 0)  // numbers wrap around: rows stay within reach of a comparison
+    if (number % OLDEST == 0)  // numbers wrap around: old ones must stay comparable
         for_each_row([&](Way& way, u64, i64) {
             if (is_after(number - OLDEST, way.last)) way.last = number - OLDEST;
         });
-    looking_ = window.looks_past(number);
-    window.take(number);
+    looks_ahead_ = window.looks_past(number);
+    window.remove(number);
 }
 
 void Directory::count(const std::array<CacheCounts, BUCKETS>& parts) {
     for (const CacheCounts& part : parts) counts_ += part;
 }
 
-void Directory::probe(const RequestedRows& batch, u32 number, bool marking) {
-    if (marking) begin(number);
+void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
+    if (pins) begin(number);
     counts_ = {};
     std::array<CacheCounts, BUCKETS> parts;
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
-        std::vector<Miss>& absent = misses_[b];
-        absent.clear();
+        std::vector<Miss>& misses = misses_[b];
+        misses.clear();
         const std::size_t end = batch.begin[b + 1];
         for (std::size_t i = batch.begin[b]; i < end; ++i) {
-            if (i + 2 * AHEAD < end) sets.fetch_tags(batch.hashes[i + 2 * AHEAD]);
+            if (i + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[i + 2 * AHEAD]);
             if (i + AHEAD < end) {
-                sets.fetch_way(batch.hashes[i + AHEAD]);
-                if (looking_) window.fetch(bucket, batch.hashes[i + AHEAD]);
+                sets.prefetch_way(batch.hashes[i + AHEAD]);
+                if (looks_ahead_) window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
             if (batch.own_lines && batch.own_lines[i]) {
                 batch.lines[i] = batch.own_lines[i];
-                if (marking) next_of(batch, bucket, i, number);
+                if (pins) next_of(batch, bucket, i, number);
                 continue;
             }
             const u32 slot = sets.find(batch.hashes[i], batch.tables[i]);
             if (slot != NONE) {
                 batch.lines[i] = sets.line(slot);
-                if (marking) touch(sets.way(slot), number, next_of(batch, bucket, i, number));
+                if (pins) touch(sets.way(slot), number, next_of(batch, bucket, i, number));
                 ++parts[b].hits;
                 continue;
             }
-            const u32 place = overflow.empty() ? NONE : overflow.find(batch.hashes[i], batch.tables[i]);
-            absent.push_back({static_cast<u32>(i), place, place == NONE ? 0 : overflow.at(place).way.last});
-            if (marking && place != NONE) overflow.at(place).way.last = number;
+            const u32 entry = overflow.empty() ? NONE : overflow.find(batch.hashes[i], batch.tables[i]);
+            misses.push_back({static_cast<u32>(i), entry, entry == NONE ? 0 : overflow.at(entry).way.last});
+            if (pins && entry != NONE) overflow.at(entry).way.last = number;
             batch.lines[i] = 0;
-            ++(place == NONE ? parts[b].misses : parts[b].hits);
+            ++(entry == NONE ? parts[b].misses : parts[b].hits);
         }
     });
     count(parts);
@@ -108,89 +108,89 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool marking) {
 
 void Directory::count_hits(const RequestedRows& batch, TableCounts& counts) const {
     parallel_for(BUCKETS, batch.size(), [&](std::size_t b) {
-        TableCounts::Share asked(counts, batch.begin[b] < batch.begin[b + 1]);
+        TableCounts::Share hits(counts, batch.begin[b] < batch.begin[b + 1]);
         for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
-            if (!batch.own_lines || !batch.own_lines[i]) asked.add(batch.tables[i], true);
-        for (const Miss& absent : misses_[b])
-            if (absent.from == NONE) asked.missed(batch.tables[absent.row]);
+            if (!batch.own_lines || !batch.own_lines[i]) hits.add(batch.tables[i], true);
+        for (const Miss& miss : misses_[b])
+            if (miss.from == NONE) hits.missed(batch.tables[miss.row]);
     });
 }
 
-void Directory::mark(const RequestedRows& batch, u32 number) {
+void Directory::pin(const RequestedRows& batch, u32 number) {
     begin(number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
             if (batch.lines[i])
                 touch(sets.way(sets.slot(batch.lines[i])), number, next_of(batch, static_cast<u32>(b), i, number));
-        for (const Miss& absent : misses_[b])
-            if (absent.from != NONE) overflow.at(absent.from).way.last = number;
+        for (const Miss& miss : misses_[b])
+            if (miss.from != NONE) overflow.at(miss.from).way.last = number;
     });
 }
 
-std::size_t Directory::coming() const {
+std::size_t Directory::overflow_demand() const {
     std::size_t rows = 0;
-    for_each_absent([&](const Miss& absent) { rows += absent.from == NONE || overflow.at(absent.from).leaving; });
+    for_each_miss([&](const Miss& miss) { rows += miss.from == NONE || overflow.at(miss.from).writing; });
     return rows;
 }
 
-void Directory::take_back(u32 done) {
-    if (!window.looks_past(done) || overflow.empty()) return;
-    overflow.reserve(1);  // a row comes for each that goes
-    overflow.for_each_held([&](u32 place) {
-        if (!overflow.is_idle(place, done)) return;
-        const Way row = overflow.at(place).way;
-        const u32 needed = batches_until(row.next, done);
-        if (needed == NEVER) return overflow.wait(place);
-        const u32 slot = sets.choose(row.hash, done, done);
-        if (slot == NONE || sets.needed_in(slot, done) <= needed) return;
+void Directory::promote(u32 last_completed) {
+    if (!window.looks_past(last_completed) || overflow.empty()) return;
+    overflow.reserve(1);  // one row is added for each that is removed
+    overflow.for_each_needed([&](u32 entry) {
+        if (!overflow.is_idle(entry, last_completed)) return;
+        const Way row = overflow.at(entry).way;
+        const u32 needed = batches_until(row.next, last_completed);
+        if (needed == NEVER) return overflow.set_evictable(entry);
+        const u32 slot = sets.victim_slot(row.hash, last_completed, last_completed);
+        if (slot == NONE || sets.needed_in(slot, last_completed) <= needed) return;
         if (!sets.is_free(slot) && sets.is_dirty(slot)) {
-            const u32 victim = overflow.add(sets.way(slot), sets.needed_in(slot, done) == NEVER);
+            const u32 victim = overflow.add(sets.way(slot), sets.needed_in(slot, last_completed) == NEVER);
             copy_line(THREAD, overflow.line(victim), sets.line(slot), shape_);
         }
-        copy_line(THREAD, sets.line(slot), overflow.line(place), shape_);
+        copy_line(THREAD, sets.line(slot), overflow.line(entry), shape_);
         sets.take(slot, row);
-        overflow.remove(place);
+        overflow.remove(entry);
     });
 }
 
-void Directory::choose(const RequestedRows& batch, u32 number, u32 done) {
+void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_completed) {
     std::array<CacheCounts, BUCKETS> parts;
     const auto choose_in = [&](std::size_t b) {
         std::vector<Miss>& all = misses_[b];
-        for (Miss& absent : all) absent.next = next_of(batch, static_cast<u32>(b), absent.row, number);
-        if (looking_)
+        for (Miss& miss : all) miss.next = next_of(batch, static_cast<u32>(b), miss.row, number);
+        if (looks_ahead_)
             std::stable_sort(all.begin(), all.end(), [&](const Miss& one, const Miss& other) {
                 return batches_until(one.next, number) < batches_until(other.next, number);
             });
         for (std::size_t k = 0; k < all.size(); ++k) {
-            if (k + AHEAD < all.size()) sets.fetch_ways(batch.hashes[all[k + AHEAD].row]);
-            Miss& absent = all[k];
-            const u64 hash = batch.hashes[absent.row];
-            const u32 table = batch.tables[absent.row], next = absent.next;
+            if (k + AHEAD < all.size()) sets.prefetch_ways(batch.hashes[all[k + AHEAD].row]);
+            Miss& miss = all[k];
+            const u64 hash = batch.hashes[miss.row];
+            const u32 table = batch.tables[miss.row], next = miss.next;
             Way way{hash, table, number, next, 1, 0, 0};
-            if (absent.from != NONE) {
-                touch(overflow.at(absent.from).way, number, next);
-                way = overflow.at(absent.from).way;
+            if (miss.from != NONE) {
+                touch(overflow.at(miss.from).way, number, next);
+                way = overflow.at(miss.from).way;
             }
-            absent.way = way;
-            const bool stays = absent.from != NONE && is_after(absent.before, done);
-            absent.slot = stays ? NONE : sets.choose(hash, number, done);
-            // a row that a batch to come needs stays: which of the set go is known when this batch is over
-            if (absent.slot != NONE && sets.needed_in(absent.slot, number) != NEVER) absent.slot = NONE;
-            if (absent.slot == NONE) {
+            miss.way = way;
+            const bool must_stay = miss.from != NONE && is_after(miss.before, last_completed);
+            miss.slot = must_stay ? NONE : sets.victim_slot(hash, number, last_completed);
+            // a row that an announced batch needs stays: victims of this set are chosen by `promote` after this batch
+            if (miss.slot != NONE && sets.needed_in(miss.slot, number) != NEVER) miss.slot = NONE;
+            if (miss.slot == NONE) {
                 ++parts[b].overflows;
                 continue;
             }
             ++parts[b].insertions;
-            absent.free = sets.is_free(absent.slot);
-            if (!absent.free) absent.way = sets.way(absent.slot);
-            sets.fetch_record(absent.slot);
-            sets.take(absent.slot, way);
+            miss.free = sets.is_free(miss.slot);
+            if (!miss.free) miss.way = sets.way(miss.slot);
+            sets.prefetch_record(miss.slot);
+            sets.take(miss.slot, way);
         }
-        for (Miss& absent : all) {
-            if (absent.slot == NONE || absent.free) continue;
-            absent.dirty = is_dirty(sets.updates(absent.slot), absent.way.stored);
-            ++(absent.dirty ? parts[b].evictions_dirty : parts[b].evictions_clean);
+        for (Miss& miss : all) {
+            if (miss.slot == NONE || miss.free) continue;
+            miss.dirty = is_dirty(sets.updates(miss.slot), miss.way.stored);
+            ++(miss.dirty ? parts[b].evictions_dirty : parts[b].evictions_clean);
         }
     };
     if (sets.splits())
@@ -200,71 +200,72 @@ void Directory::choose(const RequestedRows& batch, u32 number, u32 done) {
     count(parts);
 }
 
-void Directory::restore() {
-    for_each_absent([&](const Miss& absent) {
-        if (absent.slot == NONE) return;
-        if (absent.free)
-            sets.free(absent.slot);
+void Directory::undo_victims() {
+    for_each_miss([&](const Miss& miss) {
+        if (miss.slot == NONE) return;
+        if (miss.free)
+            sets.free(miss.slot);
         else
-            sets.take(absent.slot, absent.way);
+            sets.take(miss.slot, miss.way);
     });
 }
 
-void Directory::settle(const RequestedRows& batch, bool stay) {
+void Directory::place_misses(const RequestedRows& batch, bool keep_victims) {
     for (std::vector<Miss>& of_bucket : misses_) {
-        for (Miss& absent : of_bucket) {
-            u64& line = batch.lines[absent.row];
-            if (absent.slot != NONE) {
-                line = sets.line(absent.slot);
-                if (absent.dirty && stay) copy_line(THREAD, overflow.line(overflow.add(absent.way, true, true)), line, shape_);
-                if (absent.from == NONE) continue;
-                copy_line(THREAD, line, overflow.line(absent.from), shape_);
-                overflow.remove(absent.from);
-            } else if (absent.from == NONE) {
-                absent.place = overflow.add(absent.way, false);
-                line = overflow.line(absent.place);
-            } else if (overflow.at(absent.from).leaving) {  // whoever writes it down must find it as it is
-                const u64 before = overflow.line(absent.from);
-                overflow.remove(absent.from);
-                line = overflow.line(overflow.add(absent.way, false));
+        for (Miss& miss : of_bucket) {
+            u64& line = batch.lines[miss.row];
+            if (miss.slot != NONE) {
+                line = sets.line(miss.slot);
+                if (miss.dirty && keep_victims)
+                    copy_line(THREAD, overflow.line(overflow.add(miss.way, true, true)), line, shape_);
+                if (miss.from == NONE) continue;
+                copy_line(THREAD, line, overflow.line(miss.from), shape_);
+                overflow.remove(miss.from);
+            } else if (miss.from == NONE) {
+                miss.entry = overflow.add(miss.way, false);
+                line = overflow.line(miss.entry);
+            } else if (overflow.at(miss.from).writing) {  // the thread that writes it must not see changes
+                const u64 before = overflow.line(miss.from);
+                overflow.remove(miss.from);
+                line = overflow.line(overflow.add(miss.way, false));
                 copy_line(THREAD, line, before, shape_);
             } else {
-                line = overflow.line(absent.from);
+                line = overflow.line(miss.from);
             }
         }
     }
 }
 
-void Directory::fetched(const u32* updates) {
-    for_each_absent([&](const Miss& absent) {
-        if (absent.from != NONE) return;
-        (absent.slot == NONE ? overflow.at(absent.place).way : sets.way(absent.slot)).stored = *updates++;
+void Directory::set_fetched(const u32* updates) {
+    for_each_miss([&](const Miss& miss) {
+        if (miss.from != NONE) return;
+        (miss.slot == NONE ? overflow.at(miss.entry).way : sets.way(miss.slot)).stored = *updates++;
     });
 }
 
-void Directory::drop() {
-    for_each_absent([&](const Miss& absent) {
-        if (absent.from != NONE) return;
-        if (absent.slot == NONE)
-            overflow.remove(absent.place);
+void Directory::drop_unfetched() {
+    for_each_miss([&](const Miss& miss) {
+        if (miss.from != NONE) return;
+        if (miss.slot == NONE)
+            overflow.remove(miss.entry);
         else
-            sets.free(absent.slot);
+            sets.free(miss.slot);
     });
 }
 
-Directory::Found Directory::find(u64 hash, u32 table) {
+Directory::Location Directory::find(u64 hash, u32 table) {
     const u32 slot = sets.find(hash, table);
     if (slot != NONE) return {&sets.way(slot), sets.line(slot), slot, NONE};
-    const u32 place = overflow.empty() ? NONE : overflow.find(hash, table);
-    if (place != NONE) return {&overflow.at(place).way, overflow.line(place), NONE, place};
+    const u32 entry = overflow.empty() ? NONE : overflow.find(hash, table);
+    if (entry != NONE) return {&overflow.at(entry).way, overflow.line(entry), NONE, entry};
     return {nullptr, 0, NONE, NONE};
 }
 
-void Directory::erase(const Found& found) {
-    if (found.slot != NONE)
-        sets.free(found.slot);
+void Directory::erase(const Location& location) {
+    if (location.slot != NONE)
+        sets.free(location.slot);
     else
-        overflow.remove(found.place);
+        overflow.remove(location.entry);
 }
 
 }  // namespace tierbed

@@ -1,4 +1,4 @@
-// Where the rows of a cache are, and which of them give way: the sets, the overflow, and the batches that are known.
+// Finds the rows of a cache and chooses victims: the sets, the overflow area and the look-ahead window.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -13,11 +13,11 @@
 
 namespace tierbed {
 
-// The sets of a cache: tags, ways and lines in one piece of memory each.
-// A slot is a way of a set, numbered through. Different sets may be used by several threads at once.
+// The sets of a cache: tags, ways and lines, each in one block of memory. A slot is a way of a set; slots are numbered
+// over all sets. Several threads may use different sets at once.
 class Cache {
 public:
-    // As many sets as the budget has room for, with their metadata. std::invalid_argument where it has no room for one.
+    // As many sets as the budget allows, metadata included. Throws std::invalid_argument if it does not allow one.
     Cache(const LineShape& shape, std::size_t budget_bytes, Replacement replacement);
     Cache(const Cache&) = delete;
 
@@ -27,13 +27,13 @@ public:
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // The slot to take for a row that no set holds, as victim_way chooses it, or NONE.
-    u32 choose(u64 hash, u32 batch, u32 done) const {
+    // The slot that `victim_way` chooses for a row that no set has, or NONE.
+    u32 victim_slot(u64 hash, u32 batch, u32 last_completed) const {
         const u32 number = set_of(hash, sets_);
-        const u32 way = victim_way(set(number), home_of(hash), batch, done, replacement_);
+        const u32 way = victim_way(set(number), home_of(hash), batch, last_completed, replacement_);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // How many batches after `batch` the row of a slot is needed, NEVER for a free slot.
+    // The number of batches from `batch` until the row of a slot is needed, NEVER for a free slot.
     u32 needed_in(u32 slot, u32 batch) const { return is_free(slot) ? NEVER : batches_until(way(slot).next, batch); }
     void take(u32 slot, const Way& row) {
         tags()[slot] = tag_of(row.hash);
@@ -49,23 +49,23 @@ public:
 
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
 
-    // These bring memory that the next calls for the row read into the CPU's caches, in the order of those calls. They
-    // are inlined, since GCC drops a call of a function that only prefetches.
-    TIERBED_INLINE void fetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
-    TIERBED_INLINE void fetch_way(u64 hash) const {
+    // These prefetch the memory that later calls for the row read, in the order of those calls. They are inlined, since
+    // GCC drops a call of a function that only prefetches.
+    TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
+    TIERBED_INLINE void prefetch_way(u64 hash) const {
         const SetView view = set(set_of(hash, sets_));
         const u32 home = home_of(hash);
         if (const u32 matches = tag_matches(view.tags + home, tag_of(hash)))
             prefetch(&view.ways[home + lowest_bit(matches)]);
     }
-    TIERBED_INLINE void fetch_ways(u64 hash) const {
+    TIERBED_INLINE void prefetch_ways(u64 hash) const {
         prefetch_bytes(reinterpret_cast<u64>(set(set_of(hash, sets_)).ways + home_of(hash)), GROUP * sizeof(Way));
     }
 
-    TIERBED_INLINE void fetch_record(u32 slot) const { prefetch(record(line(slot), shape_)); }
+    TIERBED_INLINE void prefetch_record(u32 slot) const { prefetch(record(line(slot), shape_)); }
 
     u32 slots() const { return sets_ * WAYS; }
-    // Whether buckets have sets of their own.
+    // Whether every set belongs to one bucket.
     bool splits() const { return sets_ >= BUCKETS; }
     std::size_t used() const;
     std::size_t bytes() const { return tags_.size() + ways_.size() + lines_.size(); }
@@ -80,9 +80,9 @@ private:
     Pages tags_, ways_, lines_;
 };
 
-// Which announced batches need which rows. By this, replacement looks ahead.
-// Batches that were announced and have not begun, SPAN at most, numbered one after the other. A row's number in the
-// map has a bit for each of them that needs it. Each bucket may be changed by a thread of its own.
+// The look-ahead window: which announced batches need which rows. Batches are in it until they begin. There are at most
+// SPAN of them, with consecutive numbers. The maps have a bit per row and batch. Several threads may change different
+// buckets at once.
 class Window {
 public:
     static constexpr u32 SPAN = 32;
@@ -96,7 +96,7 @@ public:
         if (empty()) first_ = number;
         last_ = number;
     }
-    // Notes that the batch added last needs the row. Returns whether no earlier batch does.
+    // Records that the batch added last needs the row. Returns whether no earlier batch does.
     bool add_row(u32 bucket, u64 hash, u32 table) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         if (bits)
@@ -106,14 +106,14 @@ public:
         return !bits;
     }
 
-    // Takes out the earliest batch, which begins.
-    void take(u32 number) {
+    // Removes the earliest batch, which begins.
+    void remove(u32 number) {
         if (empty()) return;
         first_ = number + 1;
         if (empty()) clear();
     }
-    // Notes that batch `number` needs the row no more. Returns the next batch that does, or 0.
-    u32 take_row(u32 bucket, u64 hash, u32 table, u32 number) {
+    // Records that batch `number` no longer needs the row. Returns the next batch that does, or 0.
+    u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         const u32 others = bits ? *bits & ~bit_of(number) : 0;
         if (!others) {
@@ -124,7 +124,7 @@ public:
         return next_of(others, number);
     }
 
-    TIERBED_INLINE void fetch(u32 bucket, u64 hash) const { maps_[bucket].fetch(hash); }
+    TIERBED_INLINE void prefetch_slot(u32 bucket, u64 hash) const { maps_[bucket].prefetch_slot(hash); }
     void clear() { *this = Window(); }
     std::size_t bytes() const {
         std::size_t total = 0;
@@ -135,7 +135,7 @@ public:
 private:
     bool empty() const { return is_after(first_, last_); }
     static u32 bit_of(u32 number) { return 1u << number % SPAN; }
-    // The first batch after `now` that has its bit set.
+    // The first batch after `now` whose bit is set.
     static u32 next_of(u32 bits, u32 now) {
         const u32 turn = static_cast<u32>((now + 1) % SPAN);
         const u32 turned = turn ? bits >> turn | bits << (SPAN - turn) : bits;
@@ -146,28 +146,28 @@ private:
     u32 first_ = 1, last_ = 0;  // numbers
 };
 
-// The distinct rows of a batch by bucket, and where the addresses of their lines are written.
+// The distinct rows of a batch by bucket, and the array that gets the addresses of their lines.
 struct RequestedRows {
     const u32* tables;
     const u64* hashes;
     u64* lines;            // [n], out
-    const u64* own_lines;  // [n], lines outside of the cache that rows use, 0 for other rows; or null
+    const u64* own_lines;  // [n], lines outside of the cache, 0 for rows that have none; or null
     std::array<std::size_t, BUCKETS + 1> begin;
 
     std::size_t size() const { return begin[BUCKETS]; }
 };
 
-// A row that a batch needs and no set holds.
+// A row that a batch needs and no set has.
 struct Miss {
     u32 row;             // of the batch
-    u32 from;            // where the overflow has it, NONE where it must be fetched
-    u32 before;          // the batch that had touched it there: one that is not over has its address
+    u32 from;            // its entry in the overflow area, NONE if it must be fetched
+    u32 before;          // the batch that touched the entry last: an unfinished one uses its line
     u32 next = 0;        // the next batch that needs the row, 0 for none
     u32 slot = NONE;     // the slot that the row gets
-    u32 place = NONE;    // the place in the overflow that it gets where it gets no slot
-    bool free = false;   // whether the slot was free
-    bool dirty = false;  // whether the row that the slot held differs from the tier below
-    Way way{};           // of the row that the slot held; of the absent row where it gets no slot
+    u32 entry = NONE;    // the entry of the overflow area that it gets instead
+    bool free = false;   // the slot had no victim
+    bool dirty = false;  // the victim differs from the tier below
+    Way way{};           // of the victim; of the row itself if it gets no slot
 };
 
 struct CacheCounts {
@@ -175,61 +175,60 @@ struct CacheCounts {
     CacheCounts& operator+=(const CacheCounts& more);
 };
 
-// A batch is admitted by `probe`, `choose` and `settle`, and by `mark` where `probe` did not pin. `restore` undoes
-// `choose`. `drop` takes out the rows that could not be fetched.
+// A batch is admitted in three stages: `probe`, `choose_victims` and `place_misses`, and `pin` if `probe` did not pin.
+// `undo_victims` undoes `choose_victims`. `drop_unfetched` removes the rows whose fetch failed.
 class Directory {
 public:
     Directory(const LineShape& shape, std::size_t budget_bytes, Replacement replacement, std::size_t overflow_rows)
         : sets(shape, budget_bytes, replacement), overflow(shape, overflow_rows), shape_(shape) {}
 
-    // Notes an announced batch, the last until now.
+    // Adds a batch to the look-ahead window.
     void announce(const RequestedRows& batch, u32 number);
 
-    // Writes where the rows of the batch are, and lists those that no set holds. With `marking`, pins rows that are up.
-    void probe(const RequestedRows& batch, u32 number, bool marking);
-    void mark(const RequestedRows& batch, u32 number);
-    // How many rows of the batch may yet need a place in the overflow.
-    std::size_t coming() const;
+    // Writes the lines of resident rows, and lists the misses. With `pins`, pins the resident rows.
+    void probe(const RequestedRows& batch, u32 number, bool pins);
+    // Pins the resident rows of the batch that was probed.
+    void pin(const RequestedRows& batch, u32 number);
+    // The number of entries of the overflow area that the batch may still need.
+    std::size_t overflow_demand() const;
 
-    // Moves rows that announced batches need from the overflow to slots, in place of rows that are needed later or not
-    // at all. done: the last batch that is over.
-    void take_back(u32 done);
-    // Takes slots for absent rows; rows that are needed soonest come first. Batches up to `done` are over.
-    void choose(const RequestedRows& batch, u32 number, u32 done);
-    void restore();
-    // Gives every absent row its line, with the row's values where the overflow has them. stay: whether dirty rows that
-    // lost their slot move to the overflow.
-    void settle(const RequestedRows& batch, bool stay);
-    // Notes the `updates` that the tier below has of each row that was fetched.
-    void fetched(const u32* updates);
-    void drop();
+    // Moves rows that announced batches need from the overflow area to slots, if the victims are needed later or never.
+    void promote(u32 last_completed);
+    // Takes a slot for each miss; rows that are needed soonest come first.
+    void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
+    void undo_victims();
+    // Gives every miss its line; rows of the overflow area keep their values. keep_victims: dirty victims move to the
+    // overflow area.
+    void place_misses(const RequestedRows& batch, bool keep_victims);
+    // Stores the `updates` that the tier below has of each fetched row.
+    void set_fetched(const u32* updates);
+    void drop_unfetched();
     // The counts since `probe`.
-    const CacheCounts& counted() const { return counts_; }
+    const CacheCounts& counts() const { return counts_; }
     // Adds the hits and misses of the batch, by table.
     void count_hits(const RequestedRows& batch, TableCounts& counts) const;
 
-    // Calls body(absent) for each absent row, buckets ascending.
+    // Calls body(miss) for each miss, buckets ascending.
     template <class Body>
-    void for_each_absent(const Body& body) const {
+    void for_each_miss(const Body& body) const {
         for (const std::vector<Miss>& of_bucket : misses_)
-            for (const Miss& absent : of_bucket) body(absent);
+            for (const Miss& miss : of_bucket) body(miss);
     }
-    // Calls body(way, line, slot) for each row of the sets, then with slot -1 for each row of the overflow.
+    // Calls body(way, line, slot) for each row of the sets, then with slot -1 for each row of the overflow area.
     template <class Body>
     void for_each_row(const Body& body) {
         for (u32 slot = 0; slot < sets.slots(); ++slot)
             if (!sets.is_free(slot)) body(sets.way(slot), sets.line(slot), i64{slot});
-        overflow.for_each([&](u32 place) { body(overflow.at(place).way, overflow.line(place), i64{-1}); });
+        overflow.for_each([&](u32 entry) { body(overflow.at(entry).way, overflow.line(entry), i64{-1}); });
     }
 
-    struct Found {
-        Way* way;
+    struct Location {
+        Way* way;  // null if the row is not resident
         u64 line;
-        u32 slot, place;  // one of them, the other NONE
+        u32 slot, entry;  // one of them, the other NONE
     };
-    // The place of a row; its `way` is null where the row is not up.
-    Found find(u64 hash, u32 table);
-    void erase(const Found& found);
+    Location find(u64 hash, u32 table);
+    void erase(const Location& location);
 
     Cache sets;
     Overflow overflow;
@@ -237,7 +236,7 @@ public:
 
 private:
     u32 next_of(const RequestedRows& batch, u32 bucket, std::size_t row, u32 number) {
-        return looking_ ? window.take_row(bucket, batch.hashes[row], batch.tables[row], number) : 0;
+        return looks_ahead_ ? window.remove_row(bucket, batch.hashes[row], batch.tables[row], number) : 0;
     }
     static void touch(Way& way, u32 number, u32 next) {
         way.last = number;
@@ -248,7 +247,7 @@ private:
     void count(const std::array<CacheCounts, BUCKETS>& parts);
 
     LineShape shape_;
-    bool looking_ = false;  // further batches are known
+    bool looks_ahead_ = false;  // batches after the current one are announced
     std::array<std::vector<Miss>, BUCKETS> misses_;
     CacheCounts counts_;
 };

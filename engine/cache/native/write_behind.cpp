@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::size_t ROWS_AT_ONCE = 1 << 14;
 
-// While it lives, the lock is free and `flag` says so.
+// Releases the lock and sets `flag` for as long as it lives.
 class Unlocked {
 public:
     Unlocked(std::unique_lock<std::mutex>& lock, bool& flag) : lock_(lock), flag_(flag) {
@@ -28,14 +28,14 @@ private:
 
 }  // namespace
 
-WriteBehind::WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& done,
+WriteBehind::WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& last_completed,
                          Histogram& latency, std::size_t threads)
-    : overflow_(overflow), directory_(directory), below_(below), done_(done), latency_(latency) {
+    : overflow_(overflow), directory_(directory), below_(below), last_completed_(last_completed), latency_(latency) {
     thread_ = std::thread([this, threads] { run(threads); });
 }
 
 void WriteBehind::run(std::size_t threads) {
-    std::exception_ptr error;  // beforehand, that of having no pool
+    std::exception_ptr error;  // of the pool
     try {
         use_own_pool(threads);
     } catch (...) {
@@ -56,41 +56,42 @@ void WriteBehind::run(std::size_t threads) {
 }
 
 void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
-    const std::vector<u32> places = overflow_.take(done_.load(std::memory_order_acquire), ROWS_AT_ONCE, room_);
-    if (places.empty()) {
+    const std::vector<u32> entries =
+        overflow_.take_dirty(last_completed_.load(std::memory_order_acquire), ROWS_AT_ONCE, limits_);
+    if (entries.empty()) {
         awake_ = false;
         return;
     }
     std::vector<u32> updates;
     const auto end = [&](bool written) {
-        overflow_.wrote(places, written ? &updates : nullptr, done_.load(std::memory_order_acquire));
+        overflow_.written_back(entries, written ? &updates : nullptr, last_completed_.load(std::memory_order_acquire));
     };
     try {
-        RowList leaving;
-        for (const u32 place : places) {
-            leaving.add(overflow_.at(place).way.table, overflow_.at(place).way.hash, overflow_.line(place));
-            updates.push_back(overflow_.updates(place));
+        RowList dirty;
+        for (const u32 entry : entries) {
+            dirty.add(overflow_.at(entry).way.table, overflow_.at(entry).way.hash, overflow_.line(entry));
+            updates.push_back(overflow_.updates(entry));
         }
         const Unlocked unlocked(lock, writing_);
         const Timer timer(latency_);
-        below_.write(leaving.rows());
+        below_.write(dirty.rows());
     } catch (...) {
         end(false);
         throw;
     }
-    rows += places.size();
+    rows += entries.size();
     end(true);
 }
 
-void WriteBehind::wake(const Overflow::Limits& room) {
-    room_ = room;
+void WriteBehind::wake(const Overflow::Limits& limits) {
+    limits_ = limits;
     awake_ = true;
     work_.notify_one();
 }
 
-void WriteBehind::wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& room,
+void WriteBehind::wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
                        const std::function<bool()>& enough) {
-    wake(room);
+    wake(limits);
     changed_.wait(directory, [&] { return enough() || error_ || !awake_ || stopping_; });
 }
 
@@ -103,13 +104,13 @@ void WriteBehind::raise() {
     if (!error_) return;
     const std::exception_ptr error = error_;
     error_ = nullptr;
-    wake(room_);
+    wake(limits_);
     std::rethrow_exception(error);
 }
 
 void WriteBehind::forget() {
     error_ = nullptr;
-    wake(room_);
+    wake(limits_);
 }
 
 void WriteBehind::stop() {

@@ -1,4 +1,4 @@
-// Brings dirty rows of an overflow down in a thread of its own.
+// Writes dirty rows of an overflow area back while steps run.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -13,41 +13,42 @@
 
 namespace tierbed {
 
-// `directory` guards the overflow; every call but `stop` is made by a thread that holds it. Rows whose batches are over
-// (numbers up to `done`) go down, a bounded number at a time. After an error nothing goes down until `raise` or `forget`.
+// One thread writes rows of completed batches (numbers up to `last_completed`), a bounded number at a time. After an
+// error it writes nothing until `raise` or `forget`. The mutex `directory` guards the overflow area; the caller of
+// every method except `stop` holds it.
 class WriteBehind {
 public:
-    WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& done,
+    WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& last_completed,
                 Histogram& latency, std::size_t threads);
 
-    // Lets the thread bring rows down until what has room is left. Rows that stay come back without a read.
-    void wake(const Overflow::Limits& room);
-    // The same, and waits until `enough`, or until nothing is left that could go down now.
-    void wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& room,
+    // Starts the thread, which writes rows back until the limits hold. Rows that stay are promoted without a read.
+    void wake(const Overflow::Limits& limits);
+    // The same, and waits until `enough`, or until no row can be written back now.
+    void wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
               const std::function<bool()>& enough);
-    // Waits for the write that is under way; no other begins until `wake`.
+    // Waits for the current write; no other starts until `wake`.
     void wait_for_write(std::unique_lock<std::mutex>& directory);
-    // Throws the error since the last call, if there is one, and lets the thread try again.
+    // Throws the error of the thread, if there is one, and lets the thread try again.
     void raise();
     // Drops the error, and lets the thread try again.
     void forget();
-    // Waits for the write that is under way and ends the thread; what is in the overflow stays there.
+    // Waits for the current write and ends the thread; the overflow area keeps its rows.
     void stop();
 
-    u64 rows = 0;  // how many went down
+    u64 rows = 0;  // written back
 
 private:
     void run(std::size_t threads);
-    // Brings some rows down, with the lock free meanwhile. With no rows to bring down, the thread goes to sleep.
+    // Writes some rows back, without the lock during the write. The thread sleeps if there are none.
     void write_some(std::unique_lock<std::mutex>& directory);
 
     Overflow& overflow_;
     std::mutex& directory_;
     Tier& below_;
-    const std::atomic<u32>& done_;
+    const std::atomic<u32>& last_completed_;
     Histogram& latency_;
     std::condition_variable work_, changed_;
-    Overflow::Limits room_{0, 0};
+    Overflow::Limits limits_{0, 0};
     bool awake_ = false, writing_ = false, stopping_ = false;
     std::exception_ptr error_;
     std::thread thread_;

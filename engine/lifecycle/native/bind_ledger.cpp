@@ -1,4 +1,4 @@
-// The binding of the ledger of the row lifecycle.
+// Python binding of the ledger.
 #include "ops/native/bind.h"
 #include "ledger.h"
 
@@ -9,11 +9,7 @@ Eviction eviction_named(const std::string& name) {
     constexpr const char* names[] = {"none", "lru", "lfu", "ttl", "distance_lfu"};
     for (u32 i = 0; i < std::size(names); ++i)
         if (name == names[i]) return static_cast<Eviction>(i);
-    throw std::invalid_argument("no eviction is called " + name);
-}
-
-nb::tuple arrays_of(RowKeys&& names) {
-    return nb::make_tuple(own(std::move(names.tables)), own(std::move(names.keys)));
+    throw std::invalid_argument("eviction '" + name + "' does not exist");
 }
 
 }  // namespace
@@ -23,28 +19,20 @@ void bind_ledger(nb::module_& m) {
         .def_ro("fresh", &Admitted::fresh)
         .def_ro("refused", &Admitted::refused)
         .def_ro("lacking", &Admitted::lacking)
-        .def("take_victims", [](Admitted& admitted) { return arrays_of(std::move(admitted.victims)); });
+        .def("take_victims", [](Admitted& admitted) { return arrays_of([&] { return std::move(admitted.victims); }); });
     nb::class_<Ledger>(m, "Ledger")
         .def(
             "__init__",
             [](Ledger* self, const std::string& eviction, std::optional<std::size_t> capacity, u64 ttl_steps,
-               u32 sights, double chance, u64 seed) {
-                new (self)
-                    Ledger({eviction_named(eviction), capacity.value_or(SIZE_MAX), ttl_steps, sights, chance, seed});
+               u32 min_lookups, double chance, u64 seed) {
+                new (self) Ledger(
+                    {eviction_named(eviction), capacity.value_or(SIZE_MAX), ttl_steps, min_lookups, chance, seed});
             },
-            nb::kw_only(), nb::arg("eviction"), nb::arg("capacity").none(), nb::arg("ttl_steps"), nb::arg("sights"),
-            nb::arg("chance"), nb::arg("seed"))
+            nb::kw_only(), nb::arg("eviction"), nb::arg("capacity").none(), nb::arg("ttl_steps"),
+            nb::arg("min_lookups"), nb::arg("chance"), nb::arg("seed"))
         .def("admit", &Ledger::admit, nb::call_guard<nb::gil_scoped_release>())
         .def("commit", &Ledger::commit, nb::call_guard<nb::gil_scoped_release>())
-        .def("expired",
-             [](const Ledger& ledger, u32 now) {
-                 RowKeys names;
-                 {
-                     nb::gil_scoped_release unlocked;
-                     names = ledger.expired(now);
-                 }
-                 return arrays_of(std::move(names));
-             })
+        .def("expired", [](const Ledger& ledger, u32 now) { return arrays_of([&] { return ledger.expired(now); }); })
         .def("load",
              [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys, InVector<u32> updates, InVector<u32> steps) {
                  require(tables.size() == keys.size() && keys.size() == updates.size() && keys.size() == steps.size(),

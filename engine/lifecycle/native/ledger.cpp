@@ -9,27 +9,27 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;      // rows whose entries are fetched before they are probed
-constexpr std::size_t SHARE = 64;     // a capacity / SHARE rows leave at once: finding any takes a pass over all rows
-constexpr std::size_t MARGIN = 32;    // rows of a bucket that are looked at beyond its share of the victims
+constexpr std::size_t AHEAD = 8;      // rows whose entries are prefetched before they are probed
+constexpr std::size_t SHARE = 64;     // capacity / SHARE rows are evicted at once: a search is a pass over all rows
+constexpr std::size_t MARGIN = 32;    // rows of a bucket that are candidates beyond its part of the victims
 constexpr std::size_t SMALLEST = 16;  // entries of a bucket
 
 u64 age(u32 step, u32 now) { return now > step ? now - step : 0; }
 
 }  // namespace
 
-std::size_t Ledger::Bucket::place(u64 hash, u32 table) const {
+std::size_t Ledger::Bucket::find_slot(u64 hash, u32 table) const {
     std::size_t at = home(hash);
     while (entries[at].updates != 0 && (entries[at].hash != hash || entries[at].table != table)) at = next(at);
     return at;
 }
 
 Ledger::Entry& Ledger::Bucket::find_or_insert(u64 hash, u32 table) {
-    std::size_t at = place(hash, table);
+    std::size_t at = find_slot(hash, table);
     if (entries[at].updates == 0) {
         if ((rows + 1) * 5 > entries.size() * 4) {
             grow();
-            at = place(hash, table);
+            at = find_slot(hash, table);
         }
         entries[at] = {hash, table, 0, 0, 0};
         ++rows;
@@ -38,13 +38,13 @@ Ledger::Entry& Ledger::Bucket::find_or_insert(u64 hash, u32 table) {
 }
 
 bool Ledger::Bucket::erase(u64 hash, u32 table) {
-    std::size_t hole = place(hash, table);
+    std::size_t hole = find_slot(hash, table);
     if (entries[hole].updates == 0) return false;
     const auto distance = [&](std::size_t from, std::size_t to) {
         return to >= from ? to - from : to + entries.size() - from;
     };
     for (std::size_t at = next(hole); entries[at].updates != 0; at = next(at)) {
-        if (distance(home(entries[at].hash), at) < distance(hole, at)) continue;  // its home lies behind the hole
+        if (distance(home(entries[at].hash), at) < distance(hole, at)) continue;  // its home is after the hole
         entries[hole] = entries[at];
         hole = at;
     }
@@ -57,25 +57,25 @@ void Ledger::Bucket::grow() {
     std::vector<Entry> before(entries.size() + entries.size() / 4);
     before.swap(entries);
     for (const Entry& entry : before)
-        if (entry.updates != 0) entries[place(entry.hash, entry.table)] = entry;
+        if (entry.updates != 0) entries[find_slot(entry.hash, entry.table)] = entry;
 }
 
 Ledger::Ledger(const Policy& policy) : policy_(policy) {
     for (Bucket& bucket : buckets_) bucket.entries.resize(SMALLEST);
-    if (policy.sights > 1) sketch_.begin();
+    if (policy.min_lookups > 1) sketch_.begin();
 }
 
-bool Ledger::is_kept(u64 hash, u32 table, u32 now) const {
-    if (policy_.sights > 1) return sketch_.count(hash, table) + 1 >= policy_.sights;
+bool Ledger::is_admitted(u64 hash, u32 table, u32 now) const {
+    if (policy_.min_lookups > 1) return sketch_.count(hash, table) + 1 >= policy_.min_lookups;
     const u64 draw = hash_row(table, hash ^ hash_row(now, policy_.seed));
     return static_cast<double>(draw >> 11) * 0x1p-53 < policy_.chance;
 }
 
 Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool training) {
-    const bool refuses = training && (policy_.sights > 1 || policy_.chance < 1);
-    const std::size_t held = rows();
+    const bool refuses = training && (policy_.min_lookups > 1 || policy_.chance < 1);
+    const std::size_t rows_before = rows();
     Admitted admitted;
-    if (!refuses && batch.unique <= policy_.capacity - std::min(held, policy_.capacity)) return admitted;
+    if (!refuses && batch.unique <= policy_.capacity - std::min(rows_before, policy_.capacity)) return admitted;
     ++batch_;
     std::array<std::size_t, BUCKETS> fresh{}, refused{};
     Buffer<u64> own(batch.unique);
@@ -83,12 +83,12 @@ Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool trainin
         Bucket& bucket = buckets_[b];
         const std::size_t end = batch.bucket_begin[b + 1];
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) bucket.fetch(batch.hashes[i + AHEAD]);
+            if (i + AHEAD < end) bucket.prefetch_slot(batch.hashes[i + AHEAD]);
             own[i] = 0;
-            Entry& entry = bucket.entries[bucket.place(batch.hashes[i], batch.tables[i])];
+            Entry& entry = bucket.entries[bucket.find_slot(batch.hashes[i], batch.tables[i])];
             if (entry.updates != 0) {
                 entry.batch = batch_;
-            } else if (refuses && !is_kept(batch.hashes[i], batch.tables[i], now)) {
+            } else if (refuses && !is_admitted(batch.hashes[i], batch.tables[i], now)) {
                 own[i] = 1;
                 ++refused[b];
             } else {
@@ -98,8 +98,8 @@ Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool trainin
     });
     admitted.fresh = std::accumulate(fresh.begin(), fresh.end(), std::size_t{0});
     admitted.refused = std::accumulate(refused.begin(), refused.end(), std::size_t{0});
-    if (admitted.fresh != 0 && held + admitted.fresh > policy_.capacity) {
-        const std::size_t excess = held + admitted.fresh - policy_.capacity;
+    if (admitted.fresh != 0 && rows_before + admitted.fresh > policy_.capacity) {
+        const std::size_t excess = rows_before + admitted.fresh - policy_.capacity;
         admitted.victims = choose_victims(excess, now);
         const std::size_t found = admitted.victims.tables.size();
         if (found < excess) {
@@ -125,9 +125,9 @@ void Ledger::commit(const Batch& batch, u32 now) {
         Bucket& bucket = buckets_[b];
         const std::size_t end = batch.bucket_begin[b + 1];
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) bucket.fetch(batch.hashes[i + AHEAD]);
+            if (i + AHEAD < end) bucket.prefetch_slot(batch.hashes[i + AHEAD]);
             if (batch.own_lines.size() && batch.own_lines[i]) {
-                if (policy_.sights > 1) sketch_.add(batch.hashes[i], batch.tables[i]);
+                if (policy_.min_lookups > 1) sketch_.add(batch.hashes[i], batch.tables[i]);
                 continue;
             }
             Entry& entry = bucket.find_or_insert(batch.hashes[i], batch.tables[i]);
@@ -164,12 +164,12 @@ std::vector<Ledger::Candidate> Ledger::candidates(u32 bucket, u32 now, const Can
 
 RowKeys Ledger::choose_victims(std::size_t needed, u32 now) const {
     if (policy_.eviction == Eviction::none) return {};
-    const std::size_t wanted = std::max(needed, policy_.capacity / SHARE);
-    // Hashes spread rows evenly, so one bucket tells where the lowest of all end, a little more than the wanted ones.
+    const std::size_t target = std::max(needed, policy_.capacity / SHARE);
+    // Hashes spread rows evenly, so one bucket gives an estimate, with a margin, of the highest rank of all victims.
     constexpr Candidate last{~u64{0}, ~u64{0}, ~u32{0}};
     Candidate highest = last;
     std::vector<Candidate> victims = candidates(0, now, last);
-    if (const std::size_t share = wanted / BUCKETS * 5 / 4 + MARGIN; share < victims.size()) {
+    if (const std::size_t share = target / BUCKETS * 5 / 4 + MARGIN; share < victims.size()) {
         std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(share), victims.end());
         highest = victims[share];
     }
@@ -180,21 +180,21 @@ RowKeys Ledger::choose_victims(std::size_t needed, u32 now) const {
         for (const std::vector<Candidate>& part : found) victims.insert(victims.end(), part.begin(), part.end());
     };
     gather();
-    if (victims.size() < wanted && highest < last) {
+    if (victims.size() < target && highest < last) {
         highest = last;
         gather();
     }
-    if (victims.size() > wanted) {
-        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(wanted), victims.end());
-        victims.resize(wanted);
+    if (victims.size() > target) {
+        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(target), victims.end());
+        victims.resize(target);
     }
     std::sort(victims.begin(), victims.end(), [](const Candidate& a, const Candidate& b) { return a.hash < b.hash; });
-    RowKeys names;
+    RowKeys all;
     for (const Candidate& victim : victims) {
-        names.tables.push_back(victim.table);
-        names.keys.push_back(key_of(victim.table, victim.hash));
+        all.tables.push_back(victim.table);
+        all.keys.push_back(key_of(victim.table, victim.hash));
     }
-    return names;
+    return all;
 }
 
 RowKeys Ledger::expired(u32 now) const {
@@ -206,12 +206,12 @@ RowKeys Ledger::expired(u32 now) const {
             parts[b].keys.push_back(key_of(entry.table, entry.hash));
         }
     });
-    RowKeys names;
+    RowKeys all;
     for (const RowKeys& part : parts) {
-        names.tables.insert(names.tables.end(), part.tables.begin(), part.tables.end());
-        names.keys.insert(names.keys.end(), part.keys.begin(), part.keys.end());
+        all.tables.insert(all.tables.end(), part.tables.begin(), part.tables.end());
+        all.keys.insert(all.keys.end(), part.keys.begin(), part.keys.end());
     }
-    return names;
+    return all;
 }
 
 void Ledger::load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n) {
@@ -227,8 +227,8 @@ std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
     std::size_t count = 0;
     for (std::size_t i = 0; i < n; ++i) {
         if (i + AHEAD < n) {
-            const u64 coming = hash_row(tables[i + AHEAD], keys[i + AHEAD]);
-            buckets_[bucket_of(coming)].fetch(coming);
+            const u64 later = hash_row(tables[i + AHEAD], keys[i + AHEAD]);
+            buckets_[bucket_of(later)].prefetch_slot(later);
         }
         const u64 hash = hash_row(tables[i], keys[i]);
         count += buckets_[bucket_of(hash)].erase(hash, tables[i]);
@@ -240,7 +240,7 @@ void Ledger::find(const u32* tables, const u64* keys, u32* updates, u32* steps, 
     for (std::size_t i = 0; i < n; ++i) {
         const u64 hash = hash_row(tables[i], keys[i]);
         const Bucket& bucket = buckets_[bucket_of(hash)];
-        const Entry& entry = bucket.entries[bucket.place(hash, tables[i])];
+        const Entry& entry = bucket.entries[bucket.find_slot(hash, tables[i])];
         updates[i] = entry.updates;
         steps[i] = entry.step;
     }

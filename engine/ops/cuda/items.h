@@ -33,7 +33,7 @@ TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     }
 }
 
-// What a kernel found that the host must raise, at the latest at the next call.
+// Faults that a kernel finds. The host raises them, at the latest in the next call.
 constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
 
 // Counts in device memory that many threads add to: the sum of COPIES arrays, of which blocks take one each in turn,
@@ -67,7 +67,7 @@ private:
     u32 place_ = 0;
 };
 
-// Of counts [tables, 2], hits and misses: where a row that was asked for counts.
+// The element of counts [tables, 2], hits and misses, that a lookup of a row adds to.
 TIERBED_FN u32 place_of(u32 table, bool missed) { return 2 * table + missed; }
 
 }  // namespace tierbed

@@ -1,8 +1,8 @@
-// Numbers of lines to and from float32.
+// Converts lines to and from float32.
 //
-// An optimizer's rule works on lines of float32 numbers: a narrow line is decoded to such a line, and the result is
-// encoded. Numbers are rounded to nearest even where a row begins, is put or is only looked at, and by chance where it
-// is trained, by noise that is a pure function of (seed, hash of the row, step, column). Padding is zeros.
+// An optimizer's rule works on float32 lines: a narrow line is decoded to such a line, and the result is encoded.
+// Numbers are rounded to nearest even for initial values, `put` and reads. For updates they are rounded by chance, with
+// noise that is a pure function of (seed, hash of the row, step, column). Padding is zeros.
 #pragma once
 #include "line.h"
 
@@ -17,7 +17,7 @@ TIERBED_FN u32 mixed(u32 x) {
     return x ^ x >> 16;
 }
 
-// The noise of one row at one step. A column is a number's place in the line of float32 numbers.
+// The noise of one row at one step. A column is a number's position in the float32 line.
 struct Noise {
     u32 base;
 
@@ -56,8 +56,8 @@ TIERBED_FN void encode(Tile tile, u64 to, const float* from, u32 n, const Noise&
     if (sizeof(*numbers) == 2 && n % 2 == 1 && tile.lane == 0) numbers[n] = 0;
 }
 
-// Calls body(type, place in the line, column in the float32 line) for the embedding and each narrow state. Returns the
-// words of them.
+// Calls body(type, address in the line, column in the float32 line) for the embedding and each narrow state. Returns
+// their words.
 template <class Body>
 TIERBED_FN u32 for_narrow(u64 line, const LineShape& shape, const Body& body) {
     const u32 of_state = words_of(shape.states, shape.dim);

@@ -1,8 +1,8 @@
 // Deduplicates the rows of one bucket.
 //
-// Entries come in the order of their positions, so unique rows are numbered by first occurrence, whatever the threads.
-// One tile works on one bucket. `marks` is an open-addressing set of unique rows, `size` (a power of two) at least
-// twice the entries.
+// Entries are in the order of their positions, so unique rows are numbered by first occurrence, with any number of
+// threads. One tile works on one bucket. `marks` is an open-addressing set of unique rows, whose `size` is a power of
+// two and at least twice the number of entries.
 #pragma once
 #include "hash.h"
 
@@ -22,7 +22,7 @@ struct UniqueRow {
     u32 count;  // entries
 };
 
-// Most probes are decided by the tag, some bits of the hash that do not place it.
+// The tag, bits of the hash that do not choose the slot, decides most probes.
 struct Mark {
     u32 tag;
     u32 row;
@@ -37,17 +37,17 @@ TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, Mark* marks, u32 size,
         const u32 tag = static_cast<u32>(entry.hash >> 26);
         u32 at = static_cast<u32>(entry.hash) & (size - 1);
         for (;; at = (at + 1) & (size - 1)) {
-            const Mark mark = marks[at];
-            if (mark.row == NONE) {
+            const Mark seen = marks[at];
+            if (seen.row == NONE) {
                 marks[at] = Mark{tag, unique};
                 rows[unique] = UniqueRow{entry.hash, entry.table, 1};
                 local[i] = unique++;
                 break;
             }
-            UniqueRow& row = rows[mark.row];
-            if (mark.tag == tag && row.hash == entry.hash && row.table == entry.table) {
+            UniqueRow& row = rows[seen.row];
+            if (seen.tag == tag && row.hash == entry.hash && row.table == entry.table) {
                 ++row.count;
-                local[i] = mark.row;
+                local[i] = seen.row;
                 break;
             }
         }

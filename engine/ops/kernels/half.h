@@ -1,11 +1,10 @@
-// The types that stored numbers, a lookup's output and its gradient may have.
+// The types of stored numbers, of a lookup's output and of its gradient.
 //
-// `store` rounds to nearest even. `store_by_chance` rounds to one of the two neighbours, away from 0 with a probability
-// of the distance from the other: the highest of 32 bits of noise are added below the last place, and what is there is
-// cut off; of a subnormal float16 there are 13 bits below it, to which it is first rounded to nearest. Exact values stay;
-// what is beyond the largest finite number becomes that number. Infinities pass both; a NaN becomes one quiet NaN, since
-// processors differ in the sign and the payload of what they make. A fixed sequence of operations, so that the bits are
-// the same everywhere.
+// `store` rounds to nearest even. `store_by_chance` rounds to one of the two neighbours: it adds the highest of 32 bits
+// of noise below the last place and truncates, so the nearer neighbour is more likely. A subnormal float16 is first
+// rounded to nearest at 13 bits below its last place. Exact values and infinities do not change. A value beyond the
+// largest finite number becomes that number. Any NaN becomes one quiet NaN, since processors differ in its sign and
+// payload. The operations and their order are fixed, so the bits are the same everywhere.
 #pragma once
 #include "portable.h"
 

@@ -2,7 +2,7 @@
 // be stored.
 //
 // One tile writes one whole line: embedding, optimizer state, record, padding. Column c takes word c % 4 of Philox with
-// counter (c / 4, table, key low, key high) and the seed as key: every column has 32 bits of its own.
+// counter (c / 4, table, key low, key high) and the seed as key: every column has other 32 bits.
 #pragma once
 #include "codec.h"
 #include "math.h"

@@ -1,7 +1,7 @@
-// Where things lie in a row's line: embedding, optimizer state, lifecycle record (docs/architecture.md).
+// The layout of a row's line: embedding, optimizer state, lifecycle record (docs/architecture.md).
 //
-// A line is a sequence of 4-byte words, and tiers move it as such. Only what reads numbers knows of their types: lines
-// of float32 numbers are read where they are, others by codec.h.
+// A line is a sequence of 4-byte words, and tiers copy it as such. Only code that reads numbers depends on their types:
+// float32 lines are read in place, others by codec.h.
 #pragma once
 #include "half.h"
 
@@ -27,7 +27,7 @@ struct Record {
 TIERBED_FN constexpr u32 line_bytes_of(u32 width) {
     return (width * 4 + static_cast<u32>(sizeof(Record)) + 15) / 16 * 16;
 }
-// what a tier on disk stores: the line without its padding
+// the bytes that a tier on disk stores: the line without its padding
 TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(Record)); }
 // The words of n numbers.
 TIERBED_FN constexpr u32 words_of(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }

@@ -11,10 +11,10 @@
 
 namespace tierbed {
 
-// Where each bag of a lookup lies among its ids, and which row of its output it makes.
+// The ids of each bag of a lookup, and its row of the output.
 //
-// Bags are numbered as their ids lie in memory: without features in order; with features, bag `column * batch + b` is
-// the one of sample b for the feature of that column, and makes row `b * columns + column`.
+// Bags are numbered in the memory order of their ids: without features in order; with features, bag `column * batch +
+// b` is the one of sample b for the feature of that column, and makes row `b * columns + column`.
 struct Bags {
     const i64* offsets = nullptr;   // [parts + 1] ascending; null for bags of `length`
     u64 length = 1;
@@ -104,7 +104,7 @@ TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines
     if (begin < dim) pool_block<Row, Type>(out, lines, bag, dim, begin, dim - begin, rows);
 }
 
-// out [dim]: the embedding of a line, or zeros where `line` is 0 (padding)
+// out [dim]: the embedding of a line, or zeros if `line` is 0 (padding)
 template <class Row, class Type>
 TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 dim) {
     if (!line)

@@ -115,7 +115,7 @@ TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFF
 // a block of floats that the compiler turns into vector registers
 constexpr u32 VEC = 16;
 
-// The address, of which the compiler knows nothing: that of an array on the stack it makes anew in each turn of a loop.
+// Hides the origin of an address: the compiler would construct an array on the stack again in each turn of a loop.
 TIERBED_FN float* unknown(float* address) {
     asm("" : "+r"(address));
     return address;

@@ -1,5 +1,6 @@
-// What the rules of engine/optim are made of: the functions that a body may call, the limits that every rule has, and
-// the list type of all rules. engine/optim/kernel.py makes a struct of each rule and writes them behind this header.
+// Base of the optimizer rules in engine/optim: the functions that a rule's body may call, the limits that every rule
+// has, and the list type of all rules. engine/optim/kernel.py generates a struct for each rule, which follows this
+// header.
 #pragma once
 #include "math.h"
 
@@ -11,7 +12,7 @@ TIERBED_FN float decayed(float g, float w, float weight_decay, float maximize) {
     return weight_decay != 0.0f ? signed_g + weight_decay * w : signed_g;
 }
 
-// a / b, or 0 where b is 0 and a thus 0, or so small that its square was: a branch would be slower
+// a / b, or 0 if b is 0, where a is 0 or so small that its square is 0. A branch would be slower.
 TIERBED_FN float quotient(float a, float b) { return a / (b == 0.0f ? 0x1p127f : b); }
 
 TIERBED_FN float square(float x) { return x * x; }
@@ -30,7 +31,7 @@ struct Limits {
     TIERBED_FN float clipped(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
 };
 
-// What to multiply a row by that is to have an L2 norm of at most `limit`, given the sum of its squares.
+// The factor that limits a row's L2 norm to `limit`, given the sum of its squares.
 TIERBED_FN float norm_scale(float squares, float limit) {
     const float norm = square_root(squares);
     return norm > limit ? limit / norm : 1.0f;

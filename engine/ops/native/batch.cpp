@@ -55,17 +55,17 @@ void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
     }
 }
 
-// Positions by chunk, and the same grouped by bucket. Threads write to chunks, or to buckets, of their own.
+// Positions by chunk, and the same grouped by bucket. Each thread writes to other chunks or buckets.
 class Grouping {
 public:
-    // `inverse` takes -1 for padding. pooled: whether to keep the output row of each entry as well. beyond(table, key,
-    // position) is told of ids that are not legal, which are taken as padding.
+    // inverse: set to -1 for padding. pooled: whether to keep the output row of each entry. beyond(table, key,
+    // position) is called for ids that are not legal, which become padding.
     template <class Beyond>
     Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
              bool pooled, const LegalIds& legal, const Beyond& beyond);
 
     Grouped grouped;
-    Buffer<u32> sources;  // of the entries, where pooled
+    Buffer<u32> sources;  // of the entries, if pooled
 
     // inverse[position] = first[bucket] + local[entry] for all entries
     void invert(const std::size_t* first, const u32* local, i32* inverse) const;
@@ -74,15 +74,15 @@ private:
     const Entry* entries(std::size_t c) const { return &hashed_[chunks_[c].first + chunks_[c].begin]; }
 
     const std::vector<Chunk>& chunks_;
-    Buffer<Entry> hashed_;           // by position, those of a chunk from its first one on
-    std::vector<std::size_t> held_;  // how many entries of each chunk
+    Buffer<Entry> hashed_;                   // by position; those of a chunk begin at its first position
+    std::vector<std::size_t> entry_counts_;  // entries of each chunk
     std::vector<std::size_t> ends_;  // of each chunk and bucket, the end of its entries in the bucket
 };
 
 template <class Beyond>
 Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
                    i32* inverse, bool pooled, const LegalIds& legal, const Beyond& beyond)
-    : chunks_(chunks), held_(chunks.size()), ends_(chunks.size() * BUCKETS, 0) {
+    : chunks_(chunks), entry_counts_(chunks.size()), ends_(chunks.size() * BUCKETS, 0) {
     if (n >= NONE / 4)
         throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
     hashed_ = Buffer<Entry>(n);
@@ -92,7 +92,7 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
         const Chunk& chunk = chunks[c];
         std::size_t* counts = &ends_[c * BUCKETS];
         const std::size_t start = chunk.first + chunk.begin;
-        std::size_t held = start;
+        std::size_t entry_counts = start;
         const u64* keys = chunk.segment->keys;
         const auto hash_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) {
             const u32 position = static_cast<u32>(chunk.first + i);
@@ -110,8 +110,8 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
                     return;
                 }
             const u64 hash = hash_row(table, keys[i]);
-            if (pooled) source_of[held] = static_cast<u32>(chunk.source + row);
-            hashed_[held++] = Entry{hash, table, position};
+            if (pooled) source_of[entry_counts] = static_cast<u32>(chunk.source + row);
+            hashed_[entry_counts++] = Entry{hash, table, position};
             ++counts[bucket_of(hash)];
         };
         const auto with = [&](auto limited) {
@@ -120,7 +120,7 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
             });
         };
         last ? with(std::true_type{}) : with(std::false_type{});
-        held_[c] = held - start;
+        entry_counts_[c] = entry_counts - start;
     });
     std::size_t total = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
@@ -138,7 +138,7 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
         std::size_t* at = &ends_[c * BUCKETS];
         const Entry* entry = entries(c);
         const u32* source = pooled ? &source_of[chunks[c].first + chunks[c].begin] : nullptr;
-        for (std::size_t i = 0; i < held_[c]; ++i, ++entry) {
+        for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
             const std::size_t place = at[bucket_of(entry->hash)]++;
             grouped.entries[place] = *entry;
             if (source) sources[place] = source[i];
@@ -149,9 +149,9 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
 void Grouping::invert(const std::size_t* first, const u32* local, i32* inverse) const {
     parallel_for(chunks_.size(), [&](std::size_t c) {
         std::size_t at[BUCKETS];
-        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.begin, BUCKETS, at);  // where the chunk before it ends
+        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.begin, BUCKETS, at);  // the ends of the chunk before
         const Entry* entry = entries(c);
-        for (std::size_t i = 0; i < held_[c]; ++i, ++entry) {
+        for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
             const u32 bucket = bucket_of(entry->hash);
             inverse[entry->position] = static_cast<i32>(first[bucket] + local[at[bucket]++]);
         }
@@ -165,7 +165,7 @@ void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size
         chunks.push_back({&segment, first, source, begin, std::min(end, begin + CHUNK), column});
 }
 
-// Appends the positions of features that are looked up, in their order in memory. `inverse` takes -1 for the others.
+// Appends the positions of features that are looked up, in memory order. `inverse` is set to -1 for the others.
 void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
                      i32* inverse) {
     const Bags& bags = segment.bags;
@@ -238,7 +238,7 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
             append_chunks(chunks, segment, span.begin, span.source, 0, segment.n);
     }
     std::mutex mutex;
-    u32 earliest = NONE;  // position of an id that is a mistake
+    u32 earliest = NONE;  // position of an id that is an error
     const auto beyond = [&](u32 table, u64 key, u32 position) {
         const std::lock_guard lock(mutex);
         if (legal.drops[table]) {
@@ -273,14 +273,14 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin,
                           base = bucket_begin[bucket];
-        u32 start = static_cast<u32>(begin);  // a bucket's occurrences take the places of its entries
+        u32 start = static_cast<u32>(begin);  // a bucket has as many occurrences as entries
         for (std::size_t i = 0; i < uniques[bucket]; ++i) {
             UniqueRow& row = rows[begin + i];
             hashes[base + i] = row.hash;
             tables[base + i] = row.table;
             offsets[base + i] = start;
             start += row.count;
-            row.count = offsets[base + i];  // from here on: where the row's next occurrence goes
+            row.count = offsets[base + i];  // from here on: the position of the row's next occurrence
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
             const u32 place = rows[begin + local[i]].count++;
@@ -315,7 +315,7 @@ std::vector<u64> Batch::allocate(std::size_t n, const LineShape& shape) {
 
 namespace {
 
-// Owners take turns in their order, but for `last`.
+// The position of an owner in the order: ascending, with `last` at the end.
 u32 turn_of(u32 owner, const OwnerOrder& order) {
     return owner == order.last ? order.ranks - 1 : owner - (owner > order.last);
 }
@@ -325,7 +325,7 @@ u32 turn_of(u32 owner, const OwnerOrder& order) {
 void by_owner(const Batch& batch, const OwnerOrder& order) {
     constexpr std::size_t CHUNK = 4096;  // rows a task
     const std::size_t ranks = order.ranks, chunks = (batch.unique + CHUNK - 1) / CHUNK;
-    std::vector<i64> ends(chunks * ranks, 0);  // of each chunk and turn: first how many rows, then their next place
+    std::vector<i64> ends(chunks * ranks, 0);  // of each chunk and turn: the number of rows, then the next position
     const auto for_rows = [&](std::size_t chunk, const auto& body) {
         i64* const of_turn = &ends[chunk * ranks];
         const std::size_t end = std::min(batch.unique, (chunk + 1) * CHUNK);

@@ -1,4 +1,4 @@
-// The unique rows of one or several lookups, in an order that depends on the ids alone.
+// A batch: the unique rows of one or several lookups, in an order that depends on the ids alone.
 #pragma once
 #include <memory>
 #include <optional>
@@ -12,38 +12,38 @@
 
 namespace tierbed {
 
-// The ids of one lookup, in bags that each give one row of its output; without pooling every id is a bag of its own.
+// The ids of one lookup, in bags that are pooled to one output row each. Without pooling every id is a bag.
 struct Segment {
     const u64* keys;          // [n]
-    const u32* tables;        // [bags], or [columns] with features; null where bag b is of table b % num_tables
-    std::size_t n;            // positions; with features, also those of features that are not looked up
+    const u32* tables;        // [bags], or [columns] with features; null if bag b is of table b % num_tables
+    std::size_t n;            // positions, those of features that are not looked up included
     std::size_t count;        // bags, each a row of the output
     Bags bags;                // offsets ascend from 0 to n
-    std::size_t parts;        // of the offsets, if there are any
+    std::size_t parts;        // bags that the offsets have, if there are offsets
     bool pooled;
 };
 
-// Which ids are legal.
+// The ids that a table accepts.
 struct LegalIds {
-    std::vector<u64> last;    // by table; empty where every id of every table is legal
-    std::vector<bool> drops;  // by table: whether an id beyond `last` is padding, and no mistake
+    std::vector<u64> last;    // [tables] the last legal id; empty if all ids are legal
+    std::vector<bool> drops;  // [tables] whether an id beyond `last` is padding rather than an error
 };
 
-// Rows grouped by bucket, within one in the order of their positions.
+// Rows grouped by bucket, in the order of their positions within one.
 struct Grouped {
     Buffer<Entry> entries;
     std::size_t begin[BUCKETS + 1];
 };
 
-// Positions number the rows as they are given.
+// Positions are the indices of the rows.
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
-// What follows from the ids of lookups alone, which batches of several tables share: nothing changes it.
+// The part of a batch that depends on the ids alone. It is immutable, and batches of several embeddings share it.
 struct Deduplicated {
     Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
                  const LegalIds& legal);
 
-    // A segment as the batch keeps it: ids and table ids are no longer needed.
+    // A segment without ids and table ids, which are no longer needed.
     struct LookupSpan {
         std::size_t begin;   // its first position
         std::size_t source;  // its first row among the output rows of all segments
@@ -61,14 +61,14 @@ struct Deduplicated {
     Buffer<u32> tables;                     // [unique]
     Buffer<i32> inverse;                    // [size]
     Buffer<u32> occurrences;                // [size - padding], positions
-    Buffer<u32> occurrence_sources;         // [size - padding] their output rows, empty where those are the positions
+    Buffer<u32> occurrence_sources;         // [size - padding] their output rows; empty if those are the positions
     Buffer<u32> offsets;                    // [unique + 1]
     std::size_t bucket_begin[BUCKETS + 1];  // unique rows by bucket
-    std::vector<u64> dropped;               // by table, ids that were dropped; empty where every id is legal
-    std::optional<std::pair<u32, u64>> illegal;  // the first (table, key) that is a mistake, taken as padding
+    std::vector<u64> dropped;               // [tables] ids that were dropped; empty if all ids are legal
+    std::optional<std::pair<u32, u64>> illegal;  // the first (table, key) that is an error; such ids are padding
 };
 
-// Unique rows, and where one table has them.
+// The unique rows of lookups, and their lines in one embedding.
 class Batch {
     const std::shared_ptr<const Deduplicated> shared_;
 
@@ -79,11 +79,11 @@ public:
     using LookupSpan = Deduplicated::LookupSpan;
     const std::shared_ptr<const Deduplicated>& shared() const { return shared_; }
     u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
-    // [unique], made when they are asked for first
+    // [unique], computed by the first call.
     Buffer<u64>& keys();
     // Memory for `n` lines that lives as long as the batch.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);
-    // Puts `own_lines` in the place of what a tier has for those rows.
+    // Uses own lines instead of those of a tier.
     void use_own_lines() {
         for (std::size_t row = 0; row < own_lines.size(); ++row)
             if (own_lines[row]) lines[row] = own_lines[row];
@@ -101,9 +101,9 @@ public:
     const std::size_t (&bucket_begin)[BUCKETS + 1] = shared_->bucket_begin;
 
     Buffer<u64> lines;      // [unique]
-    Buffer<u64> views;      // [unique] what lookups read; empty where those are the lines
-    bool has_wide_lines = false;  // whether embeddings in `lines` are float32, whatever those of the table are
-    Buffer<u64> own_lines;  // [unique] where a row is that no tier may hold, 0 for others; or empty
+    Buffer<u64> views;      // [unique] the lines that lookups read; empty if those are `lines`
+    bool has_wide_lines = false;  // embeddings in `lines` are float32, whatever the table has
+    Buffer<u64> own_lines;        // [unique] lines of rows that no tier may have, 0 for others; or empty
 
 private:
     Buffer<u64> keys_;
@@ -114,8 +114,8 @@ private:
 struct OwnerOrder {
     u32 ranks;
     u32 last;            // the owner whose rows come last
-    i64 *keys, *tables;  // [unique] rows by owner, those of one in the order of the batch
-    i64* places;         // [unique] of each row of the batch: its place in that order
+    i64 *keys, *tables;  // [unique] rows by owner, those of one owner in the order of the batch
+    i64* places;         // [unique] the position of each row of the batch in that order
     i64* counts;         // [ranks] rows of each owner
 };
 

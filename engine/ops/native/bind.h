@@ -1,5 +1,5 @@
-// What the files of the Python binding share. engine/_core.pyi is the contract of all of them; loops over
-// rows run without the interpreter lock.
+// Shared by the files of the Python binding, whose contract is engine/_core.pyi. Loops over rows run without the
+// interpreter lock.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -16,7 +16,8 @@ namespace nb = nanobind;
 
 namespace tierbed {
 
-// An array that is taken as it is or refused. nanobind would convert it, and results written to the copy would be lost.
+// An array that is not converted: a wrong dtype or layout is refused. nanobind would pass a copy, and results written
+// to the copy would be lost.
 template <class... Annotations>
 struct Exact : nb::ndarray<Annotations...> {
     using nb::ndarray<Annotations...>::ndarray;
@@ -84,7 +85,21 @@ Array<T> view(std::vector<T>& values, nb::handle owner) {
     return Array<T>(values.data(), {values.size()}, owner);
 }
 
-// flags of n rows, filled by body without the interpreter lock
+// Calls body without the interpreter lock.
+template <class Body>
+auto without_gil(const Body& body) {
+    nb::gil_scoped_release released;
+    return body();
+}
+
+// The arrays (tables, keys) of the row keys that body returns without the interpreter lock.
+template <class Body>
+nb::tuple arrays_of(const Body& body) {
+    auto rows = without_gil(body);
+    return nb::make_tuple(own(std::move(rows.tables)), own(std::move(rows.keys)));
+}
+
+// Flags of n rows, which body writes without the interpreter lock.
 template <class Body>
 nb::ndarray<nb::numpy, bool, nb::ndim<1>> flags(std::size_t n, const Body& body) {
     auto* values = new bool[n + 1]();
@@ -96,7 +111,7 @@ nb::ndarray<nb::numpy, bool, nb::ndim<1>> flags(std::size_t n, const Body& body)
     return {values, {n}, owner};
 }
 
-// A view of Buffer memory that `owner` holds; read-only where the Buffer is const.
+// A view of the memory of a Buffer, which `owner` keeps alive. Read-only if the Buffer is const.
 template <class T>
 Array<T> view(Buffer<T>& values, nb::handle owner) {
     return Array<T>(values.data(), {values.size()}, owner);
@@ -106,27 +121,22 @@ Array<const T> view(const Buffer<T>& values, nb::handle owner) {
     return Array<const T>(values.data(), {values.size()}, owner);
 }
 
-// The type of that name. Throws std::invalid_argument.
+// Throws std::invalid_argument if no type has that name.
 FloatType type_named(const std::string& dtype);
 void bind_layout(nb::module_& m);
 
-// What `where` tells of a row, as a dict that more is added to.
+// The record of a row as a dict, to which `locate` adds the location.
 inline nb::dict described(const Record& record) {
-    nb::dict place;
-    place["updates"] = record.updates;
-    place["last_step"] = record.step;
-    return place;
+    nb::dict row;
+    row["updates"] = record.updates;
+    row["last_step"] = record.step;
+    return row;
 }
 
-// [tables, 2], flat: hits and misses of each table in a store
+// [tables * 2]: the hits and misses of each table.
 template <class Store>
-Array<u64> asked(const Store& store) {
-    std::vector<u64> counts;
-    {
-        nb::gil_scoped_release unlocked;
-        counts = store.asked();
-    }
-    return own(std::move(counts));
+Array<u64> hit_counts(const Store& store) {
+    return own(without_gil([&] { return store.hit_counts(); }));
 }
 
 inline void add_latencies(nb::dict& metrics, const std::string& name, const Histogram& histogram) {

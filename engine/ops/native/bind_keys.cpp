@@ -1,4 +1,4 @@
-// XXH64, the hash of bytes by Y. Collet, as its specification has it (https://github.com/Cyan4973/xxHash, version 0.8).
+// XXH64, the hash of bytes by Y. Collet, after its specification (https://github.com/Cyan4973/xxHash, version 0.8).
 #include <atomic>
 
 #include "bind.h"
@@ -45,13 +45,13 @@ inline u64 xxh64(const u8* bytes, u64 length, u64 seed) {
     return hash ^ hash >> 32;
 }
 
-// The binding of what makes ids of strings.
+// Python binding of `hash_keys`.
 namespace {
 
 constexpr std::size_t STRINGS = 4096;  // a task
 constexpr u32 LAST_OF_UNICODE = 0x10FFFF;
 
-// Appends the UTF-8 bytes of a code point to out, at most 4; returns how many, 0 for what is no code point.
+// Appends the UTF-8 bytes of a code point, at most 4, to out. Returns their number, 0 for an invalid code point.
 u32 put_utf8(u32 point, u8* out) {
     if (point < 0x80) {
         out[0] = static_cast<u8>(point);
@@ -77,7 +77,7 @@ void hash_parts(InVector<u8> bytes, InVector<i64> offsets, u64 seed, OutVector<i
     });
 }
 
-// Returns the first of the strings that is no Unicode, `n` for none.
+// Returns the first string that is not valid Unicode, or `n`.
 std::size_t hash_rows(InVector<u8> bytes, std::size_t width, bool is_text, u64 seed, OutVector<i64> out) {
     const std::size_t n = out.size();
     require(bytes.size() == n * width, "bytes must be [n * width]");

@@ -1,4 +1,4 @@
-// The binding of batches and the ops of a step.
+// Python binding of layouts, batches, partitions and the ops of a step.
 #include <algorithm>
 
 #include "batch.h"
@@ -11,8 +11,8 @@
 namespace tierbed {
 namespace {
 
-// (keys [n], tables [bags] or None, None | bag length | offsets [parts + 1]), and with features (features [columns],
-// batch) after them; `kept` holds the arrays alive
+// Reads (keys [n], tables [bags] or None, None | bag length | offsets [parts + 1]), and with features (features
+// [columns], batch) after them. `kept` keeps the arrays alive.
 Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
     const auto array = [&](auto values) {
         kept.push_back(nb::cast(values));
@@ -125,17 +125,17 @@ Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std:
     return {mean, weights ? weights->data() : nullptr, type_named(dtype)};
 }
 
-// float32, or 16 bits as unsigned integers: [outputs of the lookup, dim]
+// Checks rows [outputs of the lookup, dim] of float32, or of 16-bit floats as unsigned integers.
 template <class RowSpan>
 void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const RowSpan& rows,
                      const Pooling& pooling) {
     require(rows.dtype() == (pooling.type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
-            "rows must be float32, or uint16 where dtype has 16 bits");
+            "rows must be float32, or uint16 if dtype has 16 bits");
     require(rows.shape(0) == batch.lookups[lookup].segment.count && rows.shape(1) == layout.shape.dim,
             "rows must be [outputs, dim]");
 }
 
-// The gradients that Python gives, one a lookup of the batch, and what keeps their memory.
+// The gradients of each lookup of the batch, and the arrays that have their memory.
 struct Upstreams {
     std::vector<nb::object> kept;
     std::vector<Upstream> upstream;
@@ -157,7 +157,7 @@ struct Upstreams {
     }
 };
 
-// One place for each row of the batch, of `rows` that there are; without places, the rows in order.
+// Checks that `places` has one of `rows` places for each row of the batch; without places, that `rows` are as many.
 void require_places(const Batch& batch, const std::optional<InVector<i64>>& places, std::size_t rows) {
     require(places ? places->size() == batch.unique : rows == batch.unique, "a place for each unique row is needed");
     for (std::size_t row = 0; places && row < batch.unique; ++row)
@@ -275,7 +275,7 @@ void bind_step(nb::module_& m) {
                 const std::size_t place = static_cast<std::size_t>(place_of[row]);
                 if (place >= here) {
                     const i32 other = rest->inverse[position + place - here];
-                    require(other >= 0, "a place is of padding");
+                    require(other >= 0, "a place is padding");
                     batch.lines[row] = there[other];
                     if (is_narrow) from_rest.push_back(row);
                 } else {
@@ -286,11 +286,11 @@ void bind_step(nb::module_& m) {
         },
         nb::arg("batch"), nb::arg("layout"), nb::arg("rows"), nb::arg("places"), nb::arg("rest").none() = nb::none(),
         nb::arg("position") = 0, nb::keep_alive<1, 3>());
-    m.def("settle",
+    m.def("preview_catch_up",
           [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
               const BoundRule bound(layout, rule, std::move(hyper));
               nb::gil_scoped_release unlocked;
-              settle(batch, layout, bound, step);
+              preview_catch_up(batch, layout, bound, step);
           });
     m.def("catch_up",
           [](const Layout& layout, InVector<u64> lines, const std::string& rule, std::vector<double> hyper, u32 step) {
@@ -351,7 +351,6 @@ void bind_ops(nb::module_& m) {
     bind_step(m);
 }
 
-// The binding of layouts, and the names of types.
 FloatType type_named(const std::string& dtype) {
     const char* names[FLOAT_TYPES] = {"float32", "float16", "bfloat16"};
     const auto type = std::find(names, names + FLOAT_TYPES, dtype) - names;
@@ -377,7 +376,7 @@ void bind_layout(nb::module_& m) {
                 require(dim > 0 && total == dim, "columns must sum to dim");
                 std::size_t width = dim;
                 for (const u32 w : state_widths) width += w;
-                require(width <= std::size_t{1} << 28, "a line of over 2^28 floats");
+                require(width <= std::size_t{1} << 28, "a line has more than 2^28 words");
                 const std::pair types{type_named(dtype), type_named(state_dtype)};
                 require((narrow_states > 0) == (types.second != FloatType::float32) &&
                             narrow_states <= state_widths.size(),
@@ -401,12 +400,9 @@ void bind_layout(nb::module_& m) {
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
 }
 
-// The binding of what says which rank owns a row.
 namespace {
 
-void require_ranks(std::size_t ranks) {
-    require(0 < ranks && ranks <= MOST_RANKS, "ranks must lie between 1 and 1024");
-}
+void require_ranks(std::size_t ranks) { require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024"); }
 
 }  // namespace
 

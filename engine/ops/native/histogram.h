@@ -1,4 +1,4 @@
-// Latencies counted in buckets: what a tier's percentiles come from.
+// A histogram of latencies, for the percentiles in metrics.
 #pragma once
 
 #include <array>
@@ -9,8 +9,8 @@
 
 namespace tierbed {
 
-// Durations in buckets of 1/8 of a power of two, so a quantile is within 6.25 % of the true one. Threads add at once
-// and nobody waits; a reader beside them may see one addition in part.
+// Each power of two has 8 buckets, so a quantile is within 6.25 % of the true one. Threads add at the same time without
+// a lock; a concurrent reader may see one addition in part.
 class Histogram {
 public:
     void add(std::uint64_t nanoseconds) {
@@ -27,8 +27,7 @@ public:
         return count;
     }
 
-    // Seconds that a share `q` in [0, 1] of the durations does not exceed: the middle of the bucket, at most `max`.
-    // 0 where nothing was added.
+    // The q-quantile in seconds, q in [0, 1]: the middle of its bucket, at most `max`. 0 if nothing was added.
     double quantile(double q) const {
         const std::uint64_t all = count();
         if (all == 0) return 0;
@@ -47,7 +46,7 @@ public:
     double total() const { return static_cast<double>(total_.load(std::memory_order_relaxed)) * 1e-9; }  // seconds
 
 private:
-    // 0 .. 7 ns have a bucket each; then 8 for each power of two up to 2^40 ns (18 minutes); the last takes the rest.
+    // 0 to 7 ns have one bucket each, each power of two up to 2^40 ns (18 minutes) has 8, the last bucket has the rest.
     static constexpr std::size_t kParts = 8;
     static constexpr int kPartBits = 3;
     static constexpr int kTopBit = 40;
@@ -72,7 +71,7 @@ private:
     std::atomic<std::uint64_t> max_{0};
 };
 
-// Adds the time between its making and its end, an end by an exception too.
+// Adds the time from its construction to its destruction, also if an exception ends the block.
 class Timer {
 public:
     explicit Timer(Histogram& histogram) : histogram_(histogram), begin_(std::chrono::steady_clock::now()) {}

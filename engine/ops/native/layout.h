@@ -1,4 +1,4 @@
-// The line's shape and initial values, owned; the kernels see views of it.
+// The shape and the initial values of a table's lines. The layout owns the arrays that kernels get views of.
 #pragma once
 #include <utility>
 #include <vector>
@@ -12,8 +12,8 @@ constexpr Tile THREAD{0, 1};
 
 class Layout {
 public:
-    // states: the initial value of each optimizer state; state_widths: the numbers of each, one a row or `dim`; types:
-    // of embedding and narrow states, of which there are `narrow_states`
+    // states: the initial value of each optimizer state. state_widths: the numbers of each in a row, 1 or `dim`. types:
+    // of the embedding, and of the first `narrow_states` states.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0);

@@ -11,14 +11,14 @@ namespace tierbed {
 namespace {
 
 constexpr Tile ONE_THREAD{0, 1};
-constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // bytes of rows that are fetched before they are read
+constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // bytes of rows that are prefetched before they are read
 
 u64 line_at(const GatherJob& job, std::size_t position) {
     const i32 row = job.inverse[position];
     return row < 0 ? 0 : job.lines[row];
 }
 
-// Positions to look ahead.
+// The number of positions to prefetch ahead.
 std::size_t distance(u32 row_bytes) {
     const std::size_t rows = ROW_BYTES_AHEAD / row_bytes;
     return rows < 4 ? 4 : rows > 32 ? 32 : rows;
@@ -84,7 +84,7 @@ void encode(const CodecJob& job, std::size_t begin, std::size_t end) {
 
 using SumRow = void (*)(float*, float*, const Gradients&, const Occurrences&);
 
-// Not part of `update`, so that rules are not compiled for each type.
+// Apart from `update`, so that rules are not compiled for each type.
 template <class Type>
 __attribute__((noinline)) void sum_whole_row(float* sum, float* block, const Gradients& gradients,
                                              const Occurrences& row) {
@@ -102,7 +102,7 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
     const std::size_t ahead = distance(job.shape.line_bytes);
     float *sum = memory, *block = sum + job.shape.dim, *whole = block + job.shape.dim;
     const u32* const last = job.sources_end;
-    const bool single = job.type == FloatType::float32 && !job.scales;  // a gradient may be taken where it is
+    const bool single = job.type == FloatType::float32 && !job.scales;  // a gradient may be read in place
     std::size_t written = 0;
     for (std::size_t row = begin; row < end; ++row) {
         if (row + ahead < end) prefetch_to_write(job.lines[row + ahead], job.shape.line_bytes);
@@ -116,7 +116,7 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
             sum_row(sum, block, gradients, occurrences);
         }
         const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
-            const float* const columns = gradient + from;  // an index that may wrap around keeps vectors away
+            const float* const columns = gradient + from;  // an index that may wrap around prevents vectorisation
             TIERBED_NO_OVERLAP
             for (u32 j = 0; j < n; ++j) g[j] = columns[j] * job.scale;
         };

@@ -1,5 +1,5 @@
-// The loops over floats, which are compiled once for each instruction set and picked at run time. All builds do the
-// same IEEE operations in the same order, so their bits agree.
+// The loops over floats, which are compiled once for each instruction set and chosen at run time. All builds do the
+// same IEEE operations in the same order, so their results are bit-identical.
 #pragma once
 #include <cstddef>
 
@@ -9,7 +9,7 @@
 
 namespace tierbed {
 
-constexpr std::size_t ROWS = 1024;  // rows or bags a task
+constexpr std::size_t ROWS = 1024;  // rows or bags of a task
 
 // Bags [begin, end) of one lookup.
 struct GatherJob {
@@ -34,7 +34,7 @@ struct WeightsGradJob {
 // Rows [begin, end) of a batch under an optimizer's rule.
 struct UpdateJob {
     const u64* lines;     // [unique]
-    const u32* offsets;   // [unique + 1], where each row's occurrences start
+    const u32* offsets;   // [unique + 1], the beginning of each row's occurrences
     const u32* sources;   // [occurrences]
     const u32* sources_end;
     const float* scales;  // [occurrences] or null
@@ -53,12 +53,12 @@ struct CatchUpJob {
     u32 step;
 };
 
-// Lines [begin, end) to lines of float32 numbers, or from them: `wide` is the first of a row of such.
+// Lines [begin, end) to or from float32 lines, which are contiguous and begin at `wide`.
 struct CodecJob {
     const u64* lines;
     LineShape shape;
     u64 wide;
-    const u64* hashes;  // [rows], of the rows in `lines`, with seed and step for the noise; null to round to nearest
+    const u64* hashes;  // [rows] of `lines`, for the noise with seed and step; null to round to nearest
     u64 seed;
     u32 step;
 };
@@ -67,21 +67,22 @@ struct RuleLoops {
     const char* name;
     u32 element_states, row_states;
     u32 hypers;  // limits included
-    // Returns how many rows were written for the first time. memory [3 * dim]: of the caller.
+    // Returns the number of rows written for the first time. memory [3 * dim]: scratch.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);
-    void (*catch_up)(const CatchUpJob&, std::size_t begin, std::size_t end);  // null where the rule does not
+    void (*catch_up)(const CatchUpJob&, std::size_t begin, std::size_t end);  // null if the rule does not catch up
 };
 
 struct Loops {
     const char* name;
-    // by the type of the output
+    // Indexed by the type of the output.
     void (*gather[FLOAT_TYPES])(const GatherJob&, std::size_t begin, std::size_t end);
     void (*weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
     void (*decode)(const CodecJob&, std::size_t begin, std::size_t end);
     void (*encode)(const CodecJob&, std::size_t begin, std::size_t end);
-    // out [unique]: the sum of the squares of each row's gradient. Of the job it reads what is about gradients.
+    // out [unique]: the sum of the squares of each row's gradient. Of the job, only the gradients are read.
     void (*square[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, float* out);
-    // out [*, dim]: the gradient of row u goes to place places[u], null for u. memory [dim]: of the caller.
+    // out [*, dim]: the gradient of row u goes to row places[u], or to row u if `places` is null. memory [dim]:
+    // scratch.
     void (*sum[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, const i64* places,
                              float* out);
     const RuleLoops* rules;

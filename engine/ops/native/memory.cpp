@@ -9,16 +9,16 @@ namespace {
 
 constexpr std::size_t SMALLEST = std::size_t{64} << 10;
 #ifdef __SANITIZE_ADDRESS__
-constexpr std::size_t MOST_KEPT = 0;  // a kept block would hide its use after its end
+constexpr std::size_t MAX_KEPT = 0;  // a kept block would hide a use after free
 #else
-constexpr std::size_t MOST_KEPT = std::size_t{512} << 20;
+constexpr std::size_t MAX_KEPT = std::size_t{512} << 20;
 #endif
 constexpr std::size_t BLOCKS = 32;  // of a class
 
 u32 size_class(std::size_t bytes) { return 64 - static_cast<u32>(__builtin_clzll((bytes - 1) / SMALLEST | 1)); }
 
-// Free blocks by powers of two. Whoever cannot have it at once does without: it never waits, so a fork cannot strand
-// it.
+// Free blocks by powers of two. A thread that cannot lock it at once does without it. No thread waits, so a fork cannot
+// leave it locked.
 struct Kept {
     std::atomic_flag taken = ATOMIC_FLAG_INIT;
     std::array<std::vector<void*>, 64> blocks;
@@ -65,7 +65,7 @@ void give_scratch(void* block, std::size_t bytes) {
         const u32 c = size_class(bytes);
         Kept& all = kept();
         if (!all.taken.test_and_set(std::memory_order_acquire)) {
-            if (all.bytes + (SMALLEST << c) <= MOST_KEPT && all.blocks[c].size() < BLOCKS) {
+            if (all.bytes + (SMALLEST << c) <= MAX_KEPT && all.blocks[c].size() < BLOCKS) {
                 all.blocks[c].push_back(block);
                 all.bytes += SMALLEST << c;
                 block = nullptr;

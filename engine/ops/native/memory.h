@@ -1,4 +1,4 @@
-// Memory: scratch for batches, and pages for rows and indexes, huge ones where there is much, since rows are reached at
+// Scratch memory for batches, and pages for rows and indexes. Large blocks get huge pages, since rows are accessed at
 // random.
 #pragma once
 #include <algorithm>
@@ -17,18 +17,18 @@ namespace tierbed {
 
 constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20;
 
-// Scratch memory, uninitialised, at an address that vectors like. Large blocks are kept for the next batch: the system
-// would hand them out page by page, and clear each.
+// Uninitialised scratch memory, aligned for vectors. Large blocks are kept for the next batch: the system would
+// allocate them page by page, and clear each page.
 void* take_scratch(std::size_t bytes);
 void give_scratch(void* block, std::size_t bytes);
 
-// An array whose elements begin uninitialised: whoever makes it writes all of it.
+// An array that is not initialised: its user writes every element.
 template <class T>
 class Buffer {
 public:
     Buffer() = default;
     explicit Buffer(std::size_t size)
-        : data_(static_cast<T*>(take_scratch((size + 1) * sizeof(T)))), size_(size) {}  // an address even for none
+        : data_(static_cast<T*>(take_scratch((size + 1) * sizeof(T)))), size_(size) {}  // never a null address
     ~Buffer() {
         if (data_) give_scratch(data_, (size_ + 1) * sizeof(T));
     }
@@ -94,7 +94,7 @@ private:
     u64 start_ = 0;
 };
 
-// Hands out pieces of ever larger pages and takes none back. May be used by several threads.
+// Allocates from blocks of growing size, which are freed together. Thread-safe.
 class Arena {
 public:
     u64 allocate(std::size_t bytes) {

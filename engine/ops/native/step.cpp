@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t AHEAD = 4;
 
-// Calls body(row) -> "counts" for every unique row, and counted(begin, end, how many of them do) for ranges of rows.
+// Calls body(row) -> bool for every unique row, and counted(begin, end, number of true results) for ranges of rows.
 template <class Body, class Counted>
 void count_rows(const Batch& batch, const Body& body, const Counted& counted) {
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
@@ -140,10 +140,10 @@ const RuleLoops& rule_named(const std::string& name) {
     const Loops& all = loops();
     for (u32 i = 0; i < all.rule_count; ++i)
         if (name == all.rules[i].name) return all.rules[i];
-    throw std::invalid_argument("no rule is called " + name);
+    throw std::invalid_argument("rule '" + name + "' does not exist");
 }
 
-// What each occurrence's gradient is multiplied by, empty where all are 1.
+// The factor of each occurrence's gradient; empty if all are 1.
 Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>& grads) {
     bool any = false;
     for (const Upstream& grad : grads) any = any || grad.pooling.mean || grad.pooling.weights;
@@ -171,7 +171,7 @@ Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>&
     return scales;
 }
 
-// What a job has of a batch and its gradients.
+// A job with the batch and its gradients.
 struct Given {
     std::vector<GradientPart> parts;
     Buffer<float> scales;
@@ -191,12 +191,12 @@ struct Given {
     }
 };
 
-// Narrow lines as lines of float32 numbers, in memory of a thread, a few at a time.
+// Converts narrow lines to float32 lines, a few at a time, in memory of a thread.
 class WideLines {
 public:
     WideLines(const Layout& layout, const u64* lines)
         : job_{lines, layout.shape, 0, nullptr, layout.seed, 0},
-          most_(std::clamp<std::size_t>(MEMORY / shape().line_bytes, 4, MOST)),
+          most_(std::clamp<std::size_t>(MEMORY / shape().line_bytes, 4, MAX_LINES)),
           memory_(most_ * shape().line_bytes) {
         job_.wide = reinterpret_cast<u64>(memory_.data());
         for (std::size_t i = 0; i < most_; ++i) wide[i] = job_.wide + i * shape().line_bytes;
@@ -204,8 +204,8 @@ public:
 
     LineShape shape() const { return widened(job_.shape); }
 
-    // Calls body(first, n) with the lines [first, first + n) in `wide`, for all of [begin, end), and puts them back:
-    // rounded to nearest, or given hashes [rows] with the noise of `step`.
+    // Calls body(first, n) with the lines [first, first + n) in `wide`, for all of [begin, end), and writes them back:
+    // rounded to nearest or, with hashes [rows], by chance with the noise of `step`.
     template <class Body>
     void change(std::size_t begin, std::size_t end, const u64* hashes, u32 step, const Body& body) {
         job_.hashes = hashes;
@@ -221,14 +221,14 @@ public:
     }
 
 private:
-    static constexpr std::size_t MOST = 32, MEMORY = 4096;  // lines, bytes: in the first level of a processor's cache
+    static constexpr std::size_t MAX_LINES = 32, MEMORY = 4096;  // lines, bytes: fits in the L1 cache
 
     CodecJob job_;
     std::size_t most_;
     Buffer<u8> memory_;
 
 public:
-    u64 wide[MOST];
+    u64 wide[MAX_LINES];
 };
 
 std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& given,
@@ -249,7 +249,7 @@ std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundR
 
 BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> given)
     : loops(rule_named(name)), hyper(std::move(given)) {
-    if (hyper.size() + 1 == loops.hypers) hyper.push_back(0.0);  // the last limit is left out where it is none
+    if (hyper.size() + 1 == loops.hypers) hyper.push_back(0.0);  // a last limit of 0 may be left out
     if (hyper.size() != loops.hypers)
         throw std::invalid_argument("rule " + name + " takes " + std::to_string(loops.hypers) + " hyper-parameters");
     const LineShape& shape = layout.shape;
@@ -305,7 +305,7 @@ void catch_up(const Layout& layout, const u64* lines, std::size_t n, const Bound
     });
 }
 
-void settle(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step) {
+void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
     std::vector<std::size_t> behind;
     for (std::size_t row = 0; row < batch.unique; ++row)

@@ -21,7 +21,7 @@
 namespace tierbed {
 namespace {
 
-// Rounding and the flushing of denormals belong to a thread; rows must not depend on whose they are.
+// Rounding mode and flushing of denormals are settings of a thread; rows must not depend on the thread.
 class DefaultArithmetic {
 public:
     DefaultArithmetic() {
@@ -34,7 +34,7 @@ private:
     std::fenv_t before_;
 };
 
-// Numbered tasks, which any number of threads take until none is left.
+// Numbered tasks that any number of threads take until none is left.
 class Tasks {
 public:
     Tasks(std::size_t count, const std::function<void(std::size_t)>& task) : count_(count), task_(task) {}
@@ -65,7 +65,7 @@ private:
 
 class Pool {
 public:
-    // Fewer workers where the system gives no more threads, or no memory for them.
+    // Starts fewer workers if the system has no more threads, or no memory for them.
     explicit Pool(std::size_t workers) : wanted_(workers) {
         threads_.reserve(workers);
         try {
@@ -121,7 +121,7 @@ private:
         }
     }
 
-    // The loops of a step follow one another at once, so a moment of waiting saves two switches of the system.
+    // The next loop of a step follows at once, so a moment of spinning saves two context switches.
     template <class Condition>
     static void spin(const Condition& condition) {
         const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
@@ -142,18 +142,18 @@ std::atomic<std::size_t> wanted_threads{1};
 thread_local bool makes_steps = false;
 thread_local std::unique_ptr<Pool> own_pool;
 
-// OpenMP's entry: calls run(data) on each of so many threads, the caller's among them.
+// OpenMP's entry: calls run(data) on each of that many threads, the caller included.
 using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
 // Whether this process began by exec. One that was forked takes libgomp's threads from its parent's memory, where they
-// do not exist, and a parallel region would wait for them forever. Linux tells it by PF_FORKNOEXEC in the ninth field of
-// /proc/self/stat; a system that gives no flags, as in a sandbox, gives no answer, and false is safe.
+// do not exist, and a parallel region would wait for them forever. Linux shows it by PF_FORKNOEXEC in the ninth field
+// of /proc/self/stat; if the system has no flags, as in a sandbox, false is safe.
 bool began_by_exec() {
     constexpr unsigned long FORKED = 0x40;
     std::ifstream file("/proc/self/stat");
     std::string stat, skipped;
     std::getline(file, stat);
-    const std::size_t name_end = stat.rfind(')');  // the name may have blanks
+    const std::size_t name_end = stat.rfind(')');  // the name may contain blanks
     if (name_end == std::string::npos) return false;
     std::istringstream fields(stat.substr(name_end + 1));
     for (int field = 3; field < 9; ++field) fields >> skipped;
@@ -164,11 +164,11 @@ bool began_by_exec() {
 // The process whose OpenMP threads may be used: the one that loaded this library, unless it was forked itself.
 const pid_t openmp_process = began_by_exec() ? getpid() : 0;
 
-// That of torch, whose threads spin after their work, so that a pool of our own would wait for their cores. Null if
-// they sleep, for threads that make no steps, and in a forked child, which has none of torch's threads.
+// Torch's OpenMP if its threads spin after their work, since other threads would wait for their cores. Null if they
+// sleep, for threads that run no steps, and in a forked child, which has none of torch's threads.
 RunParallel torch_threads() {
 #ifdef __SANITIZE_THREAD__
-    return nullptr;  // it does not see how OpenMP orders its threads
+    return nullptr;  // ThreadSanitizer does not see how OpenMP synchronises its threads
 #else
     static const RunParallel entry = [] {
         const char* policy = std::getenv("OMP_WAIT_POLICY");
@@ -213,7 +213,7 @@ Process& process() {
 void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::max<std::size_t>(threads, 1) - 1); }
 
 void set_threads(std::size_t threads) {
-    if (own_pool) return;  // of steps, whose number this thread does not know
+    if (own_pool) return;  // the number is for threads of steps
     makes_steps = true;
     wanted_threads = std::max<std::size_t>(threads, 1);
 }

@@ -59,15 +59,15 @@ class CudaTableImage:
         self._positions[self._rows.numbers + 1] = torch.arange(len(self._rows.keys), device=device)
         self._before_images: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
         self._bucket = self._at = 0
-        self.kept_bytes = 0
+        self.before_image_bytes = 0
         self._layout.device.wait()
 
-    def keep(self, batch: Batch) -> None:
+    def save_before_images(self, batch: Batch) -> None:
         with self._table.exclusive():
             self._save(self._table.lines_of(batch))
 
-    def keep_rows(self, tables: TableIds, keys: Keys) -> None:
-        self.keep(rows_of(self._layout.device, tables, keys, self._faults))
+    def save_before_images_of(self, tables: TableIds, keys: Keys) -> None:
+        self.save_before_images(rows_of(self._layout.device, tables, keys, self._faults))
 
     def list(self, bucket: int) -> None:
         self._bucket, self._at = bucket, int(self._rows.bounds[bucket])
@@ -83,7 +83,7 @@ class CudaTableImage:
         most = len(rows) // row_dtype(self._layout.width).itemsize
         begin, end = self._at, min(self._at + most, int(self._rows.bounds[self._bucket + 1]))
         if begin == end:
-            self.kept_bytes -= sum(
+            self.before_image_bytes -= sum(
                 positions.nbytes + lines.nbytes for positions, lines in self._before_images[self._bucket]
             )
             self._before_images[self._bucket] = []
@@ -121,7 +121,7 @@ class CudaTableImage:
         self._positions[numbers[unsaved]] = -1
         for bucket, part in parts:
             self._before_images[bucket].append(part)
-        self.kept_bytes += on_host.nbytes + before.nbytes
+        self.before_image_bytes += on_host.nbytes + before.nbytes
 
 
 class CudaFullStore(IgnoresHints[Batch]):

@@ -1,4 +1,4 @@
-// Where the lines of a full table are: segments that double in size and never move.
+// The lines of a full table, in segments that double in size and never move.
 #pragma once
 #include "ops/cuda/layout.h"
 #include "store/kernels/index.h"

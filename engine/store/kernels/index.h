@@ -30,16 +30,15 @@ TIERBED_FN u32 find_row(Tile tile, const IndexView& index, u64 hash, u32 table) 
     }
 }
 
-// Puts a row that the index does not hold.
+// Inserts a row that the index does not have.
 TIERBED_FN void insert_row(const IndexView& index, const Slot& slot) {
     u32 at = home_slot(index, slot.hash);
     while (index.slots[at].row != 0) at = (at + 1) & index.mask;
     index.slots[at] = slot;
 }
 
-// Takes a row out and returns its number + 1, or 0 where the index does not hold it. Rows behind it move up wherever
-// its slot would cut them off from their home (backward shift), so erased rows leave nothing behind. For one thread or
-// lane.
+// Erases a row and returns its number + 1, or 0 if the index does not have it. Later rows whose probe sequence crosses
+// the free slot are shifted back, so no tombstones remain. For one thread or lane.
 TIERBED_FN u32 erase_row(const IndexView& index, u64 hash, u32 table) {
     u32 hole = home_slot(index, hash);
     while (index.slots[hole].row != 0 && (index.slots[hole].hash != hash || index.slots[hole].table != table))
@@ -48,7 +47,7 @@ TIERBED_FN u32 erase_row(const IndexView& index, u64 hash, u32 table) {
     if (row == 0) return 0;
     for (u32 at = (hole + 1) & index.mask; index.slots[at].row != 0; at = (at + 1) & index.mask) {
         const u32 from_home = (at - home_slot(index, index.slots[at].hash)) & index.mask;
-        if (from_home < ((at - hole) & index.mask)) continue;  // its home lies behind the hole
+        if (from_home < ((at - hole) & index.mask)) continue;  // its home is after the hole
         index.slots[hole] = index.slots[at];
         hole = at;
     }

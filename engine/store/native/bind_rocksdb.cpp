@@ -1,6 +1,5 @@
-// The binding of RocksDB.
+// Python binding of RocksDB.
 #include "ops/native/bind.h"
-
 
 #ifdef TIERBED_ROCKSDB
 #include "rows.h"
@@ -19,10 +18,7 @@ ReadMode read_mode_of(const std::string& name) {
 }
 
 nb::dict named_metrics(const RocksTier& tier) {
-    const RocksMetrics metrics = [&] {
-        nb::gil_scoped_release unlocked;
-        return tier.metrics();
-    }();
+    const RocksMetrics metrics = without_gil([&] { return tier.metrics(); });
     nb::dict all;
     for (const auto& [name, value] : metrics.counts) all[name.c_str()] = value;
     for (const auto& [name, value] : metrics.reals) all[name.c_str()] = value;
@@ -39,11 +35,8 @@ nb::dict info_of(const RocksTier& tier) {
     return all;
 }
 
-nb::list held_files(RocksTier& tier) {
-    const std::vector<LiveFile> files = [&] {
-        nb::gil_scoped_release unlocked;
-        return tier.hold_files();
-    }();
+nb::list live_files(RocksTier& tier) {
+    const std::vector<LiveFile> files = without_gil([&] { return tier.hold_files(); });
     nb::list all;
     for (const LiveFile& file : files) {
         nb::object content = nb::none();
@@ -55,12 +48,8 @@ nb::list held_files(RocksTier& tier) {
 
 nb::tuple next_of(RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
     u32 bucket = 0;
-    std::size_t n;
     require(rows.size() >= max_rows * packed_bytes_of(scan.width()), "rows must have room for max_rows");
-    {
-        nb::gil_scoped_release unlocked;
-        n = scan.next(rows.data(), max_rows, bucket);
-    }
+    const std::size_t n = without_gil([&] { return scan.next(rows.data(), max_rows, bucket); });
     return nb::make_tuple(bucket, n);
 }
 
@@ -105,14 +94,11 @@ void bind_rocksdb(nb::module_& m) {
         .def("close", &RocksTier::close, unlocked)
         .def("make_writable", &RocksTier::make_writable, unlocked)
         .def_prop_ro("failed", &RocksTier::failed)
-        .def("hold_files", &held_files)
+        .def("hold_files", &live_files)
         .def("release_files", &RocksTier::release_files, unlocked)
-        .def("where",
+        .def("locate",
              [](const RocksTier& tier, u32 table, u64 key) -> nb::object {
-                 const auto record = [&] {
-                     nb::gil_scoped_release unlocked;
-                     return tier.where(table, key);
-                 }();
+                 const auto record = without_gil([&] { return tier.locate(table, key); });
                  return record ? nb::object(described(*record)) : nb::none();
              })
         .def("metrics", &named_metrics)

@@ -1,4 +1,4 @@
-// The binding of tiers and the full table.
+// Python binding of tiers, the full table, sets of changed rows, images and packed rows.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -18,7 +18,7 @@
 namespace tierbed {
 namespace {
 
-// Rows of Python's arrays as a tier takes them, hashed and in order of their buckets; `lines` may be null.
+// Python's arrays of rows as a tier takes them: hashed and sorted by bucket. `lines` may be null.
 class RowsOf {
 public:
     RowsOf(const u32* tables, const u64* keys, const u64* lines, std::size_t n)
@@ -31,7 +31,7 @@ public:
         }
     }
     RowSpan rows() const { return {tables_.data(), hashes_.data(), lines_.data(), tables_.size()}; }
-    // Where row i was given.
+    // The position of row i in Python's arrays.
     std::size_t position(std::size_t i) const { return grouped_.entries[i].position; }
 
 private:
@@ -73,23 +73,13 @@ void bind_full_table(nb::module_& m) {
         .def("find", &FullTable::find, nb::call_guard<nb::gil_scoped_release>())
         .def("insert_missing", &FullTable::insert_missing, nb::call_guard<nb::gil_scoped_release>())
         .def("scan",
-             [](const FullTable& table, u32 bucket) {
-                 std::vector<u8> rows;
-                 {
-                     nb::gil_scoped_release unlocked;
-                     rows = table.scan(bucket);
-                 }
-                 return own(std::move(rows));
-             })
-        .def("where",
+             [](const FullTable& table, u32 bucket) { return own(without_gil([&] { return table.scan(bucket); })); })
+        .def("locate",
              [](const FullTable& table, u32 id, u64 key) -> nb::object {
-                 const auto place = [&] {
-                     nb::gil_scoped_release unlocked;
-                     return table.where(id, key);
-                 }();
-                 if (!place) return nb::none();
-                 nb::dict all = described(place->record);
-                 all["line"] = place->line;
+                 const auto location = without_gil([&] { return table.locate(id, key); });
+                 if (!location) return nb::none();
+                 nb::dict all = described(location->record);
+                 all["line"] = location->line;
                  return all;
              })
         .def("metrics",
@@ -107,7 +97,7 @@ void bind_full_table(nb::module_& m) {
                  add_latencies(all, "write", counts.write);
                  return all;
              })
-        .def("asked", &asked<FullTable>)
+        .def("hit_counts", &hit_counts<FullTable>)
         .def_prop_ro("rows", &FullTable::rows)
         .def_prop_ro("bytes", &FullTable::bytes);
 }
@@ -116,7 +106,6 @@ void bind_full_table(nb::module_& m) {
 
 void bind_stores(nb::module_& m) { bind_full_table(m); }
 
-// The binding of what follows changing rows: sets of their names, and images of a full table.
 namespace {
 
 void bind_changed_rows(nb::module_& m) {
@@ -134,12 +123,7 @@ void bind_changed_rows(nb::module_& m) {
         .def("rows",
              [](const ChangedRows& changed, u32 bucket) {
                  require(bucket < BUCKETS, "no such bucket");
-                 RowKeys names;
-                 {
-                     nb::gil_scoped_release unlocked;
-                     names = changed.rows(bucket);
-                 }
-                 return nb::make_tuple(own(std::move(names.tables)), own(std::move(names.keys)));
+                 return arrays_of([&] { return changed.rows(bucket); });
              })
         .def_prop_ro("size", &ChangedRows::size)
         .def_prop_ro("bytes", &ChangedRows::bytes);
@@ -149,12 +133,12 @@ void bind_table_image(nb::module_& m) {
     const nb::call_guard<nb::gil_scoped_release> unlocked;
     nb::class_<TableImage>(m, "TableImage")
         .def(nb::init<const FullTable&, const Layout&, Tier&>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>())
-        .def("keep", nb::overload_cast<const Batch&>(&TableImage::keep), unlocked)
-        .def("keep_rows",
+        .def("save_before_images", nb::overload_cast<const Batch&>(&TableImage::save_before_images), unlocked)
+        .def("save_before_images_of",
              [](TableImage& image, InVector<u32> tables, InVector<u64> keys) {
                  require(tables.size() == keys.size(), "tables and keys differ in length");
                  nb::gil_scoped_release unlocked;
-                 image.keep(tables.data(), keys.data(), keys.size());
+                 image.save_before_images(tables.data(), keys.data(), keys.size());
              })
         .def("list",
              [](TableImage& image, u32 bucket) {
@@ -168,7 +152,7 @@ void bind_table_image(nb::module_& m) {
                  nb::gil_scoped_release unlocked;
                  return image.next(rows.data(), rows.size() / packed_bytes_of(image.width()));
              })
-        .def_prop_ro("kept_bytes", &TableImage::kept_bytes);
+        .def_prop_ro("before_image_bytes", &TableImage::before_image_bytes);
 }
 
 }  // namespace
@@ -178,30 +162,30 @@ void bind_changes(nb::module_& m) {
     bind_table_image(m);
 }
 
-// The binding of what works on packed rows as snapshots hold them; engine/_core.pyi is the contract.
 namespace {
 
-constexpr std::size_t NAME_BYTES = sizeof(u32) + sizeof(u64);
+constexpr std::size_t KEY_BYTES = sizeof(u32) + sizeof(u64);
 
-enum State : u8 { SAME, CHANGED, NEW };  // what `join_rows` tells of a row
+enum State : u8 { SAME, CHANGED, NEW };  // the result of `join_rows` for a row
 
-using Name = std::pair<u32, u64>;  // table and key, in the order of rows
+using RowKey = std::pair<u32, u64>;  // (table, key), in the order of rows
 
-// Packed rows of one length, or names of rows alone.
+// Packed rows of one length, or row keys alone.
 struct Packed {
     const u8* bytes;
     std::size_t row_bytes, count;
 
     Packed(const InVector<u8>& rows, std::size_t row_bytes)
         : bytes(rows.data()), row_bytes(row_bytes), count(rows.size() / row_bytes) {
-        require(row_bytes >= NAME_BYTES && rows.size() % row_bytes == 0, "rows of row_bytes each");
+        require(row_bytes >= KEY_BYTES && rows.size() % row_bytes == 0,
+                "the size of rows is not a multiple of row_bytes");
     }
     const u8* row(std::size_t i) const { return bytes + i * row_bytes; }
-    Name name(std::size_t i) const {
-        Name name;
-        std::memcpy(&name.first, row(i), sizeof name.first);
-        std::memcpy(&name.second, row(i) + sizeof name.first, sizeof name.second);
-        return name;
+    RowKey row_key(std::size_t i) const {
+        RowKey key;
+        std::memcpy(&key.first, row(i), sizeof key.first);
+        std::memcpy(&key.second, row(i) + sizeof key.first, sizeof key.second);
+        return key;
     }
 };
 
@@ -213,20 +197,20 @@ public:
     const char* problem(const Packed& rows) {
         const bool has_record = rows.row_bytes >= packed_bytes_of(0);
         for (std::size_t i = 0; i < rows.count; ++i) {
-            const Name name = rows.name(i);
-            if (last_ && !(*last_ < name)) return "its rows are not in strictly ascending order of (table, key)";
-            last_ = name;
-            const auto [table, key] = name;
-            if (table >= tables_) return "it has rows of tables that there are not";
+            const RowKey row_key = rows.row_key(i);
+            if (last_ && !(*last_ < row_key)) return "its rows are not in strictly ascending order of (table, key)";
+            last_ = row_key;
+            const auto [table, key] = row_key;
+            if (table >= tables_) return "it has rows of tables that do not exist";
             const u64 hash = hash_row(table, key);
             if (bucket_of(hash) != bucket_) return "it has rows of another bucket";
             if (owner_of(hash, parts_) != part_) return "it has rows of another part";
             if (int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
-                return "it has keys that are no int32";
+                return "it has keys that are not int32";
             if (has_record) {
                 Record record;
                 std::memcpy(&record, rows.row(i + 1) - sizeof record, sizeof record);
-                if (record.updates == 0) return "it has rows that count as never written";
+                if (record.updates == 0) return "it has rows whose update count is 0";
             }
         }
         return nullptr;
@@ -235,18 +219,18 @@ public:
 private:
     const u32 bucket_, tables_, part_, parts_;
     const bool int32_;
-    std::optional<Name> last_;
+    std::optional<RowKey> last_;
 };
 
 nb::tuple join_rows(InVector<u8> before, InVector<u8> after, std::size_t row_bytes) {
-    require(row_bytes >= packed_bytes_of(0), "rows with records");
+    require(row_bytes >= packed_bytes_of(0), "row_bytes is too small for a row with its record");
     const Packed older(before, row_bytes), newer(after, row_bytes);
     std::vector<u8> gone(older.count), state(newer.count);
     std::size_t i = 0, j = 0;
     {
         nb::gil_scoped_release unlocked;
         while (i < older.count && j < newer.count) {
-            const Name left = older.name(i), right = newer.name(j);
+            const RowKey left = older.row_key(i), right = newer.row_key(j);
             if (left < right) {
                 gone[i++] = 1;
             } else if (right < left) {
@@ -263,40 +247,41 @@ nb::tuple join_rows(InVector<u8> before, InVector<u8> after, std::size_t row_byt
 }
 
 nb::tuple merge_rows(InVector<u8> before, InVector<u8> after, InVector<u8> gone, std::size_t row_bytes) {
-    const Packed older(before, row_bytes), newer(after, row_bytes), deleted(gone, NAME_BYTES);
+    const Packed older(before, row_bytes), newer(after, row_bytes), deleted(gone, KEY_BYTES);
     std::vector<u8> rows;
     std::size_t i = 0, j = 0, k = 0;
     bool both = false;
     {
         nb::gil_scoped_release unlocked;
-        std::optional<Name> last;  // the least of the last ones: what comes after it is not known of each
+        std::optional<RowKey> last;  // the least of the last keys: beyond it, some sides are not known yet
         for (const Packed* each : {&older, &newer, &deleted})
-            if (each->count) last = std::min(last.value_or(each->name(each->count - 1)), each->name(each->count - 1));
+            if (each->count)
+                last = std::min(last.value_or(each->row_key(each->count - 1)), each->row_key(each->count - 1));
         rows.reserve(before.size() + after.size());
         const auto take = [&](const u8* row) { rows.insert(rows.end(), row, row + row_bytes); };
         const auto within = [&](const Packed& each, std::size_t at) {
-            return at < each.count && each.name(at) <= *last;
+            return at < each.count && each.row_key(at) <= *last;
         };
         for (; within(older, i); ++i) {
-            const Name name = older.name(i);
-            for (; within(newer, j) && newer.name(j) < name; ++j) take(newer.row(j));
-            while (within(deleted, k) && deleted.name(k) < name) ++k;
-            const bool replaced = within(newer, j) && newer.name(j) == name;
-            const bool erased = within(deleted, k) && deleted.name(k) == name;
+            const RowKey row_key = older.row_key(i);
+            for (; within(newer, j) && newer.row_key(j) < row_key; ++j) take(newer.row(j));
+            while (within(deleted, k) && deleted.row_key(k) < row_key) ++k;
+            const bool replaced = within(newer, j) && newer.row_key(j) == row_key;
+            const bool erased = within(deleted, k) && deleted.row_key(k) == row_key;
             if (!replaced && !erased) take(older.row(i));
         }
         for (; within(newer, j); ++j) take(newer.row(j));
         while (within(deleted, k)) ++k;
         for (std::size_t a = 0, b = 0; a < j && b < k && !both;) {
-            both = newer.name(a) == deleted.name(b);
-            newer.name(a) < deleted.name(b) ? ++a : ++b;
+            both = newer.row_key(a) == deleted.row_key(b);
+            newer.row_key(a) < deleted.row_key(b) ? ++a : ++b;
         }
     }
     return nb::make_tuple(own(std::move(rows)), i, j, k, both);
 }
 
 nb::tuple merge_parts(const std::vector<InVector<u8>>& parts, const std::vector<bool>& more, std::size_t row_bytes) {
-    using Next = std::pair<Name, std::size_t>;  // the next row of a part, and the part
+    using Next = std::pair<RowKey, std::size_t>;  // the key of the next row of a part, and the part
     require(more.size() == parts.size(), "one of `more` for each part");
     std::vector<Packed> sides;
     for (const InVector<u8>& part : parts) sides.emplace_back(part, row_bytes);
@@ -307,7 +292,7 @@ nb::tuple merge_parts(const std::vector<InVector<u8>>& parts, const std::vector<
         std::priority_queue<Next, std::vector<Next>, std::greater<>> nexts;
         std::size_t bytes = 0;
         for (std::size_t i = 0; i < sides.size(); ++i) {
-            if (sides[i].count) nexts.emplace(sides[i].name(0), i);
+            if (sides[i].count) nexts.emplace(sides[i].row_key(0), i);
             bytes += parts[i].size();
         }
         rows.reserve(bytes);
@@ -317,9 +302,9 @@ nb::tuple merge_parts(const std::vector<InVector<u8>>& parts, const std::vector<
             const u8* row = sides[i].row(taken[i]++);
             rows.insert(rows.end(), row, row + row_bytes);
             if (taken[i] < sides[i].count) {
-                nexts.emplace(sides[i].name(taken[i]), i);
+                nexts.emplace(sides[i].row_key(taken[i]), i);
             } else if (more[i]) {
-                break;  // what comes after it is not known
+                break;  // the next rows of this part are not known yet
             }
         }
     }

@@ -8,17 +8,17 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 16;  // rows whose slots are fetched before they are probed
+constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before they are probed
 constexpr u32 SMALLEST = 16;       // slots of a bucket
 
 }  // namespace
 
-// Keeps the load below 1/2 in the first bucket, 3/4 in the last.
-void ChangedRows::Bucket::reserve(std::size_t wanted, u32 bucket, Arena& arena) {
+// The load stays below 1/2 in the first bucket and 3/4 in the last.
+void ChangedRows::Bucket::reserve(std::size_t needed, u32 bucket, Arena& arena) {
     const std::size_t share = 2 * BUCKETS + bucket, whole = 4 * BUCKETS;
-    if (wanted * whole <= slots * share) return;
+    if (needed * whole <= slots * share) return;
     std::size_t size = std::max(slots, SMALLEST);
-    while (wanted * whole > size * share) size *= 2;
+    while (needed * whole > size * share) size *= 2;
     if (size > std::size_t{1} << 31) throw std::length_error("a bucket of changed rows is full: 2^31 slots");
     Bucket larger{arena.allocate(size * sizeof(Slot)), static_cast<u32>(size), rows};
     for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
@@ -38,16 +38,16 @@ ChangedRows::ChangedRows(std::size_t rows) {
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) buckets_[bucket].reserve(rows / BUCKETS, bucket, arena_);
 }
 
-void ChangedRows::add(const u64* hashes, const u32* tables, const u64* left_out, const std::size_t* begin) {
+void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, const std::size_t* begin) {
     parallel_for(BUCKETS, begin[BUCKETS], [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
         const std::size_t first = begin[b], end = begin[b + 1];
         if (first == end) return;
         bucket.reserve(bucket.rows + end - first, static_cast<u32>(b), arena_);
-        for (std::size_t i = first; i < std::min(first + AHEAD, end); ++i) bucket.fetch(hashes[i]);
+        for (std::size_t i = first; i < std::min(first + AHEAD, end); ++i) bucket.prefetch_slot(hashes[i]);
         for (std::size_t i = first; i < end; ++i) {
-            if (i + AHEAD < end) bucket.fetch(hashes[i + AHEAD]);
-            if (!left_out || !left_out[i]) bucket.add(hashes[i], tables[i]);
+            if (i + AHEAD < end) bucket.prefetch_slot(hashes[i + AHEAD]);
+            if (!skipped || !skipped[i]) bucket.add(hashes[i], tables[i]);
         }
     });
 }
@@ -84,19 +84,19 @@ void ChangedRows::merge(const ChangedRows& other) {
 }
 
 RowKeys ChangedRows::rows(u32 bucket) const {
-    struct Name {
+    struct Key {
         u32 table;
         u64 key;
     };
-    std::vector<Name> names;
-    names.reserve(buckets_[bucket].rows);
-    buckets_[bucket].for_each([&](const Slot& slot) { names.push_back({slot.table, key_of(slot.table, slot.hash)}); });
-    std::sort(names.begin(), names.end(),
-              [](const Name& a, const Name& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+    std::vector<Key> keys;
+    keys.reserve(buckets_[bucket].rows);
+    buckets_[bucket].for_each([&](const Slot& slot) { keys.push_back({slot.table, key_of(slot.table, slot.hash)}); });
+    std::sort(keys.begin(), keys.end(),
+              [](const Key& a, const Key& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
     RowKeys sorted;
-    for (const Name& name : names) {
-        sorted.tables.push_back(name.table);
-        sorted.keys.push_back(name.key);
+    for (const Key& key : keys) {
+        sorted.tables.push_back(key.table);
+        sorted.keys.push_back(key.key);
     }
     return sorted;
 }

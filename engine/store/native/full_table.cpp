@@ -29,7 +29,7 @@ void Index::insert(u32 bucket, const Slot& slot) {
 u32 Index::erase(u32 bucket, u64 hash, u32 table) {
     u32 row = erase_row(current_.view(bucket), hash, table);
     if (moved_[bucket] == old_.size) return row;
-    const IndexView old = old_.view(bucket);  // holds it as well, or alone
+    const IndexView old = old_.view(bucket);  // may have the row, too
     for (u32 at = home_slot(old, hash); old.slots[at].row != 0; at = (at + 1) & old.mask) {
         Slot& slot = old.slots[at];
         if (slot.hash != hash || slot.table != table) continue;
@@ -55,8 +55,8 @@ void Index::drop_moved() {
 
 namespace {
 
-constexpr std::size_t AHEAD = 16;  // rows whose slots are fetched before they are probed
-constexpr u32 MOVES = 256;         // slots, at least, that a batch moves in each bucket while the index grows
+constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before they are probed
+constexpr u32 MOVES = 256;         // minimum of slots that a batch moves in each bucket while the index grows
 
 // Calls body(bucket, begin, end) for the rows of each bucket.
 template <class Body>
@@ -102,34 +102,34 @@ FullTable::FullTable(const Layout& layout) : shape_(layout.shape), hit_counts_(l
 std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
     const u64* const own = batch.own_lines.size() ? batch.own_lines.data() : nullptr;
-    std::array<std::size_t, BUCKETS> missing{}, held{};
+    std::array<std::size_t, BUCKETS> missing{}, present{};
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const Index::Reader index = index_.reader(bucket);
         const Lines& lines = lines_[bucket];
         const std::size_t end = batch.bucket_begin[b + 1];
-        TableCounts::Share asked(hit_counts_, batch.bucket_begin[b] < end);
-        std::size_t absent = 0, present = 0;
+        TableCounts::Share counted(hit_counts_, batch.bucket_begin[b] < end);
+        std::size_t misses = 0, hits = 0;
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) index.fetch(batch.hashes[i + AHEAD]);
+            if (i + AHEAD < end) index.prefetch_slot(batch.hashes[i + AHEAD]);
             if (own && own[i]) {
                 batch.lines[i] = own[i];
                 continue;
             }
             const u32 row = index.find(batch.hashes[i], batch.tables[i]);
             batch.lines[i] = row ? lines.address(row - 1, shape_.line_bytes) : 0;
-            absent += row == 0;
-            present += row != 0;
-            asked.add(batch.tables[i], row != 0);
+            misses += row == 0;
+            hits += row != 0;
+            counted.add(batch.tables[i], row != 0);
         }
-        missing[b] = absent;
-        held[b] = present;
+        missing[b] = misses;
+        present[b] = hits;
         index_.move(bucket, std::max(MOVES, static_cast<u32>(end - batch.bucket_begin[b])));
     });
     index_.drop_moved();
     std::size_t total = 0;
     for (const std::size_t m : missing) total += m;
-    for (const std::size_t h : held) counts_.hits += h;
+    for (const std::size_t h : present) counts_.hits += h;
     counts_.misses += total;
     return total;
 }
@@ -152,7 +152,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
     if (layout.shape.line_bytes != shape_.line_bytes ||
         std::any_of(batch.tables.data(), batch.tables.data() + batch.unique,
                     [&](u32 table) { return table >= layout.tables; }))
-        throw std::invalid_argument("the layout is not that of the table");
+        throw std::invalid_argument("the layout differs from the table's");
     const std::lock_guard lock(mutex_);
     std::array<std::size_t, BUCKETS> missing{};
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
@@ -175,12 +175,12 @@ void FullTable::read(const RowSpan& rows, bool* found, bool) {
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
-        TableCounts::Share asked(hit_counts_, begin < end);
+        TableCounts::Share counted(hit_counts_, begin < end);
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
+            if (i + AHEAD < end) index.prefetch_slot(rows.hashes[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             found[i] = row != 0 && record(line_of(bucket, row), shape_)->updates > 0;
-            asked.add(rows.tables[i], found[i]);
+            counted.add(rows.tables[i], found[i]);
             if (found[i]) copy_line(THREAD, rows.lines[i], line_of(bucket, row), shape_);
         }
     });
@@ -196,7 +196,7 @@ void FullTable::write(const RowSpan& rows) {
     const std::size_t before = used();
     std::array<std::size_t, BUCKETS> more;
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) { more[bucket] = end - begin; });
-    if (!index_.has_room(fullest(more))) {  // rows that are there need none
+    if (!index_.has_room(fullest(more))) {  // rows that the table has need none
         more.fill(0);
         for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
             const Index::Reader index = index_.reader(bucket);
@@ -207,7 +207,7 @@ void FullTable::write(const RowSpan& rows) {
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
+            if (i + AHEAD < end) index.prefetch_slot(rows.hashes[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             copy_line(THREAD, row ? line_of(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
                       rows.lines[i], shape_);
@@ -225,7 +225,7 @@ void FullTable::erase(const RowSpan& rows) {
         const Index::Reader index = index_.reader(bucket);
         std::vector<u32> erased;
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
+            if (i + AHEAD < end) index.prefetch_slot(rows.hashes[i + AHEAD]);
             const u32 row = index_.erase(bucket, rows.hashes[i], rows.tables[i]);
             if (row == 0) continue;
             prefetch_to_write(line_of(bucket, row), shape_.line_bytes);
@@ -235,7 +235,7 @@ void FullTable::erase(const RowSpan& rows) {
     });
 }
 
-std::optional<FullTable::Location> FullTable::where(u32 table, u64 key) const {
+std::optional<FullTable::Location> FullTable::locate(u32 table, u64 key) const {
     const std::lock_guard lock(mutex_);
     const u64 hash = hash_row(table, key);
     const u32 row = index_.reader(bucket_of(hash)).find(hash, table);
@@ -243,8 +243,8 @@ std::optional<FullTable::Location> FullTable::where(u32 table, u64 key) const {
     return Location{row - 1, *record(line_of(bucket_of(hash), row), shape_)};
 }
 
-std::vector<HeldRow> FullTable::list(u32 bucket) const {
-    std::vector<HeldRow> rows;
+std::vector<TableRow> FullTable::list(u32 bucket) const {
+    std::vector<TableRow> rows;
     rows.reserve(lines_[bucket].used());
     index_.for_each(bucket, [&](const Slot& slot) {
         rows.push_back({key_of(slot.table, slot.hash), line_of(bucket, slot.row), slot.table});
@@ -252,14 +252,14 @@ std::vector<HeldRow> FullTable::list(u32 bucket) const {
     return rows;
 }
 
-std::vector<HeldRow> FullTable::held(u32 bucket) const {
+std::vector<TableRow> FullTable::rows_of(u32 bucket) const {
     const std::lock_guard lock(mutex_);
     return list(bucket);
 }
 
 std::vector<u8> FullTable::scan(u32 bucket) const {
     const std::lock_guard lock(mutex_);
-    std::vector<HeldRow> rows = list(bucket);
+    std::vector<TableRow> rows = list(bucket);
     std::sort(rows.begin(), rows.end());
     std::vector<u8> packed(rows.size() * packed_bytes_of(shape_.width));
     u8* out = packed.data();
@@ -272,7 +272,7 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
     return packed;
 }
 
-std::vector<u64> FullTable::asked() const {
+std::vector<u64> FullTable::hit_counts() const {
     const std::lock_guard lock(mutex_);
     return hit_counts_.sums();
 }

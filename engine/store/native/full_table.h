@@ -1,4 +1,4 @@
-// Every row in memory: an index per bucket, lines in segments that double in size and never move.
+// The full table: every row in memory, an index per bucket, lines in segments that double in size and never move.
 #pragma once
 #include <array>
 #include <mutex>
@@ -14,16 +14,16 @@
 
 namespace tierbed {
 
-// Where each row of the full table is: one open-addressing index a bucket, all of the same size in one piece of memory.
+// The index of the full table: an open-addressing hash table per bucket, all of one size and in one block of memory.
 //
-// Growing is incremental: a larger index takes new rows at once, and every batch and every insertion moves a few slots
-// of the old one, which is searched until all of them were moved. So no step pays for the whole table, but for one that
-// brings more rows than the index held.
+// It grows step by step: new rows go to a larger index, and every batch and insertion moves a few slots of the old one,
+// which is searched until all slots are moved. So no step has to move the whole table, except one that inserts more
+// rows than the index had.
 class Index {
 public:
     Index() : current_(SMALLEST) {}
 
-    // A bucket as lookups see it, until it changes. May be used in several threads.
+    // The slots of a bucket, valid until it changes. Several threads may use it.
     struct Reader {
         IndexView current, old;
         bool moving;
@@ -35,7 +35,7 @@ public:
             row = find_row(THREAD, old, hash, table);
             return row == ERASED ? 0 : row;
         }
-        TIERBED_INLINE void fetch(u64 hash) const {
+        TIERBED_INLINE void prefetch_slot(u64 hash) const {
             prefetch(&current.slots[home_slot(current, hash)]);
             if (moving) prefetch(&old.slots[home_slot(old, hash)]);
         }
@@ -43,15 +43,15 @@ public:
     Reader reader(u32 bucket) const { return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size}; }
 
     bool has_room(std::size_t rows) const { return rows * 4 <= std::size_t{current_.size} * 3; }  // load factor 0.75
-    // Makes room for buckets of `rows` rows at most.
+    // Grows the index for buckets of up to `rows` rows.
     void reserve(std::size_t rows);
-    // Puts a row that is not there, where there is room. Buckets may be filled in several threads.
+    // The index must not have the row, and must have room. Several threads may change different buckets.
     void insert(u32 bucket, const Slot& slot);
-    // Takes a row out: its number + 1, or 0 where it is not there. Buckets may be erased from in several threads.
+    // Returns the row's number + 1, or 0 if the index lacks it. Several threads may change different buckets.
     u32 erase(u32 bucket, u64 hash, u32 table);
-    // Goes on with growing, by that many slots of the bucket.
+    // Moves that many slots of the bucket to the larger index.
     void move(u32 bucket, u32 slots);
-    // Lets go of the old index where nothing is left to move.
+    // Frees the old index once all slots are moved.
     void drop_moved();
 
     // Calls body(slot) for every row of a bucket, in no order.
@@ -66,8 +66,8 @@ public:
 
 private:
     static constexpr u32 SMALLEST = 16;         // slots
-    static constexpr u32 MOVES = 4;             // slots of the old index moved by one insertion; 4/3 would do
-    static constexpr u32 ERASED = 0xFFFFFFFFu;  // row of a slot of the old index: its rows change no places any more
+    static constexpr u32 MOVES = 4;             // slots of the old index that an insertion moves; 4/3 is enough
+    static constexpr u32 ERASED = 0xFFFFFFFFu;  // in a slot of the old index, whose rows stay where they are
 
     struct Generation {
         Generation() = default;
@@ -80,11 +80,11 @@ private:
     };
 
     Generation current_, old_;
-    std::array<u32, BUCKETS> moved_{};  // slots of the old index that are in the current one, too
+    std::array<u32, BUCKETS> moved_{};  // slots of the old index that were moved
 };
 
-// Lines numbered from 0. Segment k holds BASE << k of them, so growing moves none and wastes no resident memory. Lines
-// given back are taken again first; a list of them runs through their first words.
+// Lines, numbered from 0. Segment k has BASE << k of them, so growing moves no line and wastes no resident memory. Free
+// lines are reused first; they are linked by their first words.
 class Lines {
 public:
     u64 address(u32 row, u32 line_bytes) const {
@@ -93,31 +93,31 @@ public:
         return segments_[segment] + (r - (static_cast<u64>(BASE) << segment)) * line_bytes;
     }
     u32 take(Arena& arena, u32 line_bytes);
-    // Its record counts as a row that was never updated.
+    // Its record becomes that of a row that was never updated.
     void give(u32 row, const LineShape& shape);
-    u32 size() const { return size_; }  // those given back included
+    u32 size() const { return size_; }  // free ones included
     u32 used() const { return size_ - free_; }
 
 private:
     static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
     std::array<u64, 32 - BASE_BITS> segments_;
     u32 size_ = 0, count_ = 0;       // lines, segments
-    u32 free_ = 0, first_free_ = 0;  // lines given back; the number + 1 of the latest
+    u32 free_ = 0, first_free_ = 0;  // free lines; the number + 1 of the first
 };
 
 // Since the table was made.
 struct FullTableCounts {
-    u64 hits = 0, misses = 0;         // rows that were looked for
-    u64 insertions = 0;               // rows that took a line
-    u64 bytes_in = 0, bytes_out = 0;  // of rows that a tier above wrote and read
-    Histogram fetch, write;           // a call of that tier each
+    u64 hits = 0, misses = 0;         // of lookups
+    u64 insertions = 0;               // rows that got a line
+    u64 bytes_in = 0, bytes_out = 0;  // that a tier above wrote and read
+    Histogram fetch, write;           // latencies of its calls
 };
 
-// A row and its line, which is its own until it is erased.
-struct HeldRow {
+// A row and its line, which does not change until the row is erased.
+struct TableRow {
     u64 key, line;
     u32 table;
-    bool operator<(const HeldRow& other) const { return table != other.table ? table < other.table : key < other.key; }
+    bool operator<(const TableRow& other) const { return table != other.table ? table < other.table : key < other.key; }
 };
 
 class FullTable : public Tier {
@@ -125,7 +125,8 @@ public:
     explicit FullTable(const Layout& layout);
     FullTable(const FullTable&) = delete;
 
-    // Lines that the batch has of its own stand for their rows, which are not looked for.
+    // Sets the lines of the batch, 0 for missing rows, and returns the number of missing rows. Rows with own lines are
+    // not looked up.
     std::size_t find(Batch& batch);
     void insert_missing(Batch& batch, const Layout& layout);
     void read(const RowSpan& rows, bool* found, bool touch) override;
@@ -133,32 +134,31 @@ public:
     void erase(const RowSpan& rows) override;
     bool on_disk() const override { return false; }
 
-    // Whether the row is here: the number of its line in its bucket, and its record. Changes nothing.
+    // The number of a row's line in its bucket, and its record. Counts no hit.
     struct Location {
         u32 line;
         Record record;
     };
-    std::optional<Location> where(u32 table, u64 key) const;
+    std::optional<Location> locate(u32 table, u64 key) const;
 
     // The rows of a bucket, those with updates = 0 included, in no order.
-    std::vector<HeldRow> held(u32 bucket) const;
-    // Those with updates > 0, packed (row_dtype) in (table, key) order.
+    std::vector<TableRow> rows_of(u32 bucket) const;
+    // The rows of a bucket with updates > 0, packed (row_dtype) and sorted by (table, key).
     std::vector<u8> scan(u32 bucket) const;
     std::size_t rows() const;
     const FullTableCounts& counts() const { return counts_; }
     // [tables, 2], hits and misses of each table
-    std::vector<u64> asked() const;
+    std::vector<u64> hit_counts() const;
     u32 width() const { return shape_.width; }
     std::size_t bytes() const;
 
 private:
     u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
     u64 insert(u32 bucket, u64 hash, u32 table);
-    std::vector<HeldRow> list(u32 bucket) const;
-    // Rows of the fullest bucket, with more[bucket] new ones in each.
+    std::vector<TableRow> list(u32 bucket) const;
+    // The largest number of rows of a bucket, with more[bucket] new ones in each.
     std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
     std::size_t used() const;  // lines
-    // Makes room for them.
     void reserve(const std::array<std::size_t, BUCKETS>& more);
 
     LineShape shape_;
@@ -167,7 +167,7 @@ private:
     std::array<Lines, BUCKETS> lines_;
     FullTableCounts counts_;
     TableCounts hit_counts_;
-    mutable std::mutex mutex_;  // below a cache it is read and written by several threads
+    mutable std::mutex mutex_;  // several threads read and write the tier below a cache
 };
 
 }  // namespace tierbed

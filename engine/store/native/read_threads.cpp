@@ -15,7 +15,8 @@ std::uint64_t now(clockid_t clock) {
     return static_cast<std::uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(time.tv_nsec);
 }
 
-// Blocks that this thread had to read from a disk. Only these count as waiting: a thread waits for a core, too.
+// Blocks that this thread read from a disk. Only tasks with such blocks count as waiting, since threads also wait for
+// cores.
 long blocks_read() {
     rusage usage;
     getrusage(RUSAGE_THREAD, &usage);
@@ -58,7 +59,7 @@ void ReadThreads::run(std::size_t tasks, const std::function<void(std::size_t)>&
     learn(call);
 }
 
-// With the lock. Fewer come where the system gives no more threads.
+// With the lock held. Starts fewer threads if the system has no more.
 void ReadThreads::ask_for(std::size_t threads) {
     for (std::size_t asleep = idle_; asleep < threads; ++asleep) {
         if (threads_.size() + 1 >= limit_) break;
@@ -109,7 +110,7 @@ void ReadThreads::take(Call& call) {
 }
 
 void ReadThreads::learn(const Call& call) {
-    if (call.tasks < cores_) return;  // too few to tell
+    if (call.tasks < cores_) return;  // too few to measure
     const double ratio = static_cast<double>(call.wait_ns) / static_cast<double>(std::max<std::uint64_t>(call.work_ns, 1));
     const double wanted = static_cast<double>(cores_) * (1 + std::min(ratio, static_cast<double>(limit_)));
     wanted_ = std::clamp<std::size_t>((wanted_ + static_cast<std::size_t>(wanted) + 1) / 2, 1, limit_);

@@ -33,7 +33,7 @@ auto allow_deletions(Database& db, long) -> decltype(db.EnableFileDeletions()) {
 }
 
 #ifdef __SSE4_2__
-// RocksDB's own, with the processor's instruction, which distributions build RocksDB without: many times as fast.
+// RocksDB's checksum by the processor's instruction, which distributions build RocksDB without.
 class Generator : public rocksdb::FileChecksumGenerator {
 public:
     void Update(const char* data, std::size_t n) override {
@@ -93,7 +93,7 @@ private:
     std::function<void()> closed_;
 };
 
-// The checksum of a followed file, which RocksDB has closed before it asks.
+// The checksum of a followed file, which RocksDB closes before it reads the checksum.
 class OfFile : public rocksdb::FileChecksumGenerator {
 public:
     explicit OfFile(std::shared_ptr<rocksdb::FileChecksumGenerator> checksum) : checksum_(std::move(checksum)) {}
@@ -138,7 +138,7 @@ public:
         if (followed.empty()) return make_generator();
         return std::make_unique<OfFile>(followed.mapped());
     }
-    // RocksDB's name of it, so that other programs can open a database with the options that it was written with.
+    // RocksDB's own name, so that other programs can open the database with its options.
     const char* Name() const override { return "FileChecksumGenCrc32cFactory"; }
 
 private:
@@ -165,7 +165,7 @@ std::shared_ptr<rocksdb::FileChecksumGenFactory> FileChecksums::factory() {
 
 namespace {
 
-// None of a file that was written before files had checksums.
+// None for a file of a version without checksums.
 std::optional<u32> checksum_of(const rocksdb::LiveFileStorageInfo& file) {
     const bool known = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
     return known && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum.data()))
@@ -180,7 +180,7 @@ std::vector<LiveFile> RocksTier::hold_files() {
     std::vector<LiveFile> all;
     rocksdb::LiveFilesStorageInfoOptions options;
     options.include_checksum_info = true;
-    options.wal_size_for_flush = std::numeric_limits<u64>::max();  // it was flushed already
+    options.wal_size_for_flush = std::numeric_limits<u64>::max();  // the rows are flushed already
     try {
         for (std::size_t i = 0; i < shards_.size(); ++i) {
             rocksdb::DB& db = *shards_[i]->db;
@@ -188,7 +188,7 @@ std::vector<LiveFile> RocksTier::hold_files() {
             std::vector<rocksdb::LiveFileStorageInfo> found;
             check(call([&] { return db.GetLiveFilesStorageInfo(options, &found); }), db.GetName(), "list files");
             for (const rocksdb::LiveFileStorageInfo& file : found) {
-                if (file.file_type == rocksdb::kWalFile) continue;  // nothing is in it
+                if (file.file_type == rocksdb::kWalFile) continue;  // it is empty
                 const bool replaced = !file.replacement_contents.empty();
                 all.push_back({"shard-" + std::to_string(i) + "/" + file.relative_filename, file.size,
                                checksum_of(file), replaced ? std::optional(file.replacement_contents) : std::nullopt});

@@ -87,7 +87,7 @@ public:
                                rocksdb::IODebugContext* debug) override {
         const std::lock_guard guard(mutex_);
         if (!open_) return shut_out();
-        locks_.reserve(locks_.size() + 1);  // once it is taken, it is noted
+        locks_.reserve(locks_.size() + 1);  // no allocation may fail once the lock is taken
         const rocksdb::IOStatus status = target()->LockFile(path, io, lock, debug);
         if (status.ok()) locks_.push_back(*lock);
         return status;
@@ -95,9 +95,9 @@ public:
     rocksdb::IOStatus UnlockFile(rocksdb::FileLock* lock, const rocksdb::IOOptions& io,
                                  rocksdb::IODebugContext* debug) override {
         const std::lock_guard guard(mutex_);
-        const auto held = std::find(locks_.begin(), locks_.end(), lock);
-        if (held == locks_.end()) return shut_out();
-        locks_.erase(held);
+        const auto found = std::find(locks_.begin(), locks_.end(), lock);
+        if (found == locks_.end()) return shut_out();
+        locks_.erase(found);
         return target()->UnlockFile(lock, io, debug);
     }
 
@@ -107,7 +107,7 @@ private:
         return path.size() >= ENDING.size() && path.compare(path.size() - ENDING.size(), ENDING.size(), ENDING) == 0;
     }
     static rocksdb::IOStatus shut_out() {
-        return rocksdb::IOStatus::IOError("the database failed in the middle of a call");
+        return rocksdb::IOStatus::IOError("the database failed inside a call");
     }
 
     std::atomic<bool> open_{true};
@@ -124,7 +124,7 @@ std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::checksums() const { retu
 void Fence::shut() noexcept {
     try {
         files_->shut();
-    } catch (...) {  // a lock that stays is told by who finds it
+    } catch (...) {  // a lock that remains is reported by the next process that opens the folder
     }
 }
 

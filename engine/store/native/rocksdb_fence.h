@@ -1,4 +1,4 @@
-// Keeps a database that may never be closed off its folder.
+// Keeps a failed database, which cannot be closed, away from its folder.
 #pragma once
 #include <memory>
 
@@ -9,20 +9,20 @@ class FileChecksumGenFactory;
 
 namespace tierbed {
 
-// An exception that leaves RocksDB in the middle of a call leaves its locks and queues as they were, so that closing
-// the database could wait for ever. It stays open instead, with threads of its own: from `shut` on, these create,
-// remove and rename nothing, and other databases may be opened in the same places.
+// If an exception leaves RocksDB in the middle of a call, RocksDB's locks and queues stay as they are, and closing the
+// database could hang. The database stays open instead, with its threads: after `shut` they create, remove and rename
+// no files, so another database may be opened in the same folder.
 class Fence {
 public:
     Fence();
     ~Fence();
     Fence(const Fence&) = delete;
 
-    // The files of the system, through the fence.
+    // The file system behind the fence.
     rocksdb::Env* env() const { return env_.get(); }
-    // The checksums of files of rows that are written through it.
+    // The checksums of files of rows that are written through the fence.
     std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
-    // May be called again.
+    // Idempotent.
     void shut() noexcept;
 
 private:

@@ -1,4 +1,4 @@
-// What a RocksTier counts, and what RocksDB tells of itself.
+// Metrics of a RocksTier: its own counts, and RocksDB's statistics.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -20,7 +20,7 @@ namespace tierbed {
 // Since the tier was opened.
 struct RocksCounts {
     std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
-    Histogram fetch, write;  // a call each
+    Histogram fetch, write;  // latencies of calls
 };
 
 struct RocksMetrics {
@@ -28,7 +28,7 @@ struct RocksMetrics {
     std::vector<std::pair<std::string, double>> reals;  // seconds, ratios
 };
 
-// Sums over the shards; `cache` may be null. read_threads: of the next read.
+// Sums over the shards. read_threads: of the next read. cache: may be null.
 RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
                         const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
                         const rocksdb::Statistics& statistics);

@@ -1,5 +1,5 @@
-// Opening a database of any RocksDB: before 9.11 its functions give a DB*, from 11.0 on a std::unique_ptr<DB>, and in
-// between either.
+// Opens a database with any version of RocksDB: its functions return a DB* before 9.11, a std::unique_ptr<DB> from 11.0
+// on, and either in between.
 #pragma once
 #include <memory>
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace tierbed {
 
-// What `open(where)` returns, with `where` of the kind that it takes; the database is in `db`.
+// Calls open(&database) with the kind of pointer that it takes, and moves the database to `db`.
 template <class Open>
 rocksdb::Status open_into(std::unique_ptr<rocksdb::DB>& db, const Open& open) {
     if constexpr (std::is_invocable_v<const Open&, std::unique_ptr<rocksdb::DB>*>) {

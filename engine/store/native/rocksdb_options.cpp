@@ -24,18 +24,24 @@
 #include <rocksdb/version.h>
 #include <sys/resource.h>
 
-// RocksDB reads by io_uring only in a process that says so by this name.
+// RocksDB reads by io_uring only if the process defines this function.
 extern "C" __attribute__((visibility("default"))) bool RocksDbIOUringEnable() { return true; }
 
 namespace tierbed {
 namespace {
 
+const char TABLE[] = "block_based_table_factory";
+const char CACHE[] = "give rocksdb_cache_mb instead";
+const char DAMAGE[] = "damage of a file would go unseen; leave it out";
 const char OPENED_BY_TIERBED[] = "tierbed decides which files there are; leave it out";
-const char NO_LOG[] = "the store writes no write-ahead log, snapshots are what survives; leave it out";
+const char NO_LOG[] = "the store has no write-ahead log, and snapshots survive a crash; leave it out";
 const char ORDER[] = "rows are stored in the order and with the bytes that tierbed gives them; leave it out";
 const char READ_MODE[] = "give read_mode='buffered', 'mmap' or 'direct' instead";
 const char JOBS[] = "give max_background_jobs instead";
 const char SCANS[] = "snapshots of a running table would mix rows of two steps; leave it out";
+constexpr double SMALLEST_DIFFERENCE = 1e-6;  // of numbers: RocksDB writes 6 digits of a fraction
+
+using Values = std::unordered_map<std::string, std::string>;
 
 const std::map<std::string, const char*>& refused() {
     static const std::map<std::string, const char*> reasons{
@@ -57,7 +63,6 @@ const std::map<std::string, const char*>& refused() {
         {"env", OPENED_BY_TIERBED},
         {"error_if_exists", OPENED_BY_TIERBED},
         {"file_system", OPENED_BY_TIERBED},
-        {"flush_block_policy_factory", ORDER},
         {"force_consistency_checks", DAMAGE},
         {"inplace_callback", SCANS},
         {"inplace_update_support", SCANS},
@@ -78,49 +83,22 @@ const std::map<std::string, const char*>& refused() {
     return reasons;
 }
 
-// The whole number that "-12" or "64K" says, in digits alone; empty for anything else.
-std::string whole_number(const std::string& text) {
-    const std::size_t sign = text.rfind('-', 0) == 0;
-    u64 number = 0;
-    const char* const end = text.data() + text.size();
-    const auto [rest, error] = std::from_chars(text.data() + sign, end, number);
-    if (error != std::errc() || end - rest > 1) return "";
-    if (rest != end) {
-        const std::size_t power = std::string("kmgt").find(static_cast<char>(std::tolower(*rest)));
-        if (power == std::string::npos || __builtin_mul_overflow(number, u64{1} << (10 * (power + 1)), &number))
-            return "";
-    }
-    return text.substr(0, sign) + std::to_string(number);
-}
-
-bool is_real(const std::string& text) {
+// The number that a text such as "-12", "0.5" or "64K" is, nan for any other text.
+double number_of(const std::string& text) {
     double number = 0;
     const char* const end = text.data() + text.size();
     const auto [rest, error] = std::from_chars(text.data(), end, number);
-    return error == std::errc() && rest == end && std::isfinite(number);
+    if (error != std::errc() || end - rest > 1) return std::nan("");
+    if (rest == end) return number;
+    const std::size_t power = std::string("kmgt").find(static_cast<char>(std::tolower(*rest)));
+    return power == std::string::npos ? std::nan("") : std::ldexp(number, 10 * (static_cast<int>(power) + 1));
 }
 
-// Those that this build can write.
-std::string compressions() {
-    std::string names;
-    for (const rocksdb::CompressionType type : rocksdb::GetSupportedCompressions()) {
-        rocksdb::Options options;
-        options.compression = type;
-        names += (names.empty() ? "" : ", ") + values_of(options)["compression"];
-    }
-    return names;
+[[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& reason) {
+    throw std::invalid_argument(name + "='" + value + "': " + reason);
 }
 
-std::vector<std::string> sorted_names(const Values& values) {
-    std::vector<std::string> names;
-    for (const auto& [name, value] : values)
-        if (!refusal(name)) names.push_back(name);
-    std::sort(names.begin(), names.end());
-    return names;
-}
-
-}  // namespace
-
+// Why the store does not take an option, or null.
 const char* refusal(const std::string& name) {
     const auto found = refused().find(name);
     if (found != refused().end()) return found->second;
@@ -129,18 +107,19 @@ const char* refusal(const std::string& name) {
     return lower.rfind("wal_", 0) == 0 || lower.find("_wal_") != std::string::npos ? NO_LOG : nullptr;
 }
 
-[[noreturn]] void wrong(const std::string& name, const std::string& value, const std::string& reason) {
-    throw std::invalid_argument(name + "='" + value + "': " + reason);
+Values fields_of(const std::string& text) {
+    Values fields;
+    static_cast<void>(rocksdb::StringToMap(text, &fields));
+    return fields;
 }
 
+// All options by name, as RocksDB writes them.
 Values values_of(const rocksdb::Options& options) {
     Values all, of_families;
     std::string text;
     const rocksdb::ConfigOptions config;
-    if (rocksdb::GetStringFromDBOptions(config, options, &text).ok())
-        static_cast<void>(rocksdb::StringToMap(text, &all));
-    if (rocksdb::GetStringFromColumnFamilyOptions(config, options, &text).ok())
-        static_cast<void>(rocksdb::StringToMap(text, &of_families));
+    if (rocksdb::GetStringFromDBOptions(config, options, &text).ok()) all = fields_of(text);
+    if (rocksdb::GetStringFromColumnFamilyOptions(config, options, &text).ok()) of_families = fields_of(text);
     all.insert(of_families.begin(), of_families.end());
     if (options.table_factory->GetOptionString(config, &text).ok()) all[TABLE] = text;
     return all;
@@ -152,66 +131,47 @@ const Values& defaults() {
 }
 
 const Values& table_fields() {
-    static const Values fields = [] {
-        Values read;
-        static_cast<void>(rocksdb::StringToMap(defaults().at(TABLE), &read));
-        return read;
-    }();
+    static const Values fields = fields_of(defaults().at(TABLE));
     return fields;
 }
 
-std::string misread(const std::string& name, const std::string& given, const std::string& standard,
-                    const std::string& read) {
+std::vector<std::string> sorted_names(const Values& values) {
+    std::vector<std::string> names;
+    for (const auto& [name, value] : values)
+        if (!refusal(name)) names.push_back(name);
+    std::sort(names.begin(), names.end());
+    return names;
+}
+
+std::string like_default(const std::string& standard) {
+    const bool has_fields = standard.find('=') != std::string::npos;
+    return "give a value such as its default, '" + (has_fields ? "{" + standard + "}" : standard) + "'";
+}
+
+// Refuses a value that RocksDB did not read whole. RocksDB reads what it can of a number: "64 MB" as 64, -1 as the
+// largest. read: the value as RocksDB writes it after reading. standard: the default, which shows the type.
+void check_read(const std::string& name, const std::string& value, const std::string& standard,
+                const std::string& read) {
     if (standard.find('=') != std::string::npos) {
-        if (given.find('=') == std::string::npos) return "give {name=value;...}";
-        Values standards, reads;
-        static_cast<void>(rocksdb::StringToMap(standard, &standards));
-        static_cast<void>(rocksdb::StringToMap(read, &reads));
-        for (const auto& [field, value] : parse_options(given)) {
-            if (!standards.count(field)) continue;
-            const std::string reason = misread(field, value, standards[field], reads[field]);
-            if (!reason.empty()) return field + "='" + value + "': " + reason;
-        }
-        return "";
+        if (value.find('=') == std::string::npos) refuse(name, value, "it has fields; " + like_default(standard));
+        const Values standards = fields_of(standard), reads = fields_of(read);
+        for (const auto& [field, of_field] : parse_options(value))
+            if (standards.count(field) && reads.count(field))
+                check_read(name + "." + field, of_field, standards.at(field), reads.at(field));
+        return;
     }
-    const bool negative = standard[0] == '-' || name == "level" || name == "level0_slowdown_writes_trigger";
-    if (!whole_number(standard).empty()) {
-        if (whole_number(given) != read || read.empty())
-            return "RocksDB would read another number; give a whole number of its type, such as 4096 or 64M";
-        return given[0] == '-' && !negative ? "it cannot be negative; give a number >= 0" : "";
-    }
-    if (is_real(standard) && (!is_real(given) || given[0] == '-')) return "give a number >= 0, such as 0.5";
-    const bool list = standard.find_first_not_of("0123456789:") == std::string::npos && !standard.empty();
-    return list && given != read ? "give whole numbers with a colon between, such as 1:2" : "";
+    const bool is_list =
+        standard.find(':') != std::string::npos && standard.find_first_not_of("0123456789:") == std::string::npos;
+    const bool is_number = !std::isnan(number_of(standard));
+    const double number = number_of(value);
+    if (is_list ? value != read : is_number && !(std::abs(number - number_of(read)) < SMALLEST_DIFFERENCE))
+        refuse(name, value, "RocksDB would read '" + read + "'; " + like_default(standard));
+    const bool negative =
+        standard[0] == '-' || name == "compression_opts.level" || name == "level0_slowdown_writes_trigger";
+    if (is_number && number < 0 && !negative) refuse(name, value, "it cannot be negative; " + like_default(standard));
 }
 
-std::string shown(const std::string& value) { return whole_number(value).empty() ? "'" + value + "'" : value; }
-
-std::string expected(const std::string& name, const std::string& standard) {
-    if (standard == "true" || standard == "false") return "give true or false";
-    if (!whole_number(standard).empty()) return "give a whole number of its type, such as 4096 or 64M";
-    if (is_real(standard)) return "give a number, such as 0.5";
-    if (name == "compression" || name == "bottommost_compression") return "give one of " + compressions();
-    if (standard.find('=') != std::string::npos) return "give {name=value;...} with its fields, {" + standard + "}";
-    return "give one of its type" + (standard.empty() ? "" : ", such as its default " + standard);
-}
-
-std::string table_problem(const std::string& value) {
-    if (value.find('=') == std::string::npos) return "give {name=value;...} with fields of its BlockBasedTableOptions";
-    for (const auto& [field, of_field] : parse_options(value)) {
-        if (const char* reason = refusal(field)) return field + "='" + of_field + "': " + reason;
-        const auto standard = table_fields().find(field);
-        if (standard == table_fields().end())
-            return "it has no field named " + field + "; give fields of its BlockBasedTableOptions";
-        rocksdb::BlockBasedTableOptions read;
-        rocksdb::ConfigOptions config;
-        config.ignore_unknown_options = false;
-        config.input_strings_escaped = false;
-        if (!rocksdb::GetBlockBasedTableOptionsFromMap(config, read, {{field, of_field}}, &read).ok())
-            return field + "='" + of_field + "': RocksDB cannot read this value; " + expected(field, standard->second);
-    }
-    return "RocksDB cannot read this value; give {name=value;...} with fields of its BlockBasedTableOptions";
-}
+}  // namespace
 
 NamedOptions parse_options(const std::string& text) {
     std::unordered_map<std::string, std::string> map;
@@ -223,7 +183,7 @@ NamedOptions parse_options(const std::string& text) {
         const std::size_t equals = text.find('=', at);
         std::string value, name = text.substr(at, equals - at);
         name.erase(name.find_last_not_of(" \t\n") + 1);
-        if (map.count(name) && !names.insert(name).second) wrong(name, map[name], "it is given twice; give it once");
+        if (map.count(name) && !names.insert(name).second) refuse(name, map[name], "it is given twice; give it once");
         const rocksdb::Status rest = rocksdb::OptionTypeInfo::NextToken(text, ';', equals + 1, &end, &value);
         if (!rest.ok() || end == std::string::npos) break;
     }
@@ -239,13 +199,13 @@ std::vector<std::string> table_field_names() { return sorted_names(table_fields(
 namespace {
 
 constexpr int MERGED = 8;    // memtables that one flush writes
-constexpr int BUFFERS = 12;  // memtables of a shard, at most: those, and room to write while they are flushed
+constexpr int BUFFERS = 12;  // memtables of a shard, at most: those of a flush, and others to write to meanwhile
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
-constexpr std::size_t ENTRY_BYTES = 20;            // of a row in a block beside the row itself, about
-constexpr std::size_t BLOCK_BYTES = 64;            // of a block beside its rows, about
-constexpr std::size_t MOST_UNUSED = 4;             // a part of a block: what aligned blocks may leave unused
+constexpr std::size_t ENTRY_BYTES = 20;            // about, of a row in a block, next to the row itself
+constexpr std::size_t BLOCK_BYTES = 64;            // about, of a block, next to its rows
+constexpr std::size_t MAX_UNUSED = 4;              // aligned blocks may waste block / MAX_UNUSED bytes
 
-// Errors are returned and thrown; a log beside them would take disk, and fail to open where there is none.
+// Errors are returned and thrown. A log would take disk space, and opening it would fail on a full disk.
 class NoLog : public rocksdb::Logger {
 public:
     NoLog() : Logger(rocksdb::FATAL_LEVEL) {}
@@ -253,8 +213,8 @@ public:
     void Logv(const char*, va_list) override {}
 };
 
-// An error that a disk with space again can mend is no reason to refuse every later write. The next call tries again;
-// RocksDB's own attempts, seconds apart, would turn it away meanwhile. A failed compaction starts again by itself.
+// A full disk must not make RocksDB refuse every later write, since space may be freed. The next call tries again.
+// RocksDB's own retries, which are seconds apart, would refuse it meanwhile. A failed compaction restarts by itself.
 class Recoverable : public rocksdb::EventListener {
 public:
     void OnBackgroundError(rocksdb::BackgroundErrorReason reason, rocksdb::Status* error) override {
@@ -267,14 +227,7 @@ public:
     }
 };
 
-// The value of an option, or nothing.
-std::string given_in(const NamedOptions& more, const std::string& name) {
-    for (const auto& [key, value] : more)
-        if (key == name) return value;
-    return {};
-}
-
-// A share of the files that the process may open, half of them left to others.
+// Open files for each shard: half of the process's limit for all shards.
 int open_files(u32 shards) {
     rlimit limit{};
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return -1;
@@ -293,17 +246,17 @@ rocksdb::Options own_options(const RocksOptions& options) {
     database.create_if_missing = options.create;
     database.max_open_files = open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
-    // Memtables that stay in the processor's cache take a row several times as fast as large ones; a flush merges them.
+    // Memtables that fit in the CPU cache insert several times faster than large ones; a flush merges them.
     database.write_buffer_size =
         std::max<std::size_t>(options.buffer_bytes / options.shards / BUFFERS, SMALLEST_BUFFER);
     database.max_write_buffer_number = BUFFERS;
     database.min_write_buffer_number_to_merge = MERGED;
     database.memtable_whole_key_filtering = true;
     database.memtable_prefix_bloom_size_ratio = 0.01;
-    // A batch ascends within a bucket, the first byte of a key: each insertion starts where the one before ended.
+    // Keys of a batch ascend within a bucket, the first byte: each insertion starts at the end of the one before.
     database.memtable_insert_with_hint_prefix_extractor.reset(rocksdb::NewFixedPrefixTransform(1));
     database.allow_concurrent_memtable_write = false;
-    // Rows are overwritten at random: universal compaction rewrites each less often than levels do.
+    // Rows are overwritten at random, and universal compaction rewrites each less often than level compaction.
     database.compaction_style = rocksdb::kCompactionStyleUniversal;
     database.compaction_options_universal.min_merge_width = 4;
     database.compaction_options_universal.max_size_amplification_percent = 100;
@@ -312,7 +265,7 @@ rocksdb::Options own_options(const RocksOptions& options) {
         std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 2, 8);  // shared by all databases
     database.compaction_readahead_size = 1 << 20;
     database.avoid_unnecessary_blocking_io = true;
-    database.avoid_flush_during_shutdown = true;  // flush() is explicit; without it the live folder is scratch
+    database.avoid_flush_during_shutdown = true;  // without an explicit flush() the live rows are not served again
     database.info_log = std::make_shared<NoLog>();
     database.allow_mmap_reads = options.read_mode == ReadMode::MMAP;
     database.use_direct_reads = options.read_mode == ReadMode::DIRECT;
@@ -322,37 +275,62 @@ rocksdb::Options own_options(const RocksOptions& options) {
     return database;
 }
 
-void apply(rocksdb::Options& options, const std::string& name, const std::string& value) {
-    if (const char* reason = refusal(name)) wrong(name, value, reason);
-    const auto standard = defaults().find(name);
-    if (standard == defaults().end() && table_fields().count(name))
-        wrong(name, value,
-              std::string("it is a field of ") + TABLE + "; give " + TABLE + "={'" + name + "': " + shown(value) + "}");
-    if (standard == defaults().end())
-        wrong(name, value,
-              "RocksDB " + rocksdb::GetRocksVersionAsString() +
-                  " has no option of this name; see the fields of its "
-                  "DBOptions and ColumnFamilyOptions");
+// How the options break what the tier promises, or null.
+const char* problem_of(const rocksdb::Options& options) {
+    const auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
+    if (options.compaction_style != rocksdb::kCompactionStyleLevel &&
+        options.compaction_style != rocksdb::kCompactionStyleUniversal)
+        return "it would drop rows or stop writes forever; give kCompactionStyleLevel or kCompactionStyleUniversal";
+    if (options.max_background_jobs == 0) return "RocksDB would run some anyway; give a number >= 1";
+    if (options.write_buffer_size < SMALLEST_BUFFER) return "RocksDB would raise it; give 64K or more";
+    if (table->block_size == 0) return "a block holds rows; give a number of bytes > 0";
+    if (table->checksum == rocksdb::kNoChecksum) return DAMAGE;
+    return table->block_align ? "blocks are aligned if it pays; leave it out" : nullptr;
+}
+
+// Sets an option, or a field of block_based_table_factory if `in_table`.
+void apply(rocksdb::Options& options, const std::string& name, const std::string& value, bool in_table = false) {
+    const std::string path = in_table ? TABLE + ("." + name) : name;
+    if (const char* reason = refusal(name)) refuse(path, value, reason);
     rocksdb::ConfigOptions config;
     config.ignore_unknown_options = false;
     config.input_strings_escaped = false;
     config.invoke_prepare_options = false;
-    const std::unordered_map<std::string, std::string> one{{name, value}};
-    rocksdb::DBOptions database;
-    const rocksdb::Status of_database = rocksdb::GetDBOptionsFromMap(config, options, one, &database);
-    if (of_database.ok()) {
-        options = rocksdb::Options(database, options);
-    } else {
-        rocksdb::ColumnFamilyOptions family;
-        const rocksdb::Status of_family = rocksdb::GetColumnFamilyOptionsFromMap(config, options, one, &family);
-        if (!of_family.ok())
-            wrong(name, value,
-                  name == TABLE ? table_problem(value)
-                                : "RocksDB cannot read this value; " + expected(name, standard->second));
-        options = rocksdb::Options(options, family);
+    const std::string option = name + "={" + value + "}";
+    const rocksdb::Status status =
+        rocksdb::GetOptionsFromString(config, options, in_table ? TABLE + ("={" + option + "}") : option, &options);
+    const Values& known = in_table ? table_fields() : defaults();
+    const auto standard = known.find(name);
+    if (standard == known.end()) {
+        if (in_table && status.ok()) return;  // a field of earlier versions, which RocksDB ignores
+        refuse(path, value,
+               "RocksDB " + library_version() +
+                   " has no option of this name; see the fields of its DBOptions, ColumnFamilyOptions and "
+                   "BlockBasedTableOptions");
     }
-    const std::string reason = misread(name, value, standard->second, values_of(options)[name]);
-    if (!reason.empty()) wrong(name, value, reason);
+    if (!status.ok()) refuse(path, value, status.ToString() + "; " + like_default(standard->second));
+    Values values = values_of(options);
+    check_read(path, value, standard->second, in_table ? fields_of(values[TABLE])[name] : values[name]);
+    if (const char* problem = problem_of(options)) refuse(path, value, problem);
+}
+
+void apply_all(rocksdb::Options& options, const NamedOptions& more) {
+    for (const auto& [name, value] : more) {
+        if (name == TABLE && value.find('=') != std::string::npos)
+            for (const auto& [field, of_field] : parse_options(value)) apply(options, field, of_field, true);
+        else if (name == TABLE)
+            refuse(name, value, "it has fields; give some, such as {block_size=8192}");
+        else if (table_fields().count(name) && !defaults().count(name) && !refusal(name))
+            refuse(name, value,
+                   std::string("it is a field of ") + TABLE + "; give {'" + TABLE + "': {'" + name + "': '" + value +
+                       "'}}");
+        else
+            apply(options, name, value);
+    }
+    const auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
+    if (table->index_type == rocksdb::BlockBasedTableOptions::kHashSearch && !options.prefix_extractor)
+        refuse(TABLE + std::string(".index_type"), "kHashSearch",
+               "it needs a prefix of keys; set prefix_extractor as well, or leave it out");
 }
 
 bool compresses(const rocksdb::Options& options) {
@@ -361,42 +339,17 @@ bool compresses(const rocksdb::Options& options) {
            (last != rocksdb::kDisableCompressionOption && last != rocksdb::kNoCompression);
 }
 
-// A block that begins with a page of the disk is read as one page, and not as two. RocksDB aligns no compressed blocks
-// and no odd sizes; large rows would leave much of each block unused.
+// An aligned block is read as one page of the disk instead of two. RocksDB aligns neither compressed blocks nor sizes
+// other than powers of two. With large rows, aligned blocks would waste much space.
 void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedOptions& more) {
     auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    const std::string nested = given_in(more, TABLE);
-    if (table->block_align) wrong(TABLE, nested, "block_align=true: blocks are aligned where it pays; leave it out");
-    if (nested.find("block_align") != std::string::npos) return;
+    for (const auto& [name, value] : more)
+        if (name == TABLE && value.find("block_align") != std::string::npos) return;
     const std::size_t block = table->block_size, entry = row_bytes + ENTRY_BYTES;
-    const std::size_t room = block - std::min(block, BLOCK_BYTES);
-    const bool is_power = (block & (block - 1)) == 0, fills = entry <= room && room % entry <= block / MOST_UNUSED;
-    const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `FileChecksums` sees no other writes
+    const std::size_t space = block - std::min(block, BLOCK_BYTES);
+    const bool is_power = (block & (block - 1)) == 0, fills = entry <= space && space % entry <= block / MAX_UNUSED;
+    const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `FileChecksums` does not see direct writes
     table->block_align = is_power && fills && follows && !compresses(options);
-}
-
-// What cannot be told from one name alone.
-void check_together(const rocksdb::Options& options, const NamedOptions& more) {
-    const auto given = [&](const std::string& name) { return given_in(more, name); };
-    if (options.compaction_style != rocksdb::kCompactionStyleLevel &&
-        options.compaction_style != rocksdb::kCompactionStyleUniversal)
-        wrong("compaction_style", given("compaction_style"),
-              "it would drop rows or stop writes for ever; give kCompactionStyleLevel or kCompactionStyleUniversal");
-    if (options.max_background_jobs == 0)
-        wrong("max_background_jobs", given("max_background_jobs"),
-              "RocksDB would run some all the same; give a number >= 1");
-    if (options.write_buffer_size < SMALLEST_BUFFER)
-        wrong("write_buffer_size", given("write_buffer_size"), "RocksDB would raise it; give 64K or more");
-    const auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    const std::string nested = given(TABLE);
-    if (nested.empty()) return;
-    if (table->block_size == 0) wrong(TABLE, nested, "block_size=0: a block holds rows; give a number of bytes > 0");
-    if (table->checksum == rocksdb::kNoChecksum) wrong(TABLE, nested, std::string("checksum=kNoChecksum: ") + DAMAGE);
-    if (table->index_type == rocksdb::BlockBasedTableOptions::kHashSearch && !options.prefix_extractor)
-        wrong(TABLE, nested,
-              "index_type=kHashSearch needs a prefix of keys; set prefix_extractor as well, or leave it out");
-    for (const char* name : {"block_cache", "no_block_cache"})
-        if (nested.find(name) != std::string::npos) wrong(TABLE, nested, CACHE);
 }
 
 }  // namespace
@@ -405,10 +358,9 @@ bool caches_blocks(const RocksOptions& options) { return options.read_mode == Re
 
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes) {
     rocksdb::Options database = own_options(options);
-    for (const auto& [name, value] : options.more) apply(database, name, value);
+    apply_all(database, options.more);
     align_blocks(database, row_bytes, options.more);
-    check_together(database, options.more);
-    // RocksDB 7 forgets a flush that is to begin when another of its database fails: there is one at a time.
+    // One flush at a time: RocksDB 7 loses a flush that starts while another one of its database fails.
     database.max_background_flushes = 1;
     database.max_background_compactions = background_threads(database).compactions;
     return database;

@@ -27,10 +27,9 @@
 
 namespace tierbed {
 
-// How the databases of a RocksTier are opened, and closed or left as they are.
 namespace {
 
-// RocksDB's destructors of globals wait for threads. Where these may never end, the process ends right before them.
+// RocksDB's destructors of globals wait for threads. If these may never end, the process exits before the destructors.
 void end_early() {
     on_exit(
         [](int status, void*) {
@@ -66,7 +65,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     end_forked_children_early();
     rocksdb::Options& database = *database_;
     database.env = fence_->env();
-    if (database.file_checksum_gen_factory)  // a checkpoint need not read files whose checksums are kept
+    if (database.file_checksum_gen_factory)  // with kept checksums, a checkpoint need not read the files
         database.file_checksum_gen_factory = fence_->checksums();
     database.env->IncBackgroundThreadsIfNeeded(background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
@@ -76,7 +75,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     info_ = {background_threads(database),
              database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
              options.async_io && has_async_io()};
-    // Shards fill alike: each is flushed once at another part of its way, so that they do not flush at the same time.
+    // Shards fill evenly. Each gets one early flush, at a different fill, so that they do not all flush at once.
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     try {
         for (u32 i = 0; i < options.shards; ++i) {
@@ -135,8 +134,8 @@ void RocksTier::close() {
 void RocksTier::leave_alone() {
     for (auto& shard : shards_) static_cast<void>(shard.release());
     shards_.clear();
-    static_cast<void>(fence_.release());    // whose files they use
-    static_cast<void>(readers_.release());  // which may be in a call, or of the process that forked this
+    static_cast<void>(fence_.release());    // the databases use its files
+    static_cast<void>(readers_.release());  // may be in a call, or belong to the parent process
 }
 
 void RocksTier::fail() const noexcept {
@@ -148,16 +147,16 @@ void RocksTier::fail() const noexcept {
 void RocksTier::require_open() const {
     if (failed())
         throw std::runtime_error("RocksDB in " + folder_ +
-                                 " failed in the middle of a call, as where memory runs out, and is used no more: free "
-                                 "memory and create the embedding again, which goes back to its last snapshot");
+                                 " failed inside a call, for example because memory ran out, and cannot be used again: "
+                                 "free memory and create the embedding again, which recovers from its last snapshot");
     if (shards_.empty()) throw std::runtime_error("RocksDB in " + folder_ + " was closed");
 }
 
 namespace {
 
 constexpr std::size_t KEY_BYTES = 13;
-constexpr std::size_t LEAST_READS = 8, MOST_READS = 256;  // keys a MultiGet
-constexpr std::size_t BATCH_BYTES = 256u << 10;           // a WriteBatch
+constexpr std::size_t MIN_READS = 8, MAX_READS = 256;  // keys of a MultiGet
+constexpr std::size_t BATCH_BYTES = 256u << 10;        // of a WriteBatch
 constexpr std::chrono::milliseconds POLL(2);
 constexpr char RELOAD[] = "load the last snapshot";
 
@@ -175,8 +174,8 @@ struct Key {
 
 void check_size(const char* what, std::size_t bytes, std::size_t expected, const std::string& folder) {
     if (bytes != expected)
-        throw std::runtime_error("RocksDB in " + folder + ": a stored " + what + " of " + std::to_string(bytes) +
-                                 " bytes where " + std::to_string(expected) + " are expected; " + RELOAD);
+        throw std::runtime_error("RocksDB in " + folder + ": a stored " + what + " has " + std::to_string(bytes) +
+                                 " bytes, and " + std::to_string(expected) + " are expected; " + RELOAD);
 }
 
 u64 property_of(rocksdb::DB& db, const std::string& name) {
@@ -185,7 +184,7 @@ u64 property_of(rocksdb::DB& db, const std::string& name) {
     return value;
 }
 
-// A row as RocksDB orders them.
+// A row, in the order of RocksDB's keys.
 struct Place {
     u64 key;
     u32 bucket, table;
@@ -230,13 +229,13 @@ void RocksTier::read(const RowSpan& rows, bool* found, bool) {
     counts_.misses += rows.n - hits;
 }
 
-// The more threads read, the smaller the ranges are, so that all end at about the same time.
+// With more threads, ranges are smaller, so that all threads end at about the same time.
 std::vector<RocksTier::Range> RocksTier::ranges_of(const RowSpan& rows) const {
-    const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), LEAST_READS, MOST_READS);
+    const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), MIN_READS, MAX_READS);
     const Begins begin = begins_of(rows);
     std::vector<Range> ranges;
     for (std::size_t shard = 0; shard < shards_.size(); ++shard) {
-        std::size_t room = 0;  // of the last range
+        std::size_t room = 0;  // rows that the last range can still take
         for (std::size_t bucket = shard; bucket < BUCKETS; bucket += shards_.size()) {
             for (std::size_t first = begin[bucket], end; first < begin[bucket + 1]; first = end) {
                 if (room == 0) {
@@ -287,7 +286,7 @@ std::size_t RocksTier::read_range(const RowSpan& rows, const Range& range, bool*
     return hits;
 }
 
-std::optional<Record> RocksTier::where(u32 table, u64 key) const {
+std::optional<Record> RocksTier::locate(u32 table, u64 key) const {
     require_open();
     const std::shared_lock opened(opening_);
     const u32 bucket = bucket_of(hash_row(table, key));
@@ -321,14 +320,14 @@ void RocksTier::erase(const RowSpan& rows) {
 void RocksTier::change(const RowSpan& rows, bool erase) {
     const Begins begin = begins_of(rows);
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
-    const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and a batch's own
+    const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and of the batch itself
     parallel_for(shards_.size(), [&](std::size_t number) {
         Shard& shard = *shards_[number];
         std::size_t count = 0;
         for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size())
             count += begin[bucket + 1] - begin[bucket];
         if (count == 0) return;
-        // all of its memory at once: RocksDB may end the process where a batch cannot grow
+        // reserved at once: RocksDB may end the process if a batch cannot grow
         rocksdb::WriteBatch batch(std::min(count * most_bytes, BATCH_BYTES) + most_bytes);
         for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size()) {
             std::vector<Place> places;
@@ -346,10 +345,10 @@ void RocksTier::change(const RowSpan& rows, bool erase) {
     });
 }
 
-// A flush that failed stops all writes until it succeeds: tries it again. RocksDB 7 waits for ever in Resume where
-// other work of the database fails meanwhile, so that comes to its end first, which takes a second after a failure.
+// Retries a failed flush, which stops all writes until it succeeds. RocksDB 7 hangs in Resume if other work of the
+// database fails meanwhile, so that work is ended first, which takes a second after a failure.
 bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
-    if (failed.severity() < rocksdb::Status::kHardError) return false;  // it was not stopped
+    if (failed.severity() < rocksdb::Status::kHardError) return false;  // writes are not stopped
     rocksdb::DB& db = *shard.db;
     while (property_of(db, rocksdb::DB::Properties::kNumRunningFlushes) ||
            property_of(db, rocksdb::DB::Properties::kNumRunningCompactions))
@@ -357,7 +356,7 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     return db.Resume().ok();
 }
 
-// After a failed compaction RocksDB returns writes that have to wait for one. They wait here, until the next one fails.
+// After a failed compaction RocksDB refuses writes that have to wait for one. They wait here until the next one fails.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
@@ -373,7 +372,7 @@ rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch)
     });
 }
 
-// Where the reason that something failed is gone, this write goes on.
+// Retries the write if the reason of the failure no longer exists.
 void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::Status status = write_batch(shard, batch);
     if (!status.ok()) {
@@ -383,7 +382,7 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     check(status, folder_, "write");
     const i64 size = static_cast<i64>(batch.GetDataSize());
     const i64 left = shard.until_flush.fetch_sub(size);
-    if (left > 0 && left <= size) static_cast<void>(flush_shard(shard, false));  // the next write says if it failed
+    if (left > 0 && left <= size) static_cast<void>(flush_shard(shard, false));  // the next write reports a failure
     batch.Clear();
 }
 
@@ -393,7 +392,7 @@ rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptio
     rocksdb::Status status = db.Flush(options);
     while (status.ok() && property_of(db, rocksdb::DB::Properties::kNumImmutableMemTable)) {
         if (property_of(db, rocksdb::DB::Properties::kBackgroundErrors) != failures)
-            return rocksdb::Status::IOError("rows could not be written to files, as where a disk has no room");
+            return rocksdb::Status::IOError("rows could not be written to files, for example because the disk is full");
         std::this_thread::sleep_for(POLL);
         status = db.Flush(options);
     }
@@ -405,7 +404,7 @@ rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
     const std::lock_guard lock(shard.flushing);
     rocksdb::FlushOptions options;
     options.wait = wait;
-    options.allow_write_stall = true;  // else it waits for compactions, which may fail for as long as a disk is full
+    options.allow_write_stall = true;  // else it waits for compactions, which fail while the disk is full
     return call([&] {
         if (!wait) return shard.db->Flush(options);
         const rocksdb::Status status = flush_rows(*shard.db, options);

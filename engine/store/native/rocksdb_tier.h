@@ -1,10 +1,10 @@
-// Rows in RocksDB: shards of buckets, one database each, keyed by (bucket u8, table u32, key u64) big-endian.
+// The RocksDB tier: shards of buckets, one database for each, with keys (bucket u8, table u32, key u64) big-endian.
 //
-// The write-ahead log is off: the live folder is scratch until `flush`. Reads run in parallel, each shard has one
-// writer. Failures throw std::runtime_error with the folder, RocksDB's own words and the remedy.
+// There is no write-ahead log: rows are durable after `flush`. Reads of a shard run in parallel, writes one at a time.
+// Failures throw std::runtime_error with the folder, RocksDB's status and the remedy.
 //
-// Where the disk has no room to open a database for writing, it is opened for reading alone, until `make_writable`.
-// After an exception out of RocksDB itself, as where memory runs out, every call throws and `close` waits for nothing.
+// If the disk has no space to open a database for writing, it is opened read-only, until `make_writable`. After an
+// exception inside RocksDB, as when memory runs out, every call throws, and `close` does not close the databases.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -36,8 +36,8 @@ struct Options;
 namespace tierbed {
 
 struct RocksInfo {
-    BackgroundThreads threads;   // of the process, shared by all databases
-    std::size_t memtable_bytes;  // the most that all shards take
+    BackgroundThreads threads;   // of the process, which all databases share
+    std::size_t memtable_bytes;  // of all shards, at most
     bool async_io;
 };
 
@@ -51,32 +51,32 @@ public:
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool on_disk() const override { return true; }
-    // The record of a row that is here. Changes nothing, counters included.
-    std::optional<Record> where(u32 table, u64 key) const;
+    // The record of a row. Counts no hit.
+    std::optional<Record> locate(u32 table, u64 key) const;
     void flush();
     // To be called before rows are written or erased.
     void make_writable();
     // Merges all files of a shard, which drops every replaced version of a row.
     void compact();
-    // Flushes, and tells the files that hold all rows written so far; RocksDB deletes none until they are released.
-    // One caller at a time.
+    // Flushes, and returns the files that have all rows written so far. RocksDB deletes none of them until
+    // `release_files`. One caller at a time.
     std::vector<LiveFile> hold_files();
     void release_files();
-    void close();  // nothing may be read or written after it; scans must be closed before
+    void close();  // scans must be closed before; nothing may be called after
     bool failed() const { return *failed_; }
     RocksMetrics metrics() const;
     RocksInfo info() const { return info_; }
 
-    // Walks a consistent view of all rows: buckets ascending, within one (table, key) ascending.
+    // Iterates over a consistent view of all rows, by (bucket, table, key).
     class Scan {
     public:
         explicit Scan(const RocksTier& tier);
         ~Scan();
         Scan(const Scan&) = delete;
         u32 width() const { return shape_.width; }
-        // Packs up to max_rows rows of one bucket into out; 0 rows at the end.
+        // Packs up to max_rows rows of one bucket into out, and returns their number: 0 at the end.
         std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
-        // Lets go of the databases; `next` throws from then on.
+        // Releases the databases. `next` throws after that.
         void close();
 
     private:
@@ -85,7 +85,7 @@ public:
             std::unique_ptr<rocksdb::Iterator> iterator;
         };
 
-        std::unique_ptr<std::vector<View>> views_;  // null once it is closed
+        std::unique_ptr<std::vector<View>> views_;  // null after `close`
         LineShape shape_;
         std::string folder_;
         pid_t process_;
@@ -94,7 +94,7 @@ public:
     };
 
 private:
-    // Rows of one shard by their numbers in a call: from first to end of each bucket, buckets ascending.
+    // Some rows of one shard in a call: index ranges [begin, end), one for each bucket, ascending.
     struct Range {
         std::size_t shard, count;
         std::vector<std::pair<std::size_t, std::size_t>> spans;
@@ -104,14 +104,13 @@ private:
         std::string folder;
         std::shared_ptr<rocksdb::DB> db;
         bool is_writable;
-        std::atomic<i64> until_flush{0};  // bytes to write until its one early flush
-        std::mutex flushing;              // of who asks for a flush or for a failed one again
+        std::atomic<i64> until_flush{0};  // bytes until its one early flush
+        std::mutex flushing;              // held to flush, or to retry a failed flush
     };
 
     std::vector<Range> ranges_of(const RowSpan& rows) const;
-    // Returns how many were found.
+    // Returns the number of rows found.
     std::size_t read_range(const RowSpan& rows, const Range& range, bool* found) const;
-    // Writes the rows, or erases them.
     void change(const RowSpan& rows, bool erase);
     void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
@@ -121,7 +120,7 @@ private:
     void open(Shard& shard, const RocksOptions& options);
     void leave_alone();
     void fail() const noexcept;
-    // What a call of RocksDB returns; an exception out of it is the end of this tier.
+    // Calls RocksDB. If an exception leaves it, the tier fails for good.
     template <class Call>
     auto call(const Call& body) const {
         try {
@@ -141,8 +140,8 @@ private:
     std::shared_ptr<std::atomic<bool>> failed_ = std::make_shared<std::atomic<bool>>(false);
     std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
     std::unique_ptr<rocksdb::Options> database_;
-    std::atomic<bool> lacks_room_{false};  // some shard is not writable for that
-    mutable std::shared_mutex opening_;    // of who uses the databases for reading, and `make_writable`
+    std::atomic<bool> lacks_room_{false};  // a shard is read-only because the disk is full
+    mutable std::shared_mutex opening_;    // shared by users of the databases, exclusive in `make_writable`
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;

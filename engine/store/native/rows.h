@@ -1,5 +1,5 @@
-// A stored row as NumPy and snapshots see it: table u32, key u64, values float32 [width], updates u32, step u32,
-// packed, little-endian.
+// Packed rows, and lists and maps of rows. A packed row is what NumPy and snapshots have: table u32, key u64, values
+// float32 [width], updates u32, step u32, without padding, little-endian.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -18,7 +18,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "rows are stored little
 
 inline std::size_t packed_bytes_of(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
 
-// `stored`: values and record, as they stand in a line. Returns the end of what was written.
+// stored: values and record as they are in a line. Returns the end of the packed row.
 inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineShape& shape) {
     std::memcpy(out, &table, sizeof table);
     std::memcpy(out + sizeof table, &key, sizeof key);
@@ -26,21 +26,20 @@ inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineS
     return out + packed_bytes_of(shape.width);
 }
 
-// Rows by their names alone.
-// Distinct rows, buckets ascending.
+// Row keys of distinct rows, buckets ascending.
 struct RowKeys {
     std::vector<u32> tables;
     std::vector<u64> keys;
 };
 
-// Rows listed one by one, to be handed to a tier.
+// Collects rows one by one for a call of a tier.
 class RowList {
 public:
     void add(u32 table, u64 hash, u64 line) { all_.push_back({hash, line, table}); }
     void clear() { all_.clear(); }
     std::size_t size() const { return all_.size(); }
 
-    // Buckets ascending, as they are listed otherwise; until the list changes.
+    // Sorted by bucket, in the order of `add` within one. Valid until the list changes.
     RowSpan rows() {
         const auto earlier = [](const Row& a, const Row& b) { return bucket_of(a.hash) < bucket_of(b.hash); };
         if (!std::is_sorted(all_.begin(), all_.end(), earlier)) std::stable_sort(all_.begin(), all_.end(), earlier);
@@ -64,40 +63,41 @@ private:
     std::vector<u64> hashes_, lines_;
 };
 
-// A map from rows to numbers: open addressing that grows as it fills.
-// Numbers are not 0. May be read by several threads at once.
+// A map from rows to numbers other than 0: an open-addressing hash table that doubles as it fills. Several threads may
+// read it at once.
 class RowMap {
 public:
-    static constexpr std::size_t MOST_BYTES = (8 * sizeof(Slot) + 2) / 3;  // of a row: slots double when 3/4 are taken
+    static constexpr std::size_t MAX_BYTES = (8 * sizeof(Slot) + 2) / 3;  // of a row: slots double at a load of 3/4
 
     // The row's number, or 0.
     u32 find(u64 hash, u32 table) const { return slots_.empty() ? 0 : find_row(THREAD, view(), hash, table); }
 
-    // The same, to be changed to another than 0; null where it is 0. Holds until the map changes.
+    // A pointer to the row's number, which may be changed to another than 0; null if the map lacks the row. Valid until
+    // the map changes.
     u32* look_up(u64 hash, u32 table) {
         if (slots_.empty()) return nullptr;
-        Slot& slot = place_of(hash, table);
+        Slot& slot = slot_of(hash, table);
         return slot.row ? &slot.row : nullptr;
     }
 
-    // Makes room, so that `insert` cannot fail until there are that many rows.
+    // Allocates memory, so that `insert` cannot fail until there are that many rows.
     void reserve(std::size_t rows) {
         while (rows * 4 > slots_.size() * 3) grow();
     }
-    // The row must not be there.
+    // The map must not have the row.
     void insert(u64 hash, u32 table, u32 number) {
         reserve(rows_ + 1);
         insert_row(view(), Slot{hash, table, number});
         ++rows_;
     }
 
-    // The row is there.
+    // The map must have the row.
     void erase(u64 hash, u32 table) {
         erase_row(view(), hash, table);
         --rows_;
     }
 
-    TIERBED_INLINE void fetch(u64 hash) const {
+    TIERBED_INLINE void prefetch_slot(u64 hash) const {
         if (!slots_.empty()) prefetch(&slots_[home_slot(view(), hash)]);
     }
     std::size_t size() const { return rows_; }
@@ -106,12 +106,12 @@ public:
 private:
     IndexView view() const { return {const_cast<Slot*>(slots_.data()), static_cast<u32>(slots_.size() - 1)}; }
 
-    // The row's slot, or the free one where its search ends.
-    Slot& place_of(u64 hash, u32 table) {
+    // The row's slot, or the free slot where its search ends.
+    Slot& slot_of(u64 hash, u32 table) {
         const IndexView index = view();
-        u32 place = home_slot(index, hash);
-        for (;; place = (place + 1) & index.mask) {
-            Slot& slot = index.slots[place];
+        u32 at = home_slot(index, hash);
+        for (;; at = (at + 1) & index.mask) {
+            Slot& slot = index.slots[at];
             if (slot.row == 0 || (slot.hash == hash && slot.table == table)) return slot;
         }
     }

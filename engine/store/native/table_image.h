@@ -1,7 +1,7 @@
-// The rows of a full table as they were at one instant, read bucket by bucket while they change.
+// The image of a full table: all rows as they are when it is made, read bucket by bucket while the table changes.
 //
-// Before a row that was not read yet changes for the first time, what it was is kept aside, for as long as its bucket
-// is not read. So a row that nobody kept is in the table as it was.
+// Before a row changes for the first time, its before-image is saved, which is freed once its bucket has been read. So
+// a row without a before-image is unchanged in the table.
 #pragma once
 #include <array>
 #include <vector>
@@ -11,23 +11,22 @@
 
 namespace tierbed {
 
-// Nothing is safe in several threads but `sort` beside `keep`. The table must outlive it, and `top`, which has the rows
-// as they are: the table itself or a cache over it.
+// Not thread-safe, except that `sort` may run while before-images are saved. The table must outlive it, and so must
+// `top`, which has the latest rows: the table itself or a cache over it.
 class TableImage {
 public:
     TableImage(const FullTable& table, const Layout& layout, Tier& top)
         : table_(table), top_(top), shape_(layout.shape) {}
     TableImage(const TableImage&) = delete;
 
-    // The lines of a batch will be written.
-    void keep(const Batch& batch);
-    // Distinct rows will be erased.
-    void keep(const u32* tables, const u64* keys, std::size_t n);
-    // What that takes.
-    std::size_t kept_bytes() const;
+    // To be called before the lines of a batch are written.
+    void save_before_images(const Batch& batch);
+    // To be called before rows, distinct, are erased.
+    void save_before_images(const u32* tables, const u64* keys, std::size_t n);
+    std::size_t before_image_bytes() const;
 
-    // Reading is of each bucket, ascending: `list`, then `sort`, which takes the most time but for `next`, then `next`
-    // until it packs no more rows.
+    // Reads a bucket: `list`, then `sort`, then `next` until it packs no more rows. Buckets are read in ascending
+    // order. Most time is spent in `sort` and `next`.
     void list(u32 bucket);
     void sort();
     std::size_t next(u8* out, std::size_t max_rows);
@@ -35,23 +34,23 @@ public:
     u32 width() const { return shape_.width; }
 
 private:
-    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // in the index: there was no such row
+    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // in the index: the table had no such row
 
-    struct Kept {
-        RowMap index;          // the place in `rows` + 1
+    struct BeforeImages {
+        RowMap index;          // position in `rows` + 1
         std::vector<u8> rows;  // packed
     };
 
     bool is_read(u32 bucket, u64 hash, u32 table) const;
-    // `stored`: what a row was, null where there was none.
-    void keep(u32 bucket, u64 hash, u32 table, const void* stored);
+    // stored: values and record of the row; null if the table had no such row.
+    void save_before_image(u32 bucket, u64 hash, u32 table, const void* stored);
 
     const FullTable& table_;
     Tier& top_;
     LineShape shape_;
-    std::array<Kept, BUCKETS> kept_;
-    std::vector<HeldRow> rows_;  // of the bucket that is read; line 0 where a row was kept and is no longer there
-    std::size_t at_ = 0;         // the next of them
+    std::array<BeforeImages, BUCKETS> before_images_;
+    std::vector<TableRow> rows_;  // of the bucket that is read; line 0 for rows that have a before-image
+    std::size_t at_ = 0;          // of the next row
     u32 bucket_ = 0;
     bool listed_ = false;
 };

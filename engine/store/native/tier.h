@@ -1,4 +1,4 @@
-// A place for rows below a cache: the full table, RocksDB, or another cache.
+// A tier below a cache: the full table, RocksDB, or another cache.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -23,20 +23,20 @@ struct RowSpan {
 class Tier {
 public:
     virtual ~Tier() = default;
-    // Copies each held row to its line and sets found; other lines stay. `touch`: the read counts for recency.
+    // Copies each row that the tier has to its line, and writes `found` [n]. The lines of other rows do not change.
+    // touch: the read counts for recency.
     virtual void read(const RowSpan& rows, bool* found, bool touch) = 0;
-    // Inserts or replaces.
+    // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
-    // Lines are not looked at; rows that are not there are fine.
+    // Erases rows; rows that the tier does not have are ignored, and so are the lines.
     virtual void erase(const RowSpan& rows) = 0;
-    // Waits for writes of its own that are under way, and forgets why some failed: their rows are tried again.
+    // Waits for the tier's own writes and drops their errors. Rows whose write failed are written again later.
     virtual void forget_errors() {}
-    // Whether writes are worth a thread of their own.
+    // Whether a cache above should write back in a separate thread.
     virtual bool on_disk() const = 0;
 };
 
-// How many rows were asked for of each table, and found.
-// Threads count apart, so that they add without a lock, to memory that stays in their caches.
+// Hits and misses of each table. Each thread adds to its own part, without a lock and without sharing cache lines.
 class TableCounts {
     struct Part {
         std::mutex mutex;
@@ -46,15 +46,15 @@ class TableCounts {
 public:
     explicit TableCounts(u32 tables) : tables_(tables) {}
 
-    // A part that no other thread adds to while this lives.
+    // A part that belongs to one thread while this lives.
     class Share {
     public:
-        // `any`: whether there is a row to add; without one no part is taken.
+        // any: whether there is a row to add; else no part is taken.
         Share(TableCounts& all, bool any) : counts_(any ? all.take(lock_) : nullptr), tables_(all.tables_) {}
         void add(u32 table, bool hit) {
             if (table < tables_) ++counts_[2 * std::size_t{table} + hit];
         }
-        // A row that was added as a hit is a miss.
+        // Turns a hit that was added into a miss.
         void missed(u32 table) {
             if (table >= tables_) return;
             --counts_[2 * std::size_t{table} + 1];
@@ -67,7 +67,7 @@ public:
         u32 tables_;
     };
 
-    // [tables, 2], hits and misses; not while any is added
+    // [tables, 2], hits and misses. No thread may add meanwhile.
     std::vector<u64> sums() const {
         std::vector<u64> all(2 * std::size_t{tables_});
         for (const Part& part : parts_)
@@ -76,9 +76,9 @@ public:
     }
 
 private:
-    static constexpr std::size_t APART = 16;  // counts between two parts: they share no line of the processor's cache
+    static constexpr std::size_t APART = 16;  // counts between two parts, which so share no CPU cache line
 
-    // The counts of a part that is free. There is one for each of the tasks of a loop over buckets.
+    // The counts of a free part. There are as many parts as a loop over buckets has tasks.
     u64* take(std::unique_lock<std::mutex>& lock) {
         for (Part& part : parts_) {
             lock = std::unique_lock(part.mutex, std::try_to_lock);
@@ -86,7 +86,7 @@ private:
             if (part.counts.empty()) part.counts.resize(2 * std::size_t{tables_} + APART);
             return part.counts.data();
         }
-        throw std::logic_error("rows are counted by two loops at a time");
+        throw std::logic_error("two loops count rows at the same time");
     }
 
     u32 tables_;
