@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json
-from .entries import complain_of, report_sound
-from .output import age, fail, print_fields, print_json, print_table, size, text, when
+from .output import age, complain_of, fail, print_fields, print_json, print_table, report_sound, size, text, when
 
 if TYPE_CHECKING:
     from ..graph.state.kept import Kept

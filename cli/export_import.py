@@ -21,8 +21,7 @@ from .arguments import (
     open_snapshot,
     table_of,
 )
-from .entries import report
-from .output import print_json, progress, size, span, text
+from .output import print_json, progress, report, size, span, text
 
 
 class Format(StrEnum):

@@ -22,9 +22,24 @@ from .arguments import (
     locked_store,
     open_snapshot,
 )
-from .entries import HEADER, RIGHT, complain_of, entry, lines, list_all, report, report_all, report_sound
 from .model import held_together, load_together, save_together, served, since, stores_at
-from .output import print_fields, print_json, print_table, progress, size, text
+from .output import (
+    HEADER,
+    RIGHT,
+    complain_of,
+    entry,
+    lines,
+    list_all,
+    print_fields,
+    print_json,
+    print_table,
+    progress,
+    report,
+    report_all,
+    report_sound,
+    size,
+    text,
+)
 
 if TYPE_CHECKING:
     from ..engine.errors import SnapshotError

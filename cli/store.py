@@ -11,8 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json, Store, Timeout, complete_names, locked_store, open_snapshot, table_of
-from .entries import dtype_words, dtypes
-from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progress, size, span, tell_interrupted, text
+from .output import (
+    INTERRUPTED,
+    NO_ROW,
+    dtype_words,
+    dtypes,
+    fail,
+    print_fields,
+    print_json,
+    progress,
+    size,
+    span,
+    tell_interrupted,
+    text,
+)
 
 if TYPE_CHECKING:
     from ..snapshots.store.status import Restart, StoreStatus

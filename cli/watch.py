@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from .arguments import Store
-from .entries import HEADER, RIGHT, entry, lines
-from .output import aligned, print_json, text
+from .output import HEADER, RIGHT, aligned, entry, lines, print_json, text
 
 if TYPE_CHECKING:
     from pathlib import Path

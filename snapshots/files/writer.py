@@ -46,7 +46,7 @@ from .format import (
     row_check,
     snapshot_id,
 )
-from .pipeline import WriterThread
+from .pipeline import TaskThread
 from .reader import Progress as Progress
 from .reader import Snapshot, list_snapshots
 from .versions import Saved
@@ -101,7 +101,7 @@ def _write_files(
     """Write each bucket's rows to its file. The next chunk is made while earlier ones are written and synced."""
     files: dict[str, _File] = {}
     previous, form = -1, RowForm.described(description)
-    with ExitStack() as opened, WriterThread() as syncing, WriterThread() as writing:
+    with ExitStack() as opened, TaskThread("tierbed-sync") as syncing, TaskThread("tierbed-write") as writing:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not previous < bucket < BUCKETS:
                 raise SnapshotError(
@@ -135,7 +135,7 @@ class _File:
         self._checksum = zlib.crc32(data, self._checksum)
         self._count += len(rows)
 
-    def finish(self, syncing: WriterThread) -> None:
+    def finish(self, syncing: TaskThread) -> None:
         """Write the header, and let `syncing` make the file durable."""
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, self._count))
