@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -78,14 +78,15 @@ class RowReader:
             yield bucket, rows if part is None or part.of == self._manifest.parts else part.rows(rows)
 
     def _merged(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, RowArray], None, None]:
-        """The rows of buckets in parts."""
-        for bucket, names in groupby(files, key=bucket_of):
-            entries = {name: files[name] for name in names}
-            most = max_rows // len(entries), _CHUNK_BYTES // (2 * len(entries))  # each holds two chunks
-            parts = [self.in_part(self._sums(self._read({name: entries[name]}, *most))) for name in entries]
-            for rows in merge_sorted([(rows for _, rows in part) for part in parts]):
-                for begin in range(0, len(rows), max_rows):
-                    yield bucket, rows[begin : begin + max_rows]
+        """The rows of all parts, merged."""
+        by_part: dict[int | None, dict[str, RowFile]] = {}
+        for name, entry in files.items():
+            by_part.setdefault(shard_number(name), {})[name] = entry
+        most = max_rows // (len(by_part) or 1), _CHUNK_BYTES // (2 * len(by_part) or 1)  # each holds two chunks
+        parts = [self.in_part(self._sums(self._read(entries, *most))) for entries in by_part.values()]
+        for bucket, rows in merge_sorted(parts):
+            for begin in range(0, len(rows), max_rows):
+                yield bucket, rows[begin : begin + max_rows]
 
     def _sums(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
         """The rows of files as (bucket, rows). A file's checksum is compared before its last chunk is passed on."""
@@ -150,29 +151,11 @@ class RowReader:
         return damaged(self._folder / name, problem, self._folder)
 
 
-class ChainElement(Protocol):
-    """What a chain needs of a `Snapshot`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    def parts(self, max_rows: int = ...) -> tuple[Chunks, Chunks]:
-        """The rows, and the keys of deleted rows."""
-
-    def counted(self, rows: int) -> None:
-        """Take the number of rows of the table up to here. Raises SnapshotError."""
-
-    def named_twice(self, bucket: int) -> SnapshotError: ...
-
-
-Watch = Callable[[ChainElement, Chunks], Chunks]
+Watch = Callable[["Snapshot", Chunks], Chunks]
 
 
 def table_of(
-    chain: Sequence[ChainElement], max_rows: int = 65536, progress: Progress | None = None, watch: Watch | None = None
+    chain: Sequence[Snapshot], max_rows: int = 65536, progress: Progress | None = None, watch: Watch | None = None
 ) -> Chunks:
     """The rows of the table that a chain makes, each snapshot counted when its last row is known.
 
@@ -189,12 +172,12 @@ def table_of(
     return table
 
 
-def verify_chain(chain: Sequence[ChainElement], progress: Progress | None = None, watch: Watch | None = None) -> None:
+def verify_chain(chain: Sequence[Snapshot], progress: Progress | None = None, watch: Watch | None = None) -> None:
     """Read all files of a chain. Raises SnapshotError where a load of its rows would."""
     read_all(table_of(chain, progress=progress or _untold, watch=watch))
 
 
-def _counted(snapshot: ChainElement, chunks: Chunks) -> Chunks:
+def _counted(snapshot: Snapshot, chunks: Chunks) -> Chunks:
     count = 0
     for bucket, rows in chunks:
         count += len(rows)

@@ -8,7 +8,7 @@ from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
 from .merging import changed
 from .read_errors import ReadIOError
-from .reader import ChainElement, Progress, Snapshot, read_all, told, verify_chain
+from .reader import Progress, Snapshot, read_all, told, verify_chain
 
 Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
@@ -81,7 +81,7 @@ class _Verified:
         else:
             self._sound.add(link.name)
 
-    def _blaming(self, link: ChainElement, table: Chunks) -> Chunks:
+    def _blaming(self, link: Snapshot, table: Chunks) -> Chunks:
         try:
             yield from table
         except SnapshotError as error:

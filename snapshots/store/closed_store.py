@@ -6,13 +6,11 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.row_format import BUCKETS, Chunks, RowArray, RowForm
+from ...engine.row_format import Chunks, RowForm
 from ...engine.store.table_counts import FIELD
 from ..files.format import OF_THE_MARK, SHARE, Manifest, check_name
 from ..files.merging import merge_sorted
@@ -81,29 +79,7 @@ def held_ranks(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, Any
         live = live_in(marks[0], 0, record.ranks)
         assert live is not None
         rows = [holding.enter_context(live_rows(*pair)) for pair in zip(shares, marks, strict=True)]
-        yield live, mark, _in_order(rows)
-
-
-def _in_order(parts: list[Chunks]) -> Chunks:
-    """The rows of all parts, by bucket."""
-    groups = [_Buckets(part) for part in parts]
-    for bucket in range(BUCKETS):
-        for rows in merge_sorted([group.rows_of(bucket) for group in groups]):
-            yield bucket, rows
-
-
-class _Buckets:
-    """Chunks in the order of buckets, taken a bucket at a time."""
-
-    def __init__(self, chunks: Chunks) -> None:
-        self._groups = groupby(chunks, key=itemgetter(0))
-        self._next = next(self._groups, None)
-
-    def rows_of(self, bucket: int) -> Iterator[RowArray]:
-        if self._next is None or self._next[0] != bucket:
-            return
-        yield from (rows for _, rows in self._next[1])
-        self._next = next(self._groups, None)
+        yield live, mark, merge_sorted(rows)
 
 
 def save_closed(

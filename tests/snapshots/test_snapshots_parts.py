@@ -97,25 +97,25 @@ def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
     assert [HashShard(0, a).begin, HashShard(a - 1, a).end] == [0, 1 << 16]
 
 
-@given(
-    parts=st.lists(st.lists(st.lists(st.integers(0, 300), max_size=5), max_size=4), max_size=5),
-)
-def test_streams_are_merged_in_order(parts: list[list[list[int]]]) -> None:
-    seen: set[int] = set()
-    streams: list[list[RowArray]] = []
+PIECES = st.lists(st.lists(st.integers(0, 300), max_size=5), max_size=4)
+
+
+@given(parts=st.lists(st.lists(st.tuples(st.integers(0, 3), PIECES), max_size=3, unique_by=lambda x: x[0]), max_size=5))
+def test_streams_are_merged_in_order(parts: list[list[tuple[int, list[list[int]]]]]) -> None:
+    seen: set[tuple[int, int]] = set()
+    streams: list[list[tuple[int, RowArray]]] = []
     for part in parts:
-        chunks = []
-        own = sorted({key for chunk in part for key in chunk} - seen)
-        seen |= {*own}
-        for chunk in part:
-            rows = np.array([(0, key) for key in own[: len(chunk)]], KEY)
-            own = own[len(chunk) :]
-            chunks.append(rows)
-        chunks.append(np.array([(0, key) for key in own], KEY))
+        chunks: list[tuple[int, RowArray]] = []
+        for bucket, pieces in sorted(part):
+            own = sorted({key for piece in pieces for key in piece if (bucket, key) not in seen})
+            seen |= {(bucket, key) for key in own}
+            for size in (*map(len, pieces), len(own)):
+                chunks.append((bucket, np.array([(0, key) for key in own[:size]], KEY)))
+                own = own[size:]
         streams.append(chunks)
     found = list(merge_sorted([iter(stream) for stream in streams]))
-    assert all(len(rows) for rows in found)
-    assert [int(row["key"]) for rows in found for row in rows] == sorted(seen)
+    assert all(len(rows) for _, rows in found)
+    assert [(bucket, int(row["key"])) for bucket, rows in found for row in rows] == sorted(seen)
 
 
 def versions() -> list[dict[int, RowArray]]:
