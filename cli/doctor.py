@@ -22,20 +22,20 @@ import typer
 from .arguments import Json
 from .output import PROBLEM, aligned, print_json, size
 
-FILES = 4096  # open at a time; fewer make RocksDB open and close its files again and again
+MIN_OPEN_FILES = 4096  # with fewer, RocksDB keeps opening and closing its files
 
-_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # beside those of the command line itself
-_EXTRAS = {  # what imports of each, and what it is for
+_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # in addition to those of the command line itself
+_EXTRAS = {  # the modules of each, and what it is for
     "parquet": (("pyarrow",), "export and import of Parquet"),
     "plot": (("matplotlib",), "`snapshot inspect --plot`"),
     "metrics": (("prometheus_client", "tensorboard"), "`prometheus_text` and `write_tensorboard`"),
 }
-LITTLE = 1 << 30  # bytes; less room than this is reported
+MIN_FREE_BYTES = 1 << 30  # less free space is reported
 _REMEDY = "persistent_path must be on a file system that has it: a local one, such as ext4 or xfs"
 
 
 class Check(NamedTuple):
-    """One finding: `value` tells what is there, `remedy` what to do where it is not `ok`.
+    """One finding: `value` is what was found, `remedy` what to do if it is not `ok`.
 
     `fatal`: nothing works without it.
     """
@@ -58,7 +58,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what this installation can do, and how to get what it lacks. Exits with 1 if the core cannot work.
+    """Show what this installation can do, and how to get what it lacks. Exits with 1 if the core cannot work.
 
     Example: tierbed doctor /data/embeddings
     """
@@ -82,7 +82,7 @@ def checks() -> Iterator[Check]:
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     packages = [_imported(package) for package in _NEEDED]
     yield from packages
-    if all(package.ok for package in packages):  # the core would only lack the same
+    if all(package.ok for package in packages):  # else the core fails for the same reason
         yield (core := _core())
         if core.ok:
             yield _rocksdb()
@@ -97,7 +97,9 @@ def _imported(package: str) -> Check:
         import_module(package.replace("-", "_"))
         return Check(package, True, version(package))
     except Exception as error:
-        return Check(package, False, _said(error), f"install it again: pip install --force-reinstall {package}", True)
+        return Check(
+            package, False, _describe(error), f"install it again: pip install --force-reinstall {package}", True
+        )
 
 
 def _core() -> Check:
@@ -107,7 +109,7 @@ def _core() -> Check:
 
         sets, threads = core.instruction_sets(), torch.get_num_threads()
     except Exception as error:
-        return Check("core", False, _said(error), "install tierbed again, for this Python and this machine", True)
+        return Check("core", False, _describe(error), "install tierbed again, for this Python and this machine", True)
     return Check("core", True, f"{sets[0]} of {', '.join(sets)}; {threads} threads of {os.cpu_count()} processors")
 
 
@@ -130,7 +132,7 @@ def _cuda() -> Iterator[Check]:
         yield Check("cuda", False, f"none: torch {torch.__version__} is built without it", "install torch with CUDA")
         return
     if not torch.cuda.is_available():
-        yield Check("cuda", False, f"none: torch for CUDA {torch.version.cuda} finds no device", "look at nvidia-smi")
+        yield Check("cuda", False, f"none: torch for CUDA {torch.version.cuda} finds no device", "check nvidia-smi")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
@@ -144,7 +146,7 @@ def _cupy(cuda: str) -> Check:
         cupy: Any = import_module("cupy")
         devices = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
-        return Check("cupy", False, f"{_said(error)}: no tables on a GPU", remedy)
+        return Check("cupy", False, f"{_describe(error)}: no tables on a GPU", remedy)
     return Check("cupy", devices > 0, f"{cupy.__version__}, {devices} devices", None if devices else remedy)
 
 
@@ -158,27 +160,36 @@ def _extra(extra: str, modules: tuple[str, ...], use: str) -> Check:
 
 def _open_files() -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ok = limit == resource.RLIM_INFINITY or limit >= FILES
-    remedy = None if ok else f"RocksDB keeps half of them open: raise it to {FILES} or more by `ulimit -n {FILES}`"
+    ok = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
+    remedy = (
+        None
+        if ok
+        else f"RocksDB uses half of them: raise the limit to {MIN_OPEN_FILES} or more by `ulimit -n {MIN_OPEN_FILES}`"
+    )
     return Check("open files", ok, "unlimited" if limit == resource.RLIM_INFINITY else str(limit), remedy)
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def disk_checks(path: Path) -> Iterator[Check]:
-    """The findings on a folder; where it is not there, on the nearest folder above it, and a finding says so."""
+    """The findings on a folder; if it does not exist, on its nearest parent, which a finding then names."""
     folder = path.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
     if not folder.is_dir():
-        yield Check("folder", False, f"{folder} is no folder", "give a folder, or the path of a new one")
+        yield Check("folder", False, f"{folder} is not a folder", "give a folder, or the path of a new one")
         return
     if folder != path.absolute():
-        yield Check("folder", True, f"{path} is not there yet, so {folder} was looked at")
+        yield Check("folder", True, f"{path} does not exist yet, so {folder} was checked")
     free = shutil.disk_usage(folder).free
-    yield Check("free space", free >= LITTLE, f"{size(free)} in {folder}", None if free >= LITTLE else "make room")
+    yield Check(
+        "free space",
+        free >= MIN_FREE_BYTES,
+        f"{size(free)} in {folder}",
+        None if free >= MIN_FREE_BYTES else "free space",
+    )
     try:
         place = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
     except OSError as error:
@@ -189,9 +200,13 @@ def disk_checks(path: Path) -> Iterator[Check]:
             ("fsync", _fsync, _REMEDY),
             ("rename", _rename, _REMEDY),
             ("locks", _lock, _REMEDY),
-            ("hard links", _link, "checkpoints copy RocksDB's files here, and take their room again"),
+            ("hard links", _link, "RocksDB checkpoints copy files here, and take that much space again"),
             ("direct reads", _direct, 'leave read_mode="buffered", the default'),
-            ("sockets", _socket, "a running trainer cannot be asked to save here; save from it, or close it first"),
+            (
+                "sockets",
+                _socket,
+                "`tierbed snapshot save` cannot ask a running trainer here; save in the trainer, or close it first",
+            ),
         ):
             yield _tried(what, try_, Path(name), remedy)
 
@@ -248,7 +263,7 @@ def _direct(folder: Path) -> str:
 
 
 def _socket(folder: Path) -> str:
-    # by a short path, as an address has 108 bytes
+    # by a short path: an address has at most 108 bytes
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -1,4 +1,4 @@
-"""Sorted streams of rows: two side by side, their difference, and the files of a bucket in one order."""
+"""Sorted streams of rows: reads two in parallel, compares them, applies changes to one, and merges several."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def sort_keys(rows: RowArray) -> NDArray[np.bytes_]:
 
 
 def among(keys: NDArray[np.bytes_], others: NDArray[np.bytes_]) -> NDArray[np.bool_]:
-    """[n], which of `keys` [n] are in `others`. `others` ascend."""
+    """bool [n]: which of `keys` [n] are in `others`, which ascend."""
     if len(others) == 0:
         return np.zeros(len(keys), bool)
-    places = np.minimum(np.searchsorted(others, keys), len(others) - 1)
-    found: NDArray[np.bool_] = others[places] == keys
+    indexes = np.minimum(np.searchsorted(others, keys), len(others) - 1)
+    found: NDArray[np.bool_] = others[indexes] == keys
     return found
 
 
@@ -112,16 +112,16 @@ class BucketDiff(NamedTuple):
     """Rows of one bucket, each part in ascending order of (table, key)."""
 
     bucket: int
-    rows: RowArray  # [n], the rows that are new or differ in any byte, as they are after
-    new: NDArray[np.bool_]  # [n], whether there was no such row before
-    gone: RowArray  # erased rows, as they were before
+    rows: RowArray  # [n], rows that are new or differ in any byte, as of `after`
+    new: NDArray[np.bool_]  # [n], whether `before` lacks the row
+    gone: RowArray  # rows that `after` lacks
 
 
 def difference(before: Chunks, after: Chunks) -> Iterator[BucketDiff]:
-    """The rows in which two tables of the same row type differ. Both are given as `Tier.scan` yields them.
+    """The rows in which two tables of one row type differ. Both are streams as `Tier.scan` yields them.
 
     Buckets ascend, and within a bucket (table, key) of each part ascends, over all items. One chunk of each table is
-    held at a time. What the chunks raise passes through.
+    in memory at a time. Raises what the chunks raise.
     """
     old, now = RowCursor(before), RowCursor(after)
     while (bucket := min(old.bucket, now.bucket)) < BUCKETS:

@@ -33,7 +33,7 @@ def read_ahead(source: Generator[T, None, None], items: int = 3) -> Iterator[Ite
     """
     thread, take = TaskThread("tierbed-ahead"), partial(next, source, _END)
 
-    def taken() -> Iterator[T]:
+    def take_items() -> Iterator[T]:
         while (item := thread.next_result()) is not _END:
             thread.add(take)
             yield item
@@ -41,7 +41,7 @@ def read_ahead(source: Generator[T, None, None], items: int = 3) -> Iterator[Ite
     try:
         for _ in range(items):
             thread.add(take)
-        yield taken()
+        yield take_items()
     finally:
         thread.cancel()
         thread.add(source.close)  # in the thread, which may be running it

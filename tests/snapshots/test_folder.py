@@ -122,7 +122,7 @@ def test_mark_that_cannot_be_stored_leaves_the_old_one(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
         store.set_mark(MARK)
         for value in (object(), 2**64, {1: 2}):
-            with pytest.raises(StoreError, match="cannot hold the description"):
+            with pytest.raises(StoreError, match="cannot store the description"):
                 store.set_mark(MARK | {"seed": value})
         assert store.read_mark() == MARK
 

@@ -62,7 +62,7 @@ def a_step_under_way(embedding: MultiTableEmbedding) -> Iterator[Callable[[], No
     yield lambda: pinned.update([torch.ones_like(pinned.gather(0))])
 
 
-def asked(store: Path, name: str = "s", **more: Any) -> Future[Any]:
+def request_in_thread(store: Path, name: str = "s", **more: Any) -> Future[Any]:
     """A client in another thread, once the trainer has heard it."""
     answer = ask.submit(request_save, store, name, **more)
     until(lambda: answer.done() or (ask_status(store) or {}).get("saving"))
@@ -108,12 +108,12 @@ def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
     store = tmp_path / STORE
     with a_step_under_way(embedding) as end:
         timeout, said = 0.2, ""
-        while "came to no end of a step" not in said:  # or it did not answer yet
+        while "did not finish its current step" not in said:  # or it did not answer yet
             with pytest.raises(StoreError, match=rf"process {os.getpid()} (was asked to save|is saving)") as error:
                 request_save(store, "s", timeout=timeout)
             timeout, said = 2 * timeout, str(error.value)
         until(lambda: ask_status(store)["saving"] is None)  # whoever asked has gone
-        answer = asked(store)
+        answer = request_in_thread(store)
         with pytest.raises(StoreError, match=rf"process {os.getpid()} is saving snapshot 's'; ask again"):
             request_save(store, "t")
         end()
@@ -128,7 +128,7 @@ def test_a_step_that_failed_does_not_hold_a_snapshot_up(tmp_path: Path) -> None:
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 4)
         with a_step_under_way(embedding):
-            answer = asked(tmp_path / STORE)
+            answer = request_in_thread(tmp_path / STORE)
             until(lambda: embedding.opened().own_table.between_steps.wanted)  # later than it is heard
         step(embedding)
         assert answer.result(60).description["step"] == 4
@@ -182,9 +182,9 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
             if folder == Path(tempfile.gettempdir()):
                 break
             folder.chmod(0o755)
-        assert "another user trains" in in_process(_as_nobody, tmp_path / STORE)
+        assert "process of another user has" in in_process(_as_nobody, tmp_path / STORE)
         (tmp_path / STORE / "SOCKET").chmod(0o666)
-        assert f"serves user {os.geteuid()} alone" in in_process(_as_nobody, tmp_path / STORE)
+        assert f"serves only user {os.geteuid()}" in in_process(_as_nobody, tmp_path / STORE)
 
 
 def test_the_socket_of_a_killed_trainer_is_known_and_replaced(tmp_path: Path) -> None:
@@ -222,7 +222,9 @@ def test_a_trainer_that_is_killed_in_a_save_leaves_nothing_of_it(tmp_path: Path)
     training = Training(fills, tmp_path)
     assert training.says() == "filled"
     kept = request_save(training.store, "kept")
-    with pytest.raises(StoreError, match=rf"process {training.pid} went away while it saved.*nothing of the snapshot"):
+    with pytest.raises(
+        StoreError, match=rf"process {training.pid} exited while it saved.*the snapshot was not written"
+    ):
         request_save(training.store, "lost", progress=lambda rows, of: training.kill())
     with embedding_at(tmp_path, "device") as embedding:
         assert embedding.size() == kept.rows
@@ -247,9 +249,11 @@ def test_a_store_that_is_closed_undoes_what_was_asked(tmp_path: Path) -> None:
     embedding = embedding_at(tmp_path, "device")
     steps(embedding, 3)
     with a_step_under_way(embedding):
-        answer = asked(tmp_path / STORE)
+        answer = request_in_thread(tmp_path / STORE)
     embedding.close()
-    with pytest.raises(SnapshotError, match=r"closed the store before snapshot 's' was whole.*from the closed store"):
+    with pytest.raises(
+        SnapshotError, match=r"closed the store before snapshot 's' was complete.*from the closed store"
+    ):
         answer.result(60)
     with embedding_at(tmp_path, "device") as embedding:
         holds(embedding, 3)
@@ -262,11 +266,11 @@ def test_errors_come_to_the_client_and_progress_counts_every_row(
     monkeypatch.setattr(serving, "_EVERY", 0)
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 3)
-        told: list[tuple[int, int | None]] = []
-        manifest = request_save(tmp_path / STORE, "a", progress=lambda rows, of: told.append((rows, of)))
-        assert told[0] == (0, manifest.rows)
-        assert told[-1] == (manifest.rows, manifest.rows)
-        assert told == sorted(told)
+        messages: list[tuple[int, int | None]] = []
+        manifest = request_save(tmp_path / STORE, "a", progress=lambda rows, of: messages.append((rows, of)))
+        assert messages[0] == (0, manifest.rows)
+        assert messages[-1] == (manifest.rows, manifest.rows)
+        assert messages == sorted(messages)
         with pytest.raises(SnapshotError, match=r"/a' exists: choose another name"):
             request_save(tmp_path / STORE, "a")
         with pytest.raises(SnapshotError, match=r"\.\./x"):
@@ -278,7 +282,7 @@ def test_errors_come_to_the_client_and_progress_counts_every_row(
 @on_devices
 @pytest.mark.parametrize("store", ["device", "host", "cached_host"])
 def test_a_snapshot_of_rows_on_a_gpu(device: Device, tmp_path: Path, store: str) -> None:
-    """It may come to what the trainer did wrong before the trainer knows, who is told all the same."""
+    """It may come to what the trainer did wrong before the trainer knows, which still gets the result."""
     with tables_on(device) as place, make(options(store, tmp_path), "adagrad") as embedding:
         embedding.to(place)
 
@@ -335,12 +339,18 @@ def test_a_save_of_several_stores_is_a_request_that_older_versions_refuse(tmp_pa
     with channel.listen(folder) as listener:
         answer = ask.submit(request_save, tmp_path, "s", stores=stores)
         with listener.accept()[0] as client:
-            asked = channel.receive(client)
-            channel.send(client, {"error": "knows no such request", "type": "StoreError"})
-        with pytest.raises(StoreError, match="knows no such request"):
+            request_in_thread = channel.receive(client)
+            channel.send(client, {"error": "does not know this request", "type": "StoreError"})
+        with pytest.raises(StoreError, match="does not know this request"):
             answer.result(60)
     os.close(folder)
-    assert asked == {"do": "save all", "name": "s", "kind": "full", "overwrite": False, "stores": [*map(str, stores)]}
+    assert request_in_thread == {
+        "do": "save all",
+        "name": "s",
+        "kind": "full",
+        "overwrite": False,
+        "stores": [*map(str, stores)],
+    }
 
 
 def test_a_folder_without_a_socket_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -348,7 +358,7 @@ def test_a_folder_without_a_socket_trains_on(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level("INFO", "tierbed"), embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 3)
         (said,) = [record.getMessage() for record in caplog.records]
-        assert "`tierbed snapshot save` cannot ask this process" in said
+        assert "no `tierbed snapshot save` while it is open" in said
     with embedding_at(tmp_path, "device") as embedding:
         holds(embedding, 3)
 

@@ -133,8 +133,8 @@ def changes(before: dict[int, RowArray], after: dict[int, RowArray]) -> Iterator
         old, new = (table.get(bucket, np.empty(0, row_dtype(2))) for table in (before, after))
         names = {row.tobytes() for row in keys_of(new)}
         gone = np.array([name.tobytes() not in names for name in keys_of(old)], bool)
-        held = {row.tobytes() for row in old}
-        yield bucket, new[[row.tobytes() not in held for row in new]], keys_of(old)[gone]
+        present = {row.tobytes() for row in old}
+        yield bucket, new[[row.tobytes() not in present for row in new]], keys_of(old)[gone]
 
 
 def save_chain(folder: Path, parts: list[int | None]) -> list[dict[int, RowArray]]:
@@ -262,7 +262,7 @@ ROWS = make_buckets(6, {3: 50, 5: 50})
 WRONG: dict[str, tuple[list[Chunk], str]] = {
     "another part": ([(3, HashShard(0, 2).rows(ROWS[3]))], "bucket 3 cannot be written: it has rows of another part"),
     "backwards": ([(bucket, HashShard(1, 2).rows(ROWS[bucket])) for bucket in (5, 3)], "buckets must ascend"),
-    "no folder": ([(3, HashShard(1, 2).rows(ROWS[3]))], "part 1 of 2 of a snapshot was not written"),
+    "no folder": ([(3, HashShard(1, 2).rows(ROWS[3]))], "shard 1 of 2 of a snapshot was not written"),
 }
 
 
