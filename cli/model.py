@@ -1,4 +1,4 @@
-"""The folder of a model, which has several store folders: commands save and load all of them at the same step."""
+"""The folder of a model, which has several store folders: commands save and load all of them at the same moment."""
 
 from __future__ import annotations
 

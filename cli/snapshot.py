@@ -207,7 +207,7 @@ def save(
     """Save the live rows. If a process has the store open, that process saves them.
 
     It saves between two steps and continues to train. Given the folder of a model, all stores in it are saved at the
-    same step.
+    same moment.
 
     Example: tierbed snapshot save store/users before-retraining
     """

@@ -311,7 +311,7 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_progress_of_a_save_of_all_counts_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_EVERY", 0)
+    monkeypatch.setattr(server, "_PROGRESS_SECONDS", 0)
     model = Model(tmp_path, ("host", "host"))
     model.steps(2)
     stores, seen = [tmp_path / name for name in "ab"], list[tuple[int, int | None]]()

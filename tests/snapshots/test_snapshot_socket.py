@@ -263,7 +263,7 @@ def test_a_store_that_is_closed_undoes_what_was_asked(tmp_path: Path) -> None:
 def test_errors_come_to_the_client_and_progress_counts_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_EVERY", 0)
+    monkeypatch.setattr(serving, "_PROGRESS_SECONDS", 0)
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 3)
         messages: list[tuple[int, int | None]] = []
@@ -309,7 +309,7 @@ def _connected(store: Path) -> socket.socket:
 
 
 def test_bad_clients_hurt_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "_PATIENCE", 0.3)
+    monkeypatch.setattr(serving, "_CLIENT_SECONDS", 0.3)
     store = tmp_path / STORE
     with embedding_at(tmp_path, "device") as embedding, contextlib.ExitStack() as stack:
         steps(embedding, 2)
