@@ -56,7 +56,7 @@ def stat(store: Store, as_json: Json = False) -> None:
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
             "on disk": sizes,
-            "recovery snapshot": text(status.base or "none"),
+            "recovery": text(status.base or "none"),
             **({"trained together with": ", ".join(map(text, status.together))} if status.together else {}),
             "a restart": _describe_restart(status),
         }

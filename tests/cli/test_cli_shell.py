@@ -20,7 +20,7 @@ from support.scripts import run_python
 from support.shell import Cli
 from support.small_snapshots import save
 from tierbed.cli import app, main, output
-from tierbed.cli.watch import changes, look
+from tierbed.cli.watch import changes, poll
 from tierbed.snapshots.store.folder import StoreFolder
 
 COMMAND = str(Path(sys.executable).with_name("tierbed"))
@@ -237,19 +237,19 @@ def test_an_error_is_one_line_of_json_for_those_who_read_lines(
 
 
 def test_watch_tells_what_changed_between_two_looks(cli: Cli) -> None:
-    first = look(cli.store)
+    first = poll(cli.store)
     events = list(changes(None, first))
     assert [event["event"] for event in events] == ["store", "saved", "saved", "saved"]
     assert [event.get("name") for event in events[1:]] == ["a", "an-old-one", "b"]
-    assert list(changes(first, look(cli.store))) == []
+    assert list(changes(first, poll(cli.store))) == []
     with StoreFolder(cli.store) as store:
         store.note_step(7)
-        second = look(cli.store)
+        second = poll(cli.store)
         assert list(changes(first, second)) == [{"event": "store", "state": "open", "holder": os.getpid(), "step": 7}]
     (cli.store / "snapshots" / "a").rename(cli.store / "gone")
     (cli.store / "snapshots" / "b" / "manifest.msgpack").write_bytes(b"")
     save(cli.store / "snapshots" / "c")
-    found = {event["event"]: event for event in changes(second, look(cli.store))}
+    found = {event["event"]: event for event in changes(second, poll(cli.store))}
     assert found.keys() == {"store", "removed", "saved", "damaged"}
     assert (found["removed"]["name"], found["saved"]["name"], found["damaged"]["name"]) == ("a", "c", "b")
 

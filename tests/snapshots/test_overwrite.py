@@ -80,7 +80,7 @@ def test_what_others_go_over_is_not_overwritten_and_told_before_training(tmp_pat
             embedding.save_snapshot("final", "incremental", overwrite=True)
         embedding.save_snapshot("over", "incremental")
         for save in (embedding.check_save, embedding.save_snapshot):
-            with pytest.raises(SnapshotError, match=r"final' cannot be overwritten: 'over' would lack"):
+            with pytest.raises(SnapshotError, match=r"final' cannot be overwritten: it is the parent of 'over'"):
                 save("final", overwrite=True)
         with pytest.raises(SnapshotError, match=r"cannot be overwritten: 'over'"):
             embedding.save_snapshot("final", background=True, overwrite=True)
@@ -108,7 +108,7 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back
         def stop(rows: int) -> None:
             raise OSError(errno.ENOSPC, "no space left")
 
-        handle = embedding.open_embedding()
+        handle = embedding.opened()
         with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
             handle.save_snapshot("final", overwrite=True, progress=stop)
         assert embedding.last_snapshot == "monday"

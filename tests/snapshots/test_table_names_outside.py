@@ -191,7 +191,7 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.marker.parametrize("names", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("names", WRONG.values(), ids=WRONG)
 def test_forged_names_are_damage(cli: Cli, tmp_path: Path, names: Any) -> None:
     folder = snapshot(tmp_path, "bare").folder
     content = unseal((folder / MANIFEST).read_bytes())
