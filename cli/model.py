@@ -38,11 +38,11 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
     Exits with `IN_USE` if a process has one open and does not serve it, such as a command. Raises StoreError if it is
     stopped.
     """
-    from ..snapshots.control.client import ask_status
+    from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import holder
 
     serving = {store: process for store in stores if (process := holder(store)) is not None}
-    for store in [store for store in serving if ask_status(store, timeout) is None]:
+    for store in [store for store in serving if request_status(store, timeout) is None]:
         with locked_store(store, as_json):  # exits and names the process, unless it has closed the store by now
             del serving[store]
     return serving
@@ -86,7 +86,7 @@ def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bo
     from ..snapshots.store.closed_store import save_closed_store
 
     def save(folder: StoreFolder, commit: Decided) -> None:
-        own = kind if kind != "incremental" or folder.recovery_folder.base else "full"
+        own = kind if kind != "incremental" or folder.recovery_folder.recovery_snapshot else "full"
         save_closed_store(folder, name, advance, own, overwrite, OfAll(name, folders[0].path, commit))
 
     if folders:

@@ -64,7 +64,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
         place = folder.snapshots / new
         needed = {
             *needed_snapshots(folder.path),
-            *(state.base for state in folder.recovery_folders),
+            *(state.recovery_snapshot for state in folder.recovery_folders),
         }
         if overwrite and new != name and new in needed:
             raise SnapshotError(
@@ -228,7 +228,7 @@ def save(
             manifest = request_save(store, name, kind.value, since(advance), timeout, overwrite)
     if manifest is None:
         with locked_store(store, as_json) as folder:
-            marker = folder.read_mark() or {}
+            marker = folder.read_clean_marker() or {}
             with progress("saving", marker.get("rows")) as advance:
                 manifest = save_closed_store(folder, name, advance, kind.value, overwrite)
     report("saved", name, manifest, begin, as_json)

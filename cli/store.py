@@ -56,7 +56,7 @@ def stat(store: Store, as_json: Json = False) -> None:
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
             "on disk": sizes,
-            "recovery": text(status.base or "none"),
+            "recovery": text(status.recovery_snapshot or "none"),
             **({"trained together with": ", ".join(map(text, status.together))} if status.together else {}),
             "a restart": _describe_restart(status),
         }
@@ -121,7 +121,7 @@ def get(
     Example: tierbed store get store/users 42 --table 1
     """
     from ..engine.errors import InputError
-    from ..snapshots.control.client import ask_row
+    from ..snapshots.control.client import request_row
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.inspection.row import live_row, plain_row, snapshot_row
     from ..snapshots.store.folder_state import holder
@@ -134,7 +134,7 @@ def get(
             opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
             row, description = snapshot_row(opened, table_of(table), key), opened.description
         elif holder(existing_store(store)) is not None and (
-            (asked := ask_row(store, table_of(table), key, timeout)) is not None
+            (asked := request_row(store, table_of(table), key, timeout)) is not None
         ):
             found, row = asked, None
         else:
@@ -167,7 +167,7 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
         "step": status.step,
-        "base": status.base,
+        "base": status.recovery_snapshot,
         "bytes": status.bytes,
         "restart": restart,
     }

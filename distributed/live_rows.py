@@ -79,12 +79,14 @@ class RecoveryDecision:
             return OpenPlan(found.mark, run=live.run, writes=live.writes)
         said = None if self._fresh else self._go_back(reports)
         self._agreed = True
-        if self._home.folder is None or self._home.keeper.at is not None:  # it was said of all that train together
+        if (
+            self._home.folder is None or self._home.snapshot_store.at is not None
+        ):  # it was said of all that train together
             said = None
         if self.base is None:
             return OpenPlan(run=self.run, said=said)
         part = HashShard(self._world.rank, self._world.size)
-        snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_part(part)
+        snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_shard(part)
         return OpenPlan(snapshot=snapshot, run=self.run, said=said, verified=lambda: self._count(snapshot))
 
     def settle(self, error: BaseException | None) -> None:
@@ -110,14 +112,14 @@ class RecoveryDecision:
     def _count(self, snapshot: Snapshot) -> None:
         """Raise SnapshotError on all ranks where they did not read all rows of the snapshot they go back to."""
         self._has_read = True
-        check_all_rows(self._world, self._op, snapshot, lambda: snapshot.found)
+        check_all_rows(self._world, self._op, snapshot, lambda: snapshot.shard_rows)
         self._counted = True
 
     def _introduced(self) -> dict[str, Any]:
         home = self._home
         if home.folder is None:
             return {}
-        return {"token": home.leave_token(), "record": home.keeper.of_ranks, "path": str(home.path)}
+        return {"token": home.leave_token(), "record": home.snapshot_store.of_ranks, "path": str(home.path)}
 
     def _report(self, found: FolderContents) -> ShardReport:
         home, record = self._home, self._record
@@ -130,9 +132,9 @@ class RecoveryDecision:
         report = ShardReport(live_in(found.mark, self._world.rank, self._world.size), noted, others)
         if home.folder is None:
             return report
-        mark = home.folder.read_mark()
+        mark = home.folder.read_clean_marker()
         alone = None if mark is None else (mark["step"], mark["rows"])
-        return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.begun)
+        return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.has_begun)
 
     def _live(self, reports: list[ShardReport]) -> ShardVersion | None:
         """The live rows of this number of ranks, where all are of one instant and later than those of one process."""

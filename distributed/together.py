@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..embedding.group_snapshots import instant_of, load_all
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.writer import Progress
+from ..snapshots.files.writer import ProgressCallback
 from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import LoadReport
@@ -36,7 +36,7 @@ class SavesTogether(RankGroup):
         kind: str = "full",
         overwrite: bool = False,
         background: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> BackgroundShardedSave | None:
         """As `save_together` of one process, or as `save_together_in_background`. progress: of this rank's rows."""
         for table in tables:

@@ -157,7 +157,7 @@ def load_rows_together(tables: Tables, places: Sequence[Path]) -> None:
 
 def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:
     """A snapshot in a store folder too. It stays where a load fails late, as the live rows may go back to it."""
-    return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.base == place.name)
+    return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.recovery_snapshot == place.name)
 
 
 def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:

@@ -238,9 +238,9 @@ class Membership:
         return self._in_state
 
     def _mark_live(self) -> None:
-        mark = self.folder.read_mark()
+        mark = self.folder.read_clean_marker()
         if mark is not None and LIVE not in mark:
-            self.folder.set_mark({**mark, LIVE: self.versions.rows})
+            self.folder.write_clean_marker({**mark, LIVE: self.versions.rows})
 
     def enlist(self) -> None:
         """Note the group as it is now, if this is not noted yet. StoreError."""

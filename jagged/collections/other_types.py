@@ -45,7 +45,7 @@ def warn_of_other_types(
 
 def _may_have(folder: Path, tables: Names) -> bool:
     """Whether a store's live rows may be of one of the tables. Without a mark, or names, it is not known."""
-    mark = FolderState(folder).read_mark()
+    mark = FolderState(folder).read_clean_marker()
     names = () if mark is None or "tables" not in mark else names_in(mark)
     is_known = tables and names and all((*names, *tables))
     return not is_known or not {*names}.isdisjoint(tables)

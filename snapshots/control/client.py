@@ -22,7 +22,7 @@ _RAISED: Mapping[str, type[TierbedError]] = {kind.__name__: kind for kind in (Sn
 RowsWritten = Callable[[int, int | None], None]
 
 
-def ask_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
+def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """The status of the process that has the store open; None if no process has, or if it does not serve the folder.
 
     The status has `name`, `step`, `rows`, `pid`, and `saving`: the save for another process that is running, or None.
@@ -86,7 +86,7 @@ def request_prune(
     return None if done is None else (done["removed"], done["kept"])
 
 
-def ask_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
+def request_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """A row, as of `plain_row`, from the process that has the store open; {} if it was never written.
 
     Returns None if no process has the store open, or if it does not serve the folder. Raises as `request_save`.

@@ -65,12 +65,12 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
 
 
 def _stored(store: StoreFolder) -> dict[str, Any] | None:
-    marker = store.read_mark()
+    marker = store.read_clean_marker()
     if marker is not None:
         return described(marker)
-    base = store.recovery_folder.base
-    if base:
-        return Snapshot.open(store.snapshots / base).description
+    recovery_snapshot = store.recovery_folder.recovery_snapshot
+    if recovery_snapshot:
+        return Snapshot.open(store.snapshots / recovery_snapshot).description
     snapshots = list_snapshots(store.snapshots).snapshots
     return snapshots[-1].description if snapshots else None
 

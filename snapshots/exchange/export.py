@@ -14,7 +14,7 @@ from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import Names, choices, names_in, table_number
 from ...engine.row_format import Chunks
 from ..files.reader import Snapshot
-from ..files.writer import Progress, write_snapshot
+from ..files.writer import ProgressCallback, write_snapshot
 from ..store.selection import LoadReport, Selection
 from .array_files import SpilledColumns, write_npz, write_safetensors
 from .columns import Columns
@@ -28,7 +28,7 @@ def export_snapshot(
     snapshot: Snapshot,
     path: str | Path,
     format: str,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     tables: Sequence[int | str] | None = None,
     state: bool = True,

@@ -16,7 +16,7 @@ from ...engine.options.table_names import FIELD, OF_TENSORS, Names, are_names, n
 from ...engine.options.table_spec import check_dtype
 from ...engine.row_format import RowForm
 from ..files.format import Manifest, check_name
-from ..files.writer import Progress, check_free, write_snapshot
+from ..files.writer import ProgressCallback, check_free, write_snapshot
 from ..store.folder import StoreFolder
 from ..store.selection import converted_description, types_of
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
@@ -35,7 +35,7 @@ def import_snapshot(
     tensor: str | Sequence[str] | None = None,
     description: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Manifest:
     """Make snapshot `name` in a store folder, `<persistent_path>/<embedding name>`, which `load` then makes live.
 
@@ -73,7 +73,10 @@ def import_snapshot(
 
 
 def write_rows(
-    folder: Path, description: Mapping[str, Any], batches: Iterable[NDArray[np.void]], progress: Progress | None = None
+    folder: Path,
+    description: Mapping[str, Any],
+    batches: Iterable[NDArray[np.void]],
+    progress: ProgressCallback | None = None,
 ) -> Manifest:
     """`write_snapshot` of rows [n] of its `RowForm.dtype` in any order. Of rows with one (table, key) the last counts.
 

@@ -43,7 +43,7 @@ _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for its other fields
 INSTANT = "instant"  # the field of a manifest for `Saved`
-OWN = ("base", "place", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
+FOLDER_FIELDS = ("base", "place", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
 SHARE = "share"  # the field of MARK that names the rank of a shard
 MARKER_FIELDS = (
     "live",
@@ -392,7 +392,7 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
 
 def _check_room(description: dict[str, Any]) -> None:
     """Raises ValueError if a description leaves no space for other fields of MARK or a manifest, or has their names."""
-    taken = description.keys() & {*MARKER_FIELDS, *OWN}
+    taken = description.keys() & {*MARKER_FIELDS, *FOLDER_FIELDS}
     _require(not taken, f"description has fields of MARK: {', '.join(sorted(taken))}")
     _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")
     size = len(seal(description))

@@ -42,7 +42,7 @@ from .read_errors import ReadIOError, damaged, read_error, remedy_of
 _CHUNK_BYTES = 1 << 25
 
 Piece = tuple[str, RowArray]  # file, rows
-Progress = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 MAX_CHAIN = 100  # of snapshots; each is read by its own files and threads
 
 
@@ -157,7 +157,10 @@ Watch = Callable[["Snapshot", Chunks], Chunks]
 
 
 def table_of(
-    chain: Sequence[Snapshot], max_rows: int = 65536, progress: Progress | None = None, watch: Watch | None = None
+    chain: Sequence[Snapshot],
+    max_rows: int = 65536,
+    progress: ProgressCallback | None = None,
+    watch: Watch | None = None,
 ) -> Chunks:
     """The rows of the table that a chain of snapshots makes. The row count of each snapshot is checked at its end.
 
@@ -176,7 +179,9 @@ def table_of(
     return table
 
 
-def verify_chain(chain: Sequence[Snapshot], progress: Progress | None = None, watch: Watch | None = None) -> None:
+def verify_chain(
+    chain: Sequence[Snapshot], progress: ProgressCallback | None = None, watch: Watch | None = None
+) -> None:
     """Read all files of a chain. Raises SnapshotError if a load of its rows would."""
     read_all(table_of(chain, progress=progress or ignore_progress, watch=watch))
 
@@ -189,7 +194,7 @@ def _check_counts(snapshot: Snapshot, chunks: Chunks) -> Chunks:
     snapshot.check_rows_so_far(count)
 
 
-def count_progress(chunks: Chunks, progress: Progress | None, keys_only: bool) -> Chunks:
+def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool) -> Chunks:
     """The chunks. `progress` is called with the rows of each; then, if `keys_only`, the chunks are keys."""
     for bucket, rows in chunks:
         if progress is None:
@@ -211,17 +216,17 @@ def ignore_progress(count: int) -> None:
 class Snapshot:
     """A finished snapshot. Opening reads its manifest; `chunks` and `verify` read and check the rows.
 
-    part: the shard of the rows that is read, None for every row. Manifests do not have the row count of a shard:
-    `found` has it, by the name of each snapshot in the chain, after `chunks` has yielded its last chunk.
+    shard: the shard of the rows that is read, None for every row. Manifests do not have the row count of a shard:
+    `shard_rows` has it, by the name of each snapshot in the chain, after `chunks` has yielded its last chunk.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, shard: HashShard | None = None, found: dict[str, int] | None = None
+        self, folder: Path, manifest: Manifest, shard: HashShard | None = None, shard_rows: dict[str, int] | None = None
     ) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.part = shard
-        self.found = {} if found is None else found
+        self.shard = shard
+        self.shard_rows = {} if shard_rows is None else shard_rows
         self._rows = RowReader(folder, manifest, shard)
 
     @classmethod
@@ -262,7 +267,7 @@ class Snapshot:
         """The table of the rows, as the engine described it."""
         return self.manifest.description
 
-    def of_part(self, shard: HashShard) -> Snapshot:
+    def of_shard(self, shard: HashShard) -> Snapshot:
         """The same snapshot, of whose chain one shard of the rows is read."""
         return Snapshot(self.folder, self.manifest, shard)
 
@@ -285,7 +290,7 @@ class Snapshot:
             )
         if parent.manifest.sequence >= self.manifest.sequence or not fits(parent.description, self.description):
             raise SnapshotError(f"snapshot {self.name!r} does not fit its parent {wanted.name!r}; {remedy}")
-        return Snapshot(parent.folder, parent.manifest, self.part, self.found)
+        return Snapshot(parent.folder, parent.manifest, self.shard, self.shard_rows)
 
     @property
     def chain(self) -> list[Snapshot]:
@@ -335,10 +340,10 @@ class Snapshot:
     def check_rows_so_far(self, rows: int) -> None:
         """Compare the row count of the chain up to this snapshot with the manifest. Raises SnapshotError.
 
-        The count of a shard is stored in `found` instead.
+        The count of a shard is stored in `shard_rows` instead.
         """
-        if self.part is not None:
-            self.found[self.name] = rows
+        if self.shard is not None:
+            self.shard_rows[self.name] = rows
         else:
             self.check_count(rows)
 

@@ -16,7 +16,7 @@ from ...engine.errors import SnapshotError
 from ...engine.store.rocksdb import LiveFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .rocksdb_files import checksum_of, pieces_of
-from .writer import Progress, Together, finish, new_snapshot
+from .writer import ProgressCallback, Together, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
 
@@ -28,7 +28,7 @@ def write_checkpoint(
     description: dict[str, Any],
     rows: int,
     tier: RocksDB,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     overwrite: bool = False,
     together: Together | None = None,
 ) -> Manifest:
@@ -51,7 +51,7 @@ def write_checkpoint(
 
 
 def _place(
-    files: list[LiveFile], source: Path, place: Path, advance: Progress
+    files: list[LiveFile], source: Path, place: Path, advance: ProgressCallback
 ) -> tuple[dict[str, dict[str, int]], OSError | None]:
     """Put files durably into the new folder `place`. Returns their entries, and the error if a file was not linked."""
     entries: dict[str, dict[str, int]] = {}
@@ -102,7 +102,7 @@ def _copy(source: Path, target: Path, file: LiveFile) -> int:
     return crc32c
 
 
-def _in_rows(progress: Progress | None, rows: int, size: int) -> Progress:
+def _in_rows(progress: ProgressCallback | None, rows: int, size: int) -> ProgressCallback:
     """A function that takes counts of bytes, `size` in total, and calls `progress` with rows, `rows` in total."""
     read = reported = 0
 

@@ -8,7 +8,7 @@ from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
 from .merging import changed
 from .read_errors import ReadIOError
-from .reader import Progress, Snapshot, count_progress, read_all, verify_chain
+from .reader import ProgressCallback, Snapshot, count_progress, read_all, verify_chain
 
 Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
@@ -27,7 +27,7 @@ def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]
     return chains, damaged
 
 
-def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: Progress) -> Damaged:
+def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCallback) -> Damaged:
     """The errors of damaged snapshots and parents by name: those of `damaged`, and those that reading finds.
 
     A chain is read once for all snapshots in it. Of a snapshot with a damaged parent, its own files are checked.
@@ -45,7 +45,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: Progress) -
 
 
 class _Verified:
-    def __init__(self, damaged: Damaged, progress: Progress) -> None:
+    def __init__(self, damaged: Damaged, progress: ProgressCallback) -> None:
         self.damaged = dict(damaged)
         self._sound: set[str] = set()  # includes children of damaged ones whose own files are sound
         self._progress = progress

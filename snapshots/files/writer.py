@@ -1,8 +1,9 @@
 """Writes a snapshot: streamed into a temporary folder, synced, renamed into place.
 
 Several writers can write one snapshot, each its shard of the rows, in a folder that all of them see. One of them enters
-`new_snapshot`, and each calls `write_shard` or `write_shard_delta` for `place_of` the snapshot. When all have returned,
-the first calls `commit` and leaves the block. If a writer fails, the block has to raise, which removes all files.
+`new_snapshot`, and each calls `write_shard` or `write_shard_delta` in the `temporary_folder` of the snapshot. When all
+have returned, the first calls `commit` and leaves the block. If a writer fails, the block has to raise, which removes
+all files.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from .format import (
     snapshot_id,
 )
 from .pipeline import TaskThread
-from .reader import Progress as Progress
+from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 from .versions import Saved
 
@@ -57,7 +58,7 @@ def write_rows(
     folder: Path,
     description: dict[str, Any],
     chunks: Iterable[tuple[int, RowArray]],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
 ) -> dict[str, RowFile]:
     """Write rows, as `write_snapshot` takes them, or those of one shard, durably to files in `folder`.
@@ -71,7 +72,7 @@ def write_changes(
     folder: Path,
     description: dict[str, Any],
     changes: Iterable[Change],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
 ) -> dict[str, RowFile]:
     """Write changes, as `write_incremental` takes them, like `write_rows`."""
@@ -94,7 +95,7 @@ def _write_files(
     name_of: Callable[[int, int | None], str],
     description: dict[str, Any],
     chunks: Iterable[tuple[int, RowArray]],
-    progress: Progress | None,
+    progress: ProgressCallback | None,
     shard: HashShard | None,
 ) -> dict[str, RowFile]:
     """Write each bucket's rows to its file. The next chunk is made while earlier ones are being written and synced."""
@@ -212,7 +213,7 @@ def write_snapshot(
     folder: Path,
     description: dict[str, Any],
     chunks: Iterable[tuple[int, RowArray]],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     overwrite: bool = False,
     together: Together | None = None,
 ) -> Manifest:
@@ -239,7 +240,7 @@ def write_incremental(
     description: dict[str, Any],
     rows: int,
     changes: Iterable[Change],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     overwrite: bool = False,
     together: Together | None = None,
 ) -> Manifest:
@@ -351,7 +352,7 @@ def finish(
     return manifest
 
 
-def place_of(folder: Path) -> Path:
+def temporary_folder(folder: Path) -> Path:
     """The temporary folder in which the shards of the snapshot `folder` are written."""
     return temporary_path(folder)
 
@@ -361,7 +362,7 @@ def write_shard(
     description: dict[str, Any],
     shard: HashShard,
     chunks: Iterable[tuple[int, RowArray]],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Files:
     """Write the rows of a shard durably. `chunks`, `progress`: as in `write_snapshot`. Returns the files for `commit`.
 
@@ -375,7 +376,7 @@ def write_shard_delta(
     description: dict[str, Any],
     shard: HashShard,
     changes: Iterable[Change],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Files:
     """Write the changes of a shard durably, as `write_shard`. `changes`: as in `write_incremental`."""
     return _written(place, shard, lambda: write_changes(place, description, changes, progress, shard))

@@ -32,7 +32,7 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
     InputError for a key that the store cannot have.
     """
     marker = require_clean_marker(store)
-    number, bits = place_of(marker, table, key)
+    number, bits = row_key_of(marker, table, key)
     if SHARE in marker:
         rank, ranks = marker[SHARE]["rank"], marker[SHARE]["ranks"]
         owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
@@ -46,10 +46,10 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
 
 def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
     """The row in a snapshot, None if the snapshot lacks it. Raises as `live_row`."""
-    return _find(snapshot, *place_of(snapshot.description, table, key))
+    return _find(snapshot, *row_key_of(snapshot.description, table, key))
 
 
-def place_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
+def row_key_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
     """The number of a table, given by number or name, and the 64 bits of a key.
 
     Raises InputError for a key that is not of the key type, or a table that does not exist.

@@ -16,7 +16,7 @@ from ..files.format import MARKER_FIELDS, SHARE, Manifest, check_name
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.versions import GroupRecord, Instant
-from ..files.writer import Progress, Together, write_snapshot
+from ..files.writer import ProgressCallback, Together, write_snapshot
 from .all_or_none import OfAll
 from .folder import StoreFolder
 from .folder_state import (
@@ -46,7 +46,7 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
 
     It lacks `rows` if other hosts have some of the shards. Raises StoreError.
     """
-    record = state.keeper.of_ranks
+    record = state.snapshot_store.of_ranks
     if record is None:
         return None
     markers = clean_markers(state.path, record.ranks)
@@ -63,7 +63,7 @@ def locked_shards(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, 
 
     Raises StoreError if they are not all clean, or not all on this host.
     """
-    record = store.keeper.of_ranks
+    record = store.snapshot_store.of_ranks
     assert record is not None
     with ExitStack() as locks:
         folders = (shard_folder(store.path, rank, record.ranks) for rank in range(record.ranks))
@@ -75,17 +75,17 @@ def locked_shards(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, 
                 "or are not all on this host. Open the embedding with that many ranks, or load a snapshot with "
                 "`tierbed snapshot load`"
             )
-        markers = [shard.read_mark() or {} for shard in shards]
+        markers = [shard.read_clean_marker() or {} for shard in shards]
         live = live_in(markers[0], 0, record.ranks)
         assert live is not None
-        rows = [locks.enter_context(live_rows(*pair)) for pair in zip(shards, markers, strict=True)]
+        rows = [locks.enter_context(scan_live_rows(*pair)) for pair in zip(shards, markers, strict=True)]
         yield live, marker, merge_sorted(rows)
 
 
 def save_closed_store(
     store: StoreFolder,
     name: str,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     kind: str = "full",
     overwrite: bool = False,
     of_all: OfAll | None = None,
@@ -95,14 +95,14 @@ def save_closed_store(
     Raises StoreError if the store has no clean marker, SnapshotError and OptionError as `save_snapshot_of` does.
     """
     check_name(name)
-    if store.read_mark() is not None or store.keeper.of_ranks is None:
+    if store.read_clean_marker() is not None or store.snapshot_store.of_ranks is None:
         with locked_source(store, of_all) as source:
             return save_snapshot_of(store, name, kind, source, progress, overwrite)
     with locked_shards(store) as (live, marker, chunks):
         together, record = together_with(store, of_all)
         source = SaveSource(described(marker), marker["rows"], lambda: chunks, together=together, record=record)
-        manifest = save_snapshot_of(store.keeper, name, kind, source, progress, overwrite)
-        store.keeper.note_saved(live.writes)
+        manifest = save_snapshot_of(store.snapshot_store, name, kind, source, progress, overwrite)
+        store.snapshot_store.note_saved(live.writes)
     return manifest
 
 
@@ -128,7 +128,7 @@ def together_with(store: StoreFolder, of_all: OfAll | None) -> tuple[Together | 
 def load_into_store(
     store: StoreFolder,
     snapshot: Snapshot,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     selection: Selection = ALL,
     together: Instant | None = None,
 ) -> tuple[Manifest, LoadReport]:
@@ -141,20 +141,20 @@ def load_into_store(
     only the snapshots of other store folders.
     """
     selection = check_load(store, snapshot, selection)
-    if store.read_mark() is None:
+    if store.read_clean_marker() is None:
         store.discard_live()  # frees space: no run uses these rows again
     report = LoadReport()
     chosen = selection.rows_of(snapshot, report, progress)
     description = selection.description(snapshot.description)
     try:
         manifest = write_snapshot(store.incoming, description, chosen)
-        base = snapshot.name if selection.is_whole else store.recovery_folder.base
+        recovery_snapshot = snapshot.name if selection.is_whole else store.recovery_folder.recovery_snapshot
         closed = ClosedStore(store)
         rows = rows_of(snapshot) if selection.is_whole else closed.written()
         of_rows, of_group = closed.loaded(rows, together)
         live = {**description, "live": "rows", "rows": manifest.rows, **of_rows}
-        store.replace_live(store.incoming, live, base, of_group=of_group)
-        store.keeper.end_ranks()
+        store.replace_live(store.incoming, live, recovery_snapshot, of_group=of_group)
+        store.snapshot_store.end_ranks()
     finally:
         remove_folder(store.incoming)  # missing once it has replaced the live rows
     return manifest, report
@@ -162,7 +162,7 @@ def load_into_store(
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
     """The selection that `load_into_store` loads, with the types to convert to. Raises its errors that need no row."""
-    marker = store.read_mark()
+    marker = store.read_clean_marker()
     _check_has_live_rows(store)
     theirs = snapshot.description
     for field in ("key_type", "columns"):
@@ -225,7 +225,7 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
 
 
 @contextmanager
-def live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunks]:
+def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunks]:
     """The live rows of a clean marker, as `Tier.scan` yields them. Raises SnapshotError, StoreError."""
     with _live(store, marker) as (scan, _):
         yield scan()
@@ -271,8 +271,8 @@ def described(marker: dict[str, Any]) -> dict[str, Any]:
 
 def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
     """The clean marker of a store. Raises StoreError if it has none."""
-    marker = store.read_mark()
-    if marker is None and (record := store.keeper.of_ranks) is not None:
+    marker = store.read_clean_marker()
+    if marker is None and (record := store.snapshot_store.of_ranks) is not None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are shards of {record.ranks} ranks, each in its own store folder: "
             f"give {str(shard_folder(store.path, 0, record.ranks))!r} or another, or a snapshot"

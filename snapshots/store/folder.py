@@ -25,7 +25,7 @@ from ...engine.durable import (
 )
 from ...engine.errors import StoreError
 from ...engine.signals import uninterrupted
-from ..files.format import OWN, saved_with, snapshot_id
+from ..files.format import FOLDER_FIELDS, saved_with, snapshot_id
 from ..files.versions import AT, GROUP, At, GroupRecord
 from .folder_state import LIVE_FOLDERS, LOCK, FolderState, RanksRecord, link_to
 
@@ -88,7 +88,7 @@ class StoreFolder(FolderState):
 
     def _lock_snapshot_store(self, snapshots: Path | None) -> None:
         """Lock the store folder that has the snapshots, if it is another one."""
-        path = FolderState(self.path).keeper.path if snapshots is None else snapshots.parent
+        path = FolderState(self.path).snapshot_store.path if snapshots is None else snapshots.parent
         if os.path.realpath(path) == os.path.realpath(self.path):
             return
         self.shared = StoreFolder(path, self.user)
@@ -97,7 +97,7 @@ class StoreFolder(FolderState):
                 link_to(self.snapshots, snapshots)
 
     @property
-    def keeper(self) -> StoreFolder:
+    def snapshot_store(self) -> StoreFolder:
         return self if self.shared is None else self.shared
 
     def _acquire(self) -> int:
@@ -198,7 +198,7 @@ class StoreFolder(FolderState):
         content = self._read() | fields
         self._write({field: value for field, value in content.items() if value is not None or field not in fields})
 
-    def set_mark(self, description: dict[str, Any], closed: bool = False) -> None:
+    def write_clean_marker(self, description: dict[str, Any], closed: bool = False) -> None:
         """Write the clean marker. The live rows must be durable. `live`: their kind. Raises StoreError.
 
         closed: by the close of the store, which drops the field `at`.
@@ -206,7 +206,7 @@ class StoreFolder(FolderState):
         self._write({**description, **self._own(closed)})
         self._forget_step()
 
-    def clear_mark(self, record: GroupRecord | None = None) -> None:
+    def clear_clean_marker(self, record: GroupRecord | None = None) -> None:
         """Clear the clean marker durably. Called before any live row is written. Raises StoreError.
 
         record: of the group, if the rows are about to be written, which drops the field `at`.
@@ -234,7 +234,7 @@ class StoreFolder(FolderState):
             own["ranks"] = ranks._replace(run=secrets.token_hex(8))  # no shard is from this run
         self._write(own)
 
-    def set_base(self, name: str, at: At | None = None, record: GroupRecord | None = None) -> None:
+    def set_recovery_snapshot(self, name: str, at: At | None = None, record: GroupRecord | None = None) -> None:
         """Make `name` the recovery snapshot; "" for none. Raises StoreError.
 
         at, record: of a store in a group, written atomically with it.
@@ -242,25 +242,27 @@ class StoreFolder(FolderState):
         of_group = {} if at is None or record is None else {GROUP: record.plain(), AT: at.plain()}
         self._write({**self._read(), "base": [name], **of_group})
 
-    def expect_base(self, name: str, record: GroupRecord | None = None) -> None:
+    def expect_recovery_snapshot(self, name: str, record: GroupRecord | None = None) -> None:
         """Make `name` the recovery snapshot once it is written. Called before that. Raises StoreError.
 
         If a snapshot of that name exists, it counts once it has been replaced. record: of the store's group, if any.
         """
-        current, folder = self.base, self.snapshots / name
+        current, folder = self.recovery_snapshot, self.snapshots / name
         expected = [name, snapshot_id(folder)] if os.path.lexists(folder) else name
         of_group = {} if record is None else {GROUP: record.plain()}
         self._write({**self._read(), "base": [expected] if current is None else [expected, current], **of_group})
 
-    def begin_ranks(self, ranks: int, run: str, base: str) -> None:
-        """Make the live rows shards of ranks, with recovery snapshot `base`, "" for none. Raises StoreError."""
-        self._write({**self._of_group(), "base": [base], "ranks": RanksRecord(ranks, run, 0, base)})
+    def begin_ranks(self, ranks: int, run: str, recovery_snapshot: str) -> None:
+        """Make the live rows shards of ranks, with a recovery snapshot, "" for none. Raises StoreError."""
+        self._write(
+            {**self._of_group(), "base": [recovery_snapshot], "ranks": RanksRecord(ranks, run, 0, recovery_snapshot)}
+        )
 
     def note_saved(self, writes: int, run: str | None = None) -> None:
         """Store that the recovery snapshot has the shards after that many writes. run: a new one. Raises StoreError."""
         content = self._read()
         if (record := self.of_ranks) is not None:
-            saved = record._replace(run=run or record.run, saved=writes, snapshot=self.base or "")
+            saved = record._replace(run=run or record.run, saved=writes, snapshot=self.recovery_snapshot or "")
             self._write({**content, "ranks": saved})
 
     def begin_empty(self) -> None:
@@ -291,8 +293,8 @@ class StoreFolder(FolderState):
     def discard_live(self) -> None:
         """Clear the clean marker and remove the live rows. Raises StoreError."""
         self.check()
-        if self.read_mark() is not None:  # else nothing is written: the disk may be full
-            self.clear_mark()
+        if self.read_clean_marker() is not None:  # else nothing is written: the disk may be full
+            self.clear_clean_marker()
         with self._errors("remove the live rows of"):
             for name in LIVE_FOLDERS:
                 remove_folder(self.path / name)
@@ -302,14 +304,14 @@ class StoreFolder(FolderState):
         self,
         new: Path,
         description: dict[str, Any],
-        base: str | None = None,
+        recovery_snapshot: str | None = None,
         closed: bool = False,
         of_group: dict[str, Any] | None = None,
     ) -> None:
         """Make a durable folder of the same file system the live rows, with a clean marker.
 
-        A kill leaves the old rows with the old marker, or the new rows with the new one. base: the new recovery
-        snapshot, None for the present one. of_group: fields of the group that change. Raises StoreError.
+        A kill leaves the old rows with the old marker, or the new rows with the new one. recovery_snapshot: the new
+        one, None for snapshot, None for the present one. of_group: fields of the group that change. Raises StoreError.
         """
         self.check()
         old = self.live
@@ -318,7 +320,7 @@ class StoreFolder(FolderState):
             remove_folder(self.path / name)
             new.rename(self.path / name)
             fsync_dir(self.path)
-        own = self._own(closed) if base is None else {"base": [base], **self._of_group()}
+        own = self._own(closed) if recovery_snapshot is None else {"base": [recovery_snapshot], **self._of_group()}
         if of_group is not None:
             own = {field: value for field, value in own.items() if field not in (GROUP, AT)} | of_group
         self._write({**description, **own, "place": name})
@@ -335,7 +337,7 @@ class StoreFolder(FolderState):
 
     def _own(self, closed: bool = False) -> dict[str, Any]:
         content = self._read()
-        return {field: content[field] for field in content if field in OWN and not (closed and field == AT)}
+        return {field: content[field] for field in content if field in FOLDER_FIELDS and not (closed and field == AT)}
 
     def _write(self, content: dict[str, Any]) -> None:
         try:

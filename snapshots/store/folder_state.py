@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, unseal, write_atomically
 from ...engine.errors import StoreError
-from ..files.format import OWN, SHARE, snapshot_id
+from ..files.format import FOLDER_FIELDS, SHARE, snapshot_id
 from ..files.versions import AT, GROUP, At, GroupRecord
 
 LIVE_FOLDERS = ("live", "live-2")
@@ -52,10 +52,14 @@ class FolderState:
         name = self._read().get("place")
         return self.path / (name if name in LIVE_FOLDERS else LIVE_FOLDERS[0])
 
-    def read_mark(self) -> dict[str, Any] | None:
+    def read_clean_marker(self) -> dict[str, Any] | None:
         """The clean marker; None if live rows are not clean or absent, or if MARK is damaged. Raises StoreError."""
         content = self._read()
-        return {field: value for field, value in content.items() if field not in OWN} if "live" in content else None
+        return (
+            {field: value for field, value in content.items() if field not in FOLDER_FIELDS}
+            if "live" in content
+            else None
+        )
 
     @property
     def of_ranks(self) -> RanksRecord | None:
@@ -76,7 +80,7 @@ class FolderState:
         return At.parse(self._read().get(AT))
 
     @property
-    def keeper(self) -> FolderState:
+    def snapshot_store(self) -> FolderState:
         """The store folder that has the snapshots: this one, or the one that `snapshots` links to."""
         target = Path(os.path.realpath(self.snapshots)).parent
         is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
@@ -85,15 +89,19 @@ class FolderState:
     @property
     def recovery_folder(self) -> FolderState:
         """The store folder whose MARK names the recovery snapshot: for shards of ranks, the one with the snapshots."""
-        keeper = self.keeper
-        return keeper if self.read_mark() is None and keeper.of_ranks is not None else self
+        snapshot_store = self.snapshot_store
+        return snapshot_store if self.read_clean_marker() is None and snapshot_store.of_ranks is not None else self
 
     @property
     def recovery_folders(self) -> list[FolderState]:
         """The store folders whose MARK may name a recovery snapshot among these: also those that link to them."""
-        keeper = self.keeper
+        snapshot_store = self.snapshot_store
         with self._errors("read which stores have their snapshots in"):
-            return [self.recovery_folder, keeper, *(FolderState(store) for store in stores_linked_to(keeper.snapshots))]
+            return [
+                self.recovery_folder,
+                snapshot_store,
+                *(FolderState(store) for store in stores_linked_to(snapshot_store.snapshots)),
+            ]
 
     @property
     def noted_step(self) -> int | None:
@@ -104,7 +112,7 @@ class FolderState:
             return None
 
     @property
-    def base(self) -> str | None:
+    def recovery_snapshot(self) -> str | None:
         """The recovery snapshot, saved or loaded last: "" for none, None if unknown."""
         return next((name for name, replaced in self._recovery_candidates() if self._exists(name, replaced)), None)
 
@@ -130,7 +138,7 @@ class FolderState:
         return not name or (folder.is_dir() and (replaced is None or snapshot_id(folder) != replaced))
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether a run has ever written rows here. If not, a folder without a clean marker is new."""
         with self._errors("list the snapshots of"):
             return self._mark_file.exists() or self.live.exists() or has_snapshots(self.snapshots)
@@ -211,7 +219,7 @@ def live_in(marker: Mapping[str, Any] | None, rank: int, ranks: int) -> ShardVer
 def clean_markers(store: Path, ranks: int) -> dict[int, dict[str, Any] | None]:
     """The clean markers of the shards of `ranks` ranks on this host, by rank. Raises StoreError."""
     folders = {rank: shard_folder(store, rank, ranks) for rank in range(ranks)}
-    return {rank: FolderState(folder).read_mark() for rank, folder in folders.items() if folder.is_dir()}
+    return {rank: FolderState(folder).read_clean_marker() for rank, folder in folders.items() if folder.is_dir()}
 
 
 def live_of(markers: Mapping[int, Mapping[str, Any] | None], ranks: int) -> ShardVersions:

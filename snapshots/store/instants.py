@@ -93,7 +93,7 @@ class Member:
     @cached_property
     def clean(self) -> Rows | None:
         """The version of its live rows, if they are clean."""
-        marker, ranks = self.state.read_mark(), self.state.recovery_folder.of_ranks
+        marker, ranks = self.state.read_clean_marker(), self.state.recovery_folder.of_ranks
         if marker is not None:
             return Rows.parse(marker.get(LIVE)) or Rows(_UNKNOWN)
         if ranks is None:
@@ -109,7 +109,7 @@ class Member:
     @property
     def is_begun(self) -> bool:
         """Whether a run has ever written rows. Of ranks, the folder with the snapshots has their MARK."""
-        return self.state.begun or self.state.recovery_folder.begun
+        return self.state.has_begun or self.state.recovery_folder.has_begun
 
     @property
     def is_at_rest(self) -> bool:
@@ -130,23 +130,23 @@ class Member:
         return None if self.is_begun else EMPTY
 
     @cached_property
-    def base(self) -> Snapshot | None:
+    def recovery_snapshot(self) -> Snapshot | None:
         """The recovery snapshot: the one that was saved or loaded last."""
-        base = self.state.recovery_folder.base
-        if base is None:
+        recovery_snapshot = self.state.recovery_folder.recovery_snapshot
+        if recovery_snapshot is None:
             return self.snapshots[-1] if self.snapshots else None
-        return next((snapshot for snapshot in self.snapshots if snapshot.name == base), None)
+        return next((snapshot for snapshot in self.snapshots if snapshot.name == recovery_snapshot), None)
 
     @property
     def reached(self) -> int | None:
         """The step of its live rows, if known."""
-        marker, ranks = self.state.read_mark(), self.state.recovery_folder.of_ranks
+        marker, ranks = self.state.read_clean_marker(), self.state.recovery_folder.of_ranks
         if marker is not None:
             return int(marker["step"])
         if ranks is None:
             return self.state.noted_step
         shards = (FolderState(shard_folder(self.path, rank, ranks.ranks)) for rank in range(ranks.ranks))
-        found = [(shard.read_mark() or {}).get("step", shard.noted_step) for shard in shards]
+        found = [(shard.read_clean_marker() or {}).get("step", shard.noted_step) for shard in shards]
         return max((step for step in found if step is not None), default=None)
 
     def rows(self, killed: bool) -> Rows:
@@ -157,13 +157,13 @@ class Member:
             return before
         if self.clean is not None and not killed:
             return self.clean
-        return Rows(EMPTY) if self.base is None else rows_of(self.base)
+        return Rows(EMPTY) if self.recovery_snapshot is None else rows_of(self.recovery_snapshot)
 
     @property
     def _before(self) -> Rows | None:
         """The rows before a load of only this store, after which nothing was written or saved."""
         before = None if self.at is None else self.at.before
-        saved = None if self.base is None else self.base.manifest.instant
+        saved = None if self.recovery_snapshot is None else self.recovery_snapshot.manifest.instant
         if before is None or self.is_loaded or (saved is not None and saved.instant.number > before.number):
             return None
         return before.rows
@@ -236,8 +236,8 @@ class Group:
                 moved = [place for place in stores if place.name == peer.name]
                 places = [*moved, *peer.places(member.path)]
                 existing = [Member(place, live, shards) for place in places if place.is_dir()]
-                apart = member.state.keeper.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
-                if not existing and member.state.keeper.path != member.path and apart.is_dir():
+                apart = member.state.snapshot_store.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
+                if not existing and member.state.snapshot_store.path != member.path and apart.is_dir():
                     existing = [Member(places[0], live, apart=apart)]
                 found = next((one for one in existing if one.path in moved and one.is_named(id)), None)
                 found = found or next((one for one in existing if _is_mutual(member, one, id)), None)
@@ -265,14 +265,16 @@ class Group:
         """The instant that recovery chooses; None if there is none. killed: if all processes were killed now."""
         has = {id: member.has(killed) for id, member in self.members.items()} | {id: {EMPTY} for id in self.missing}
         loads = [member.at for member in self.members.values() if member.at is not None and member.at.all is not None]
-        begun = max((load.all for load in loads if load.all is not None), key=lambda all_: all_.number, default=None)
-        if begun is not None and any(m.record is None or m.record.number < begun.number for m in self.members.values()):
+        pending = max((load.all for load in loads if load.all is not None), key=lambda all_: all_.number, default=None)
+        if pending is not None and any(
+            m.record is None or m.record.number < pending.number for m in self.members.values()
+        ):
             available = {
                 id: has[id] if m.live is not None else has[id] | {EMPTY} | {rows_of(s).now for s in m.snapshots}
                 for id, m in self.members.items()
             }
-            if all(version in available.get(id, {EMPTY}) for id, version in begun.versions.items()):
-                return begun  # finishes the load of several stores that a kill interrupted
+            if all(version in available.get(id, {EMPTY}) for id, version in pending.versions.items()):
+                return pending  # finishes the load of several stores that a kill interrupted
         known = [instant for member in self.members.values() for instant in member.instants(member.rows(killed))]
         fit = [instant for instant in known if all(self._at(instant, id) in has[id] for id in has)]
         if fit:
@@ -312,7 +314,7 @@ def _is_mutual(member: Member, other: Member, id: str) -> bool:
 
 
 def _both(state: FolderState) -> tuple[FolderState, FolderState]:
-    return state, state.keeper
+    return state, state.snapshot_store
 
 
 def with_same_rows(snapshot: Snapshot) -> Together | None:
@@ -448,7 +450,7 @@ def settle(
         for member in () if for_load else group.members.values():
             for name, error in member.listing.damaged.items():
                 is_snapshot = os.path.lexists((member.apart or member.state.snapshots) / name / MANIFEST)
-                if is_snapshot and (mode != "mixed" or name == member.state.recovery_folder.base):
+                if is_snapshot and (mode != "mixed" or name == member.state.recovery_folder.recovery_snapshot):
                     raise SnapshotError(f"it is unknown which step is the latest: {error}") from error
         target = group.target()
         if target is None and mode == "mixed":
@@ -464,15 +466,15 @@ def settle(
 def _check_not_lost(first: StoreFolder, live: LiveVersions, stores: Sequence[Path]) -> None:
     """Raises StoreError if a store that this process trains has lost its folder, but another store knows its rows."""
     members = {os.path.realpath(path): Member(path, live) for path in (first.path, *stores)}
-    new = {place for place, one in members.items() if one.record is None and not one.state.begun}
+    new = {place for place, one in members.items() if one.record is None and not one.state.has_begun}
     for member in members.values():
         for id, peer in () if member.record is None else member.record.peers.items():
             here = [*(one.path for one in members.values() if one.path.name == peer.name), *peer.places(member.path)]
             known = max(member.instants(member.rows(killed=False)), key=lambda instant: instant.number, default=None)
             if known is None or known.versions.get(id, EMPTY) == EMPTY:
                 continue
-            apart = member.state.keeper.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
-            has_apart = member.state.keeper.path != member.path and apart.is_dir()
+            apart = member.state.snapshot_store.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
+            has_apart = member.state.snapshot_store.path != member.path and apart.is_dir()
             if not has_apart and any(os.path.realpath(place) in new for place in here):
                 raise StoreError(
                     f"the rows of embedding {peer.name!r}, which was trained together with {member.name!r}, are lost: "
@@ -530,7 +532,7 @@ def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> 
         if id in moving:
             snapshot = member.snapshot_of(version)
             record = replace(record, instant=target, cut=(target.number, number))
-            _recovery_folder(folders[id]).set_base("" if snapshot is None else snapshot.name, at, record)
+            _recovery_folder(folders[id]).set_recovery_snapshot("" if snapshot is None else snapshot.name, at, record)
         else:
             _recovery_folder(folders[id]).note_group(record, **{AT: at.plain()})
     log.warning("embeddings that are trained together were not closed by their last run: %s", "; ".join(sorted(said)))
@@ -538,7 +540,11 @@ def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> 
 
 def _recovery_folder(folder: StoreFolder) -> StoreFolder:
     """The folder, locked as well, whose MARK has the group."""
-    return folder.keeper if folder.read_mark() is None and folder.keeper.of_ranks is not None else folder
+    return (
+        folder.snapshot_store
+        if folder.read_clean_marker() is None and folder.snapshot_store.of_ranks is not None
+        else folder
+    )
 
 
 def _describe_move(member: Member, version: Version, stays: bool) -> str:
@@ -559,15 +565,16 @@ def no_instant(group: Group) -> str:
     """The error if there is no instant of which all stores have the rows."""
     has = []
     for member in group.members.values():
-        marker = member.state.read_mark()
+        marker = member.state.read_clean_marker()
         if member.live is not None:
             has.append(f"{member.name!r} is open")
         elif marker is not None:
             has.append(f"{member.name!r} has live rows at step {marker['step']}")
-        elif member.base is None:
+        elif member.recovery_snapshot is None:
             has.append(f"{member.name!r} has no snapshot")
         else:
-            has.append(f"{member.name!r} has snapshot {member.base.name!r}, at step {member.base.description['step']}")
+            snapshot = member.recovery_snapshot
+            has.append(f"{member.name!r} has snapshot {snapshot.name!r}, at step {snapshot.description['step']}")
     has += [f"the folder of {name!r} is missing" for name in group.missing.values()]
     return (
         f"embeddings that are trained together were not closed by their last run, and there is no step of which all "

@@ -36,16 +36,16 @@ def plan_prune(
     snapshots: list[Snapshot],
     keep_last: int,
     keep_every: int | None = None,
-    bases: Collection[str | None] = (),
+    recovery_snapshots: Collection[str | None] = (),
     replaced: Collection[str] = (),
     of_states: Collection[str] = (),
 ) -> PrunePlan:
     """Which of `snapshots`, from the oldest to the latest, a prune keeps.
 
     keep_last: how many of the latest to keep, at least 1. keep_every: also keep the first snapshot that reached each
-    multiple of this many steps. bases: snapshots that recovery may load. replaced: snapshots that a running save may
-    replace at any time. of_states: those that saved states name, which are not counted in keep_last. These are kept,
-    and so are the parents of all kept snapshots. Raises OptionError, and SnapshotError if a parent is missing.
+    multiple of this many steps. recovery_snapshots: those that recovery may load. replaced: snapshots that a running
+    save may replace at any time. of_states: those that saved states name, which are not counted in keep_last. These are
+    kept, and so are the parents of all kept snapshots. Raises OptionError, and SnapshotError if a parent is missing.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
@@ -58,7 +58,9 @@ def plan_prune(
             reached = multiple
             wanted.add(snapshot.name)
     required = {one.name for snapshot in snapshots if snapshot.name in wanted for one in snapshot.chain}
-    kept = required.union(one.name for snapshot in snapshots if snapshot.name in bases for one in snapshot.chain)
+    kept = required.union(
+        one.name for snapshot in snapshots if snapshot.name in recovery_snapshots for one in snapshot.chain
+    )
     return PrunePlan(
         [s for s in snapshots if s.name in kept],
         [s for s in snapshots if s.name not in kept],
@@ -71,9 +73,11 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     folders = store.recovery_folders
     replaced = {name for state in folders for name in state.replaced}
     needed = {name for state in folders for name in needed_snapshots(state.path)}
-    bases = [*needed, *(state.base for state in folders)]
+    recovery_snapshots = [*needed, *(state.recovery_snapshot for state in folders)]
     snapshots = all_in(store.snapshots)
-    return plan_prune(snapshots, keep_last, keep_every, bases, replaced, [s.name for s in snapshots if is_of_state(s)])
+    return plan_prune(
+        snapshots, keep_last, keep_every, recovery_snapshots, replaced, [s.name for s in snapshots if is_of_state(s)]
+    )
 
 
 def state_snapshot(store: StoreFolder, now: Version, keep: int | None) -> Path | None:
@@ -100,7 +104,11 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
     of_states = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
     of_states.sort(key=lambda one: one.folder.stat().st_mtime_ns)  # the link to an old snapshot may be new
     before = of_states[:-keep]
-    needed = {state.base for state in store.recovery_folders} | set(needed_snapshots(store.path)) if before else set()
+    needed = (
+        {state.recovery_snapshot for state in store.recovery_folders} | set(needed_snapshots(store.path))
+        if before
+        else set()
+    )
     for snapshot in before:
         if snapshot.name in needed or children_of(snapshot.folder):
             continue
@@ -164,6 +172,6 @@ def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     A snapshot that has replaced it is kept.
     """
     place = store.snapshots / saved.name
-    bases = {state.base for state in (store, *store.recovery_folders)}
-    if snapshot_id(place) == saved.manifest.id and saved.name not in bases and not children_of(place):
+    recovery_snapshots = {state.recovery_snapshot for state in (store, *store.recovery_folders)}
+    if snapshot_id(place) == saved.manifest.id and saved.name not in recovery_snapshots and not children_of(place):
         remove_snapshot(place)

@@ -14,7 +14,7 @@ from ..files.format import KINDS, Manifest
 from ..files.merging import changes_between
 from ..files.reader import MAX_CHAIN, Snapshot, latest_snapshot, list_snapshots
 from ..files.versions import GroupRecord
-from ..files.writer import Progress, Together, check_free, children_of, write_incremental, write_snapshot
+from ..files.writer import ProgressCallback, Together, check_free, children_of, write_incremental, write_snapshot
 from .folder import StoreFolder
 from .instants import left_behind, needed_snapshots
 from .linked import remove_snapshot
@@ -70,7 +70,7 @@ def begin_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
                 remove_snapshot(other.folder)  # its parent was left behind, so it was as well
     if os.path.lexists(place) and name in needed_snapshots(store.path):
         keep_replaced(place)
-    store.expect_base(name, source.record)
+    store.expect_recovery_snapshot(name, source.record)
     return place
 
 
@@ -79,7 +79,7 @@ def save_snapshot_of(
     name: str,
     kind: str,
     source: SaveSource,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     overwrite: bool = False,
 ) -> Manifest:
     """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`.
@@ -116,12 +116,12 @@ def check_kind(kind: str) -> None:
         raise OptionError(f"kind={kind!r}: give one of {', '.join(map(repr, KINDS))}")
 
 
-def base_of(store: StoreFolder) -> Snapshot | None:
+def recovery_snapshot_of(store: StoreFolder) -> Snapshot | None:
     """The recovery snapshot. Raises SnapshotError."""
-    base = store.base
-    if base:
-        return Snapshot.open(store.snapshots / base)
-    return None if base == "" else latest_snapshot(store.snapshots)
+    recovery_snapshot = store.recovery_snapshot
+    if recovery_snapshot:
+        return Snapshot.open(store.snapshots / recovery_snapshot)
+    return None if recovery_snapshot == "" else latest_snapshot(store.snapshots)
 
 
 def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
@@ -142,13 +142,13 @@ def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
 
 def parent_of(store: StoreFolder) -> Snapshot:
     """The parent of the next incremental snapshot: the one saved or loaded last. Raises SnapshotError, StoreError."""
-    base = base_of(store)
-    if base is None:
+    recovery_snapshot = recovery_snapshot_of(store)
+    if recovery_snapshot is None:
         raise SnapshotError(
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
             "kind='full' first"
         )
-    return base
+    return recovery_snapshot
 
 
 def clear_leftovers(store: StoreFolder) -> None:

@@ -43,7 +43,7 @@ class StoreStatus:
     `holder`: the id of the process that has it open, 0 if unknown, None for no process. `marker`: the clean marker,
     None if the live rows are not clean or absent; for ranks it is merged from those of all shards. `live`: "rows",
     "rocksdb", "ranks" or None. `ranks`: the number of ranks, None for one process. `rows`: the number of live rows,
-    None without a clean marker. `step`: of the live rows, None if unknown. `base`: the recovery snapshot, if any.
+    None without a clean marker. `step`: of the live rows, None if unknown. `recovery_snapshot`: its name, if any.
     `bytes`: of the live rows, the snapshots and the rest; a file that two of these share counts in the first.
     `together`: the names of the embeddings that it is trained together with. `restart`: what a run would do that starts
     now, or if there is a holder, after a kill of it.
@@ -55,7 +55,7 @@ class StoreStatus:
     live: str | None
     rows: int | None
     step: int | None
-    base: str | None
+    recovery_snapshot: str | None
     bytes: dict[str, int]
     restart: Restart
     ranks: int | None = None
@@ -116,29 +116,42 @@ def _with_others(status: StoreStatus, group: Group, others: tuple[str, ...]) -> 
 
 def _by_itself(path: Path) -> StoreStatus:
     view = _MarkSnapshot(path)
-    marker, base, noted_step = view.read_mark(), view.base, view.noted_step
-    if marker is None and (record := view.keeper.of_ranks) is not None:
+    marker, recovery_snapshot, noted_step = view.read_clean_marker(), view.recovery_snapshot, view.noted_step
+    if marker is None and (record := view.snapshot_store.of_ranks) is not None:
         return _of_ranks(view, record.ranks)
     live = _kind_of(view.live) if marker is None else marker["live"]
-    restart = _after_kill(path, base, noted_step) if marker is None else Restart("live", marker["step"])
+    restart = _after_kill(path, recovery_snapshot, noted_step) if marker is None else Restart("live", marker["step"])
     if not view.was_open:
         restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots were copied here
     rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
-    return StoreStatus(path, holder(path), marker, live, rows, step, base or None, _sizes(path, view.live), restart)
+    return StoreStatus(
+        path, holder(path), marker, live, rows, step, recovery_snapshot or None, _sizes(path, view.live), restart
+    )
 
 
 def _of_ranks(view: FolderState, ranks: int) -> StoreStatus:
     """The status of a store whose live rows are shards of ranks."""
-    path, base, marker = view.path, view.keeper.base, merged_clean_marker(view)
+    path, recovery_snapshot, marker = view.path, view.snapshot_store.recovery_snapshot, merged_clean_marker(view)
     shards = [FolderState(shard_folder(path, rank, ranks)) for rank in range(ranks)]
     noted_step = max((shard.noted_step for shard in shards if shard.noted_step is not None), default=None)
     rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
     if not clean_markers(path, ranks):
         restart = Restart("elsewhere", lost_steps=None)
     else:
-        restart = _after_kill(path, base, noted_step) if marker is None else Restart("live", marker["step"])
+        restart = (
+            _after_kill(path, recovery_snapshot, noted_step) if marker is None else Restart("live", marker["step"])
+        )
     return StoreStatus(
-        path, holder(path), marker, "ranks", rows, step, base or None, _sizes(path, path / RANKS), restart, ranks
+        path,
+        holder(path),
+        marker,
+        "ranks",
+        rows,
+        step,
+        recovery_snapshot or None,
+        _sizes(path, path / RANKS),
+        restart,
+        ranks,
     )
 
 
@@ -183,11 +196,11 @@ def _may_be_store(path: Path) -> bool:
     return os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")
 
 
-def _after_kill(path: Path, base: str | None, noted_step: int | None) -> Restart:
+def _after_kill(path: Path, recovery_snapshot: str | None, noted_step: int | None) -> Restart:
     try:
-        if base:
-            snapshot = Snapshot.open(path / "snapshots" / base)
-        elif base == "" or not (listing := list_snapshots(path / "snapshots")).snapshots:
+        if recovery_snapshot:
+            snapshot = Snapshot.open(path / "snapshots" / recovery_snapshot)
+        elif recovery_snapshot == "" or not (listing := list_snapshots(path / "snapshots")).snapshots:
             return Restart("empty", lost_steps=noted_step)
         elif listing.damaged:
             raise next(iter(listing.damaged.values()))

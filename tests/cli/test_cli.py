@@ -30,7 +30,7 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     path = tmp_path / "users"
     with StoreFolder(path) as store:
         write_snapshot(store.live, description(), chunked(make_buckets(6, COUNTS)))
-        store.set_mark(description() | MARKED)
+        store.write_clean_marker(description() | MARKED)
     return Cli(path, capsys)
 
 
@@ -41,7 +41,7 @@ def test_saved_rows_are_the_live_rows(cli: Cli) -> None:
     assert joined(snapshot.chunks()) == joined(Snapshot.open(cli.store / "live").chunks())
     assert snapshot.description == description()
     with StoreFolder(cli.store) as store:
-        assert store.read_mark() == description() | MARKED
+        assert store.read_clean_marker() == description() | MARKED
 
 
 def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli: Cli) -> None:
@@ -51,7 +51,7 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
     rows = joined(Snapshot.open(cli.store / "snapshots" / "a").chunks())
     with StoreFolder(cli.store) as store:
         assert joined(Snapshot.open(store.live).chunks()) == rows
-        assert store.read_mark() == description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
+        assert store.read_clean_marker() == description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
         assert not store.incoming.exists()
     assert cli.json("save", "b")["step"] == 99
 
@@ -59,7 +59,7 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
 def test_load_repairs_a_store_that_was_not_closed_and_save_refuses_it(cli: Cli) -> None:
     save(cli.store / "snapshots" / "a")
     with StoreFolder(cli.store) as store:
-        store.clear_mark()
+        store.clear_clean_marker()
     assert "not clean" in cli.fails("save", "b")
     assert not (cli.store / "snapshots" / "b").exists()
     cli.json("load", "a")
@@ -78,7 +78,7 @@ def test_damaged_or_foreign_snapshot_leaves_the_live_rows(cli: Cli) -> None:
     assert "existing ones: 'bad', 'wide'" in cli.fails("load", "missing")
     assert joined(Snapshot.open(cli.store / "live").chunks()) == live
     with StoreFolder(cli.store) as store:
-        assert store.read_mark() is not None
+        assert store.read_clean_marker() is not None
     assert sorted(entry.name for entry in cli.store.iterdir()) == ["LOCK", "MARK", "live", "snapshots"]
 
 
@@ -329,7 +329,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
         "    time.sleep(random.uniform(0.02, 0.1))\n"
         "    os.kill(loader, signal.SIGKILL); os.waitpid(loader, 0)\n"
         "    with StoreFolder(path) as store:\n"
-        "        mark = store.read_mark()\n"
+        "        mark = store.read_clean_marker()\n"
         "        if mark is not None:\n"
         "            live = Snapshot.open(store.live); live.verify()\n"
         "            assert mark == live.description | {'live': 'rows', 'rows': live.manifest.rows}\n"

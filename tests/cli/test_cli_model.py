@@ -25,7 +25,7 @@ from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control import server
-from tierbed.snapshots.control.client import ask_status, request_save
+from tierbed.snapshots.control.client import request_save, request_status
 from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
@@ -292,7 +292,7 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.Cap
         assert "did not finish its current step" in cli.fails("save", "all", "--overwrite", "--timeout", "0.3")
         assert snapshot_id(tmp_path / "c" / "snapshots" / "all") == kept
         assert f"in use by process {child.pid}" in cli.fails("load", "all", code=3)
-        while ask_status(tmp_path / "a")["saving"] is not None:  # type: ignore[index]
+        while request_status(tmp_path / "a")["saving"] is not None:  # type: ignore[index]
             pass
         pipe.send("go on")
         assert pipe.recv() == "in a step"

@@ -215,7 +215,7 @@ def test_stat_tells_what_the_next_run_does(cli: Cli, tmp_path: Path, store: str)
     assert (stat["restart"]["from"], stat["restart"]["step"]) == ("live", 3)
     assert all(count > 0 for count in stat["bytes"].values())
     with StoreFolder(cli.store) as folder:
-        folder.clear_mark()
+        folder.clear_clean_marker()
     stat = cli.json("store stat")
     assert (stat["state"], stat["restart"]["from"], stat["restart"]["lost_steps"]) == ("unclean", "snapshot", None)
     (cli.store / "snapshots" / "first" / "manifest.msgpack").write_bytes(b"")

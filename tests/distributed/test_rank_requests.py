@@ -18,7 +18,7 @@ from tierbed import InputError, SnapshotError, StoreError
 from tierbed.distributed import World
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control import server as serving
-from tierbed.snapshots.control.client import ask_row, ask_status, request_prune, request_save
+from tierbed.snapshots.control.client import request_prune, request_row, request_save, request_status
 
 KEYS = torch.arange(100)
 
@@ -77,7 +77,7 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
         with pytest.raises(SnapshotError, match="asked' exists: choose another name"):
             request_save(store, "asked")
         request_save(store, "more", "incremental")
-        status = ask_status(store)
+        status = request_status(store)
         (tmp_path / "stop").touch()
         steps = [answer(pipe) for _, pipe in group]
     assert status is not None
@@ -155,9 +155,9 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
             request_save(stores[1], "other", stores=[*stores, tmp_path / "c"])
         snapshots = [Snapshot.open(store / "snapshots" / "asked") for store in stores]
         some = [int(next(snapshots[0].chunks())[1]["key"][0]), 10**9]
-        rows = [ask_row(stores[0], 0, key) for key in some]
+        rows = [request_row(stores[0], 0, key) for key in some]
         with pytest.raises(InputError):
-            ask_row(stores[0], 9, 1)
+            request_row(stores[0], 9, 1)
         assert request_prune(stores[0], 1, None) == ([], ["asked"])
         (tmp_path / "stop").touch()
         steps = [answer(pipe) for _, pipe in group]

@@ -70,14 +70,14 @@ def load_killed(path: Path) -> None:
     """Killed in a load of all after the first join: the marks of a are gone, and its rows are not replaced."""
     model = Model(path, TWO)
     model.counts()
-    real = StoreFolder.set_base
+    real = StoreFolder.set_recovery_snapshot
 
     def die(self: StoreFolder, *given: Any) -> None:
         if self.path.name == "a":
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, *given)
 
-    StoreFolder.set_base = die  # type: ignore[method-assign]
+    StoreFolder.set_recovery_snapshot = die  # type: ignore[method-assign]
     model.load_snapshot("s3")
 
 

@@ -124,14 +124,14 @@ def test_the_snapshot_that_is_replaced_is_no_base_before_it_is(tmp_path: Path) -
         embedding.save_snapshot("final")
         embedding.save_snapshot("monday")
     with StoreFolder(tmp_path / "rows") as folder:
-        folder.expect_base("final")  # and the process was killed
-        assert (folder.base, folder.replaced) == ("monday", {"final"})
+        folder.expect_recovery_snapshot("final")  # and the process was killed
+        assert (folder.recovery_snapshot, folder.replaced) == ("monday", {"final"})
     with StoreFolder(tmp_path / "rows") as folder:
-        assert (folder.base, folder.replaced) == ("monday", set())
+        assert (folder.recovery_snapshot, folder.replaced) == ("monday", set())
         manifest = folder.snapshots / "final" / "manifest.msgpack"
         manifest.write_bytes(b"damaged")
-        folder.expect_base("final")
-        assert folder.base == "monday"
+        folder.expect_recovery_snapshot("final")
+        assert folder.recovery_snapshot == "monday"
     with open_embedding(tmp_path) as embedding:  # what is damaged may be replaced
         train(embedding, range(3))
         embedding.save_snapshot("final", overwrite=True)

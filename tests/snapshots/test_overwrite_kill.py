@@ -108,7 +108,7 @@ def check(path: Path, store: str, expected: dict[int, bytes], returned: bool) ->
     final = int(Snapshot.open(snapshots / "final").description["step"])
     assert final == NEW if returned else final in (OLD, NEW)
     with StoreFolder(path / "rows") as folder:
-        assert folder.base == ("final" if final == NEW else "other")
+        assert folder.recovery_snapshot == ("final" if final == NEW else "other")
     with open_embedding(path, store) as embedding:
         assert contents(embedding).tobytes() == expected[NEW if final == NEW else BASE]
         train(embedding, IDS, grad=GRAD)

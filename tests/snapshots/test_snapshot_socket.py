@@ -31,7 +31,7 @@ from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control import protocol as channel
 from tierbed.snapshots.control import server as serving
-from tierbed.snapshots.control.client import ask_status, request_save
+from tierbed.snapshots.control.client import request_save, request_status
 
 ask = ThreadPoolExecutor(4)
 
@@ -65,7 +65,7 @@ def a_step_under_way(embedding: MultiTableEmbedding) -> Iterator[Callable[[], No
 def request_in_thread(store: Path, name: str = "s", **more: Any) -> Future[Any]:
     """A client in another thread, once the trainer has heard it."""
     answer = ask.submit(request_save, store, name, **more)
-    until(lambda: answer.done() or (ask_status(store) or {}).get("saving"))
+    until(lambda: answer.done() or (request_status(store) or {}).get("saving"))
     return answer
 
 
@@ -95,7 +95,7 @@ def test_a_kill_goes_back_to_the_snapshot_that_was_asked_for(tmp_path: Path) -> 
 def test_an_idle_trainer_answers(tmp_path: Path) -> None:
     training = Training(waits, tmp_path)
     manifest = saved(training.store, "a").manifest
-    status = ask_status(training.store)
+    status = request_status(training.store)
     assert status == {"name": STORE, "step": 1, "rows": manifest.rows, "pid": training.pid, "saving": None}
     training.end()
 
@@ -112,7 +112,7 @@ def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
             with pytest.raises(StoreError, match=rf"process {os.getpid()} (was asked to save|is saving)") as error:
                 request_save(store, "s", timeout=timeout)
             timeout, said = 2 * timeout, str(error.value)
-        until(lambda: ask_status(store)["saving"] is None)  # whoever asked has gone
+        until(lambda: request_status(store)["saving"] is None)  # whoever asked has gone
         answer = request_in_thread(store)
         with pytest.raises(StoreError, match=rf"process {os.getpid()} is saving snapshot 's'; ask again"):
             request_save(store, "t")
@@ -157,20 +157,20 @@ def test_the_socket_is_there_while_the_store_is_open_and_for_its_user_alone(tmp_
     before = os.umask(0)
     try:
         with embedding_at(deep, "device") as embedding:
-            assert ask_status(place.parent) is None
+            assert request_status(place.parent) is None
             steps(embedding, 3)
             assert place.stat().st_mode & 0o777 == 0o600
             assert saved(place.parent, "a").description["step"] == 3
     finally:
         os.umask(before)
     assert not place.exists()
-    assert ask_status(place.parent) is None
+    assert request_status(place.parent) is None
 
 
 def _as_nobody(store: Path) -> str:
     os.setuid(65534)
     with pytest.raises(StoreError) as error:
-        ask_status(store)
+        request_status(store)
     return str(error.value)
 
 
@@ -191,7 +191,7 @@ def test_the_socket_of_a_killed_trainer_is_known_and_replaced(tmp_path: Path) ->
     training = Training(waits, tmp_path)
     training.kill()
     assert (training.store / "SOCKET").is_socket()
-    assert ask_status(training.store) is None
+    assert request_status(training.store) is None
     assert request_save(training.store, "a") is None
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 2)
@@ -203,7 +203,7 @@ def test_a_forked_child_does_not_stand_in_for_a_killed_trainer(tmp_path: Path) -
     child = training.says()
     training.kill()
     try:
-        assert ask_status(training.store) is None
+        assert request_status(training.store) is None
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -240,7 +240,7 @@ def test_a_save_whose_client_is_killed_is_finished(tmp_path: Path) -> None:
     training = Training(fills, tmp_path)
     assert training.says() == "filled"
     assert Child(_asks_and_dies, training.store).wait() == -signal.SIGKILL
-    until(lambda: ask_status(training.store)["saving"] is None)
+    until(lambda: request_status(training.store)["saving"] is None)
     Snapshot.open(training.store / "snapshots" / "a").verify()
     training.end()
 
@@ -368,7 +368,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     for _ in range(3):
         with embedding_at(tmp_path, "device") as embedding:
             steps(embedding, 1)
-            ask_status(tmp_path / STORE)
+            request_status(tmp_path / STORE)
     assert threading.active_count() == before
     assert len(os.listdir("/proc/self/fd")) == files
 
@@ -377,7 +377,7 @@ def test_clients_that_come_and_go_at_once_are_all_served(tmp_path: Path) -> None
     def served(_: int) -> bool:
         while True:
             try:
-                return ask_status(tmp_path / "rows") is not None
+                return request_status(tmp_path / "rows") is not None
             except StoreError as error:
                 if "too many clients; ask again" not in str(error):  # there are on a busy machine
                     raise

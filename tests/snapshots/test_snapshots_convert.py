@@ -248,7 +248,7 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
             load_into_store(closed, snapshot)
         live, report = load_into_store(closed, snapshot, selection=Selection(convert=True))
         assert (live.form.dtype, report.rows) == (form_like(DTYPES[0]).dtype, 20)
-    assert closed.recovery_folder.base == "narrow"
+    assert closed.recovery_folder.recovery_snapshot == "narrow"
     live, _ = load_into_store(
         closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(state=False, convert=True)
     )

@@ -240,11 +240,11 @@ def test_background_is_for_what_takes_long_and_names_what_is_wrong(tmp_path: Pat
 def test_what_a_killed_save_named_is_not_gone_back_to(tmp_path: Path) -> None:
     with StoreFolder(tmp_path / "rows") as folder:
         save(folder.snapshots / "a", width=2 * DIM)
-        folder.set_base("a")
-        folder.expect_base("b")  # and the process was killed
+        folder.set_recovery_snapshot("a")
+        folder.expect_recovery_snapshot("b")  # and the process was killed
     with StoreFolder(tmp_path / "rows") as folder:
         save(folder.snapshots / "b", width=2 * DIM)
-        assert folder.base == "a"
+        assert folder.recovery_snapshot == "a"
 
 
 def test_a_store_that_was_filled_from_elsewhere_begins_without_a_warning(

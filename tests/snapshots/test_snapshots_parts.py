@@ -26,7 +26,7 @@ from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
 from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, shard_number
 from tierbed.snapshots.files.merging import merge_sorted
-from tierbed.snapshots.files.writer import children_of, new_snapshot, place_of, write_shard
+from tierbed.snapshots.files.writer import children_of, new_snapshot, temporary_folder, write_shard
 from tierbed.snapshots.inspection.row import snapshot_row
 
 COUNTS = {0: 20, 5: 1, 17: 40, 63: 9}
@@ -62,9 +62,9 @@ def test_each_row_is_of_one_reader_and_of_its_owner(
     for snapshot in (Snapshot.open(folder / "s"), Snapshot.open(folder / "one")):
         found: list[RowArray] = []
         for number in range(readers):
-            reader = snapshot.of_part(HashShard(number, readers))
+            reader = snapshot.of_shard(HashShard(number, readers))
             rows = np.concatenate([np.empty(0, row_dtype(2)), *(rows for _, rows in reader.chunks(max_rows))])
-            assert reader.found == {snapshot.name: len(rows)}
+            assert reader.shard_rows == {snapshot.name: len(rows)}
             owners = _core.owners(rows["table"].copy(), rows["key"].copy(), readers)
             assert set(owners.tolist()) <= {number}
             found.append(rows)
@@ -80,10 +80,10 @@ def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path
     snapshot = Snapshot.open(tmp_path / "s")
     for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4)):
         if not part.meets(HashShard(2, 3)):
-            list(snapshot.of_part(part).chunks())
+            list(snapshot.of_shard(part).chunks())
         else:
             with pytest.raises(SnapshotError, match=r"bucket-09-0002.npy"):
-                list(snapshot.of_part(part).chunks())
+                list(snapshot.of_shard(part).chunks())
     assert [
         part.meets(HashShard(2, 3)) for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4))
     ] == [0, 0, 0, 1]
@@ -168,11 +168,11 @@ def test_a_chain_over_any_numbers_of_parts_is_the_table(
         snapshot.verify()
         assert joined(snapshot.chunks(7)) == {bucket: rows.tobytes() for bucket, rows in table.items()}
     last = Snapshot.open(folder / "s2")
-    shares = [last.of_part(HashShard(number, readers)) for number in range(readers)]
+    shares = [last.of_shard(HashShard(number, readers)) for number in range(readers)]
     rows = sum(len(rows) for share in shares for _, rows in share.chunks(7))
     assert rows == last.manifest.rows
     for link in last.chain:
-        assert sum(share.found[link.name] for share in shares) == link.manifest.rows
+        assert sum(share.shard_rows[link.name] for share in shares) == link.manifest.rows
     assert children_of(folder / "s1") == ["s2"]
     for bucket, table in tables[2].items():
         for row in table[:: len(table)]:
@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[list[Chunk], str]] = {
 def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, case: str) -> None:
     save(tmp_path / "before")
     chunks, problem = WRONG[case]
-    place = place_of(tmp_path / "s")
+    place = temporary_folder(tmp_path / "s")
 
     def write() -> None:
         with new_snapshot(tmp_path / "s", description()):
