@@ -81,11 +81,7 @@ class Service:
             try:
                 self._server = StoreServer(folder, target)
             except (OSError, RuntimeError) as error:  # no sockets there, or no descriptor or thread left
-                log.info(
-                    "store folder %s: other processes cannot send requests, such as of `tierbed snapshot save`: %s",
-                    folder,
-                    error,
-                )
+                log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
 
     def stop(self) -> None:
         """Stop the server, if there is one."""
@@ -98,8 +94,8 @@ class Service:
 class StoreServer:
     """The socket in a store folder and its threads, until `close`. Raises OSError, RuntimeError.
 
-    One thread blocks in `accept`; each client has its own thread. A forked child has no server. `socketserver` does not
-    fit: it polls, its threads may not be daemons to be joined, and it cannot bound their number.
+    One thread blocks in `accept`; each client has its own thread. A forked child has no server. Not a `socketserver`:
+    that polls for its shutdown, and does not join or bound the daemon threads of clients.
     """
 
     def __init__(self, folder: Path, target: SaveTarget) -> None:
@@ -107,7 +103,7 @@ class StoreServer:
         self._target = target
         self._stopping = Event()
         self._saving = Lock()
-        self._save: _Save | None = None  # the save that is under way
+        self._save: _Save | None = None  # the running save
         self._clients: dict[Thread, socket.socket] = {}
         self._folder = open_folder(folder)
         try:
