@@ -198,7 +198,7 @@ def test_a_parent_that_is_gone_or_another_is_named(chain: Path) -> None:
 
 
 def test_another_width_needs_a_full_snapshot(chain: Path) -> None:
-    with pytest.raises(SnapshotError, match=r'another form.*kind="full"'):
+    with pytest.raises(SnapshotError, match=r'other optimizer state or another dtype.*kind="full"'):
         write_incremental(chain / "s3", Snapshot.open(chain / "s2"), description(4), 0, [])
     assert not (chain / "s3").exists()
 
