@@ -139,9 +139,7 @@ def _format_of(path: Path) -> Format:
     try:
         return Format(path.suffix[1:].lower())
     except ValueError:
-        raise typer.BadParameter(
-            f"--format: {str(path)!r} has no suffix of a format; give one of {', '.join(Format)}"
-        ) from None
+        raise typer.BadParameter(f"--format: {str(path)!r} has none; give one of {', '.join(Format)}") from None
 
 
 def _bytes_of(path: Path) -> int:

@@ -152,9 +152,9 @@ class _Client:
         except TimeoutError:
             problem = "did not finish its current step" if self._waits else "did not answer"
             raise StoreError(
-                f"process {self.pid} was asked to {wish} and {problem} for {self._timeout:g} s. If it is running, "
-                "check whether it did so later, or ask again with a longer timeout; if it is stopped, let it continue, "
-                "or end it and use the closed store"
+                f"process {self.pid} was asked to {wish} and {problem} for {self._timeout:g} seconds. If it is "
+                "running, check whether it did so later, or ask again with a longer timeout; if it is stopped, let it "
+                "continue, or end it and use the closed store"
             ) from None
         except ValueError as error:
             raise StoreError(f"process {self.pid} sent an invalid reply: {error}") from error

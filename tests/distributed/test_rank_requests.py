@@ -103,7 +103,7 @@ def test_ranks_that_only_read_save_as_well(tmp_path: Path) -> None:
 def test_a_save_that_waits_in_vain_says_that_no_step_came(tmp_path: Path) -> None:
     with asked(tmp_path, idles) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
-        with pytest.raises(StoreError, match=r"did not finish its current step for 0\.5 s"):
+        with pytest.raises(StoreError, match=r"did not finish its current step for 0\.5 seconds"):
             request_save(tmp_path / "rows", "asked", timeout=0.5)
         (tmp_path / "stop").touch()
         for _, pipe in group:
