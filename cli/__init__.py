@@ -1,4 +1,4 @@
-"""The command line tool `tierbed`. Commands import what they need when they run, so that `--help` waits for nothing."""
+"""The command line tool `tierbed`. Commands import what they need when they run, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ try:
     from importlib.metadata import version
     from typing import Annotated
 
-    import rich  # noqa: F401  its parts are imported where output needs them
+    import rich  # noqa: F401  output imports its parts when it needs them
     import typer
 
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
-    from .output import INTERRUPTED, PROBLEM, checked_stdout, complain, print_error, tell_interrupted
-except KeyboardInterrupt:  # as `main` tells it, by nothing that was to be imported
+    from .output import INTERRUPTED, PROBLEM, checked_stdout, print_error, print_interrupted, print_json_error
+except KeyboardInterrupt:  # printed as `main` does, without anything that is imported above
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
     raise SystemExit(130) from None
@@ -31,9 +31,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-snapshot_app = typer.Typer(help="The snapshots of a store folder.", no_args_is_help=True)
-checkpoint_app = typer.Typer(help="The checkpoints of graphs and of plain loops.", no_args_is_help=True)
-store_app = typer.Typer(help="The rows of a store folder.", no_args_is_help=True)
+snapshot_app = typer.Typer(help="Snapshots of a store folder.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Checkpoints of graphs and of plain loops.", no_args_is_help=True)
+store_app = typer.Typer(help="Rows of a store folder.", no_args_is_help=True)
 app.add_typer(snapshot_app, name="snapshot")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(store_app, name="store")
@@ -64,7 +64,7 @@ app.command("doctor")(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run `tierbed`. Exits as docs/cli.md says: 0 if all is well, 1 if a problem was found, 2 for wrong usage."""
+    """Run `tierbed`. Exits as docs/cli.md says: 0 for success, 1 for a problem, 2 for wrong usage."""
     with checked_stdout():
         _run(arguments)
 
@@ -75,28 +75,28 @@ def _run(arguments: list[str] | None) -> None:
         app(arguments, prog_name="tierbed")
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            tell_interrupted(as_json)
+            print_interrupted(as_json)
         raise
-    except KeyboardInterrupt:  # before a command began
-        tell_interrupted(as_json)
+    except KeyboardInterrupt:  # before a command started
+        print_interrupted(as_json)
         raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         message = _message(error)
         if message is None:
             raise
-        complain(f"tierbed: {message}")
+        print_error(f"tierbed: {message}")
         if as_json:
-            print_error(message)
+            print_json_error(message)
         raise SystemExit(PROBLEM) from None
 
 
 def _message(error: Exception) -> str | None:
-    """What to say of an error that is no fault of tierbed."""
+    """The message for an error that is not a bug of tierbed, else None."""
     if isinstance(error, ImportError):
-        return f"{error}; `tierbed doctor` tells what this installation lacks"
+        return f"{error}; `tierbed doctor` lists what this installation lacks"
     from ..engine.errors import TierbedError
 
-    of_file = isinstance(error, OSError) and error.filename is not None  # another is of stdout: `checked_stdout`
+    of_file = isinstance(error, OSError) and error.filename is not None  # others are of stdout: `checked_stdout`
     return str(error) if of_file or isinstance(error, TierbedError) else None
 
 

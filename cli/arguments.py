@@ -1,4 +1,4 @@
-"""The arguments that commands share, what shells complete of them, and how stores and snapshots are opened."""
+"""Arguments that commands share, their completion in shells, and opening stores and snapshots."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import typer
 
 from .output import IN_USE, fail
 
-if TYPE_CHECKING:  # commands import the engine when they run: --help and completion do not wait for torch
+if TYPE_CHECKING:  # commands import the engine when they run, so that --help and completion do not load torch
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.folder import StoreFolder
 
 
 def names_in(store: Path, incomplete: str) -> list[str]:
-    """The snapshots of a store that begin so, for completion."""
+    """The snapshots of a store whose names begin with `incomplete`, for completion."""
     try:
         entries = os.scandir(store / "snapshots")
     except OSError:
@@ -29,7 +29,9 @@ def names_in(store: Path, incomplete: str) -> list[str]:
 
 def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete an argument, or the value of an option, that comes after the store."""
-    store = ctx.params.get("store") or next(iter(ctx.args), ".")  # behind an option, words are not arguments yet
+    store = ctx.params.get("store") or next(
+        iter(ctx.args), "."
+    )  # after an option, words are not parsed as arguments yet
     return names_in(Path(store), incomplete)
 
 
@@ -40,23 +42,23 @@ Store = Annotated[
 Name = Annotated[str, typer.Argument(help="The name of a snapshot.", show_default=False, autocompletion=complete_names)]
 NewName = Annotated[str, typer.Argument(help="The name of the new snapshot.", show_default=False)]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Take the place of what has the name, at one instant when all is durable.")
+    bool, typer.Option("--overwrite", help="Replace what has the name, atomically once the new one is durable.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Tables = Annotated[
     list[str] | None,
-    typer.Option("--table", help="Rows of this table alone, by id or name; may be given again.", show_default=False),
+    typer.Option("--table", help="Only rows of this table, by id or name; may be repeated.", show_default=False),
 ]
 
 
 Timeout = Annotated[
-    float, typer.Option(help="Seconds that a process which has the store may take without a sign of progress.", min=0)
+    float, typer.Option(help="Seconds to wait for progress of a process that has the store open.", min=0)
 ]
 
 
 @contextmanager
 def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
-    """A block that takes store folders. Ends with `IN_USE` if another process has one of them."""
+    """A block that locks store folders. Exits with `IN_USE` if another process has locked one of them."""
     from ..engine.errors import StoreError
     from ..snapshots.store.folder_state import holder
 
@@ -70,7 +72,7 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def locked_store(store: Path, as_json: bool) -> Iterator[StoreFolder]:
-    """The store folder, held by this process. Ends with `IN_USE` where another process has it."""
+    """The store folder, locked by this process. Exits with `IN_USE` if another process has locked it."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import existing_store
 
@@ -81,12 +83,12 @@ def locked_store(store: Path, as_json: bool) -> Iterator[StoreFolder]:
 
 
 def table_of(text: str) -> int | str:
-    """A table id, or a name, which has more than digits."""
+    """A table id if the text has only digits, else the name of a table."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
 
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
-    """The ids of the tables of --table, None where it was not given. An unknown table is wrong usage."""
+    """The ids of the tables of --table, None if it was not given. An unknown table is wrong usage."""
     from ..engine.options.table_names import choices, names_in, table_number
 
     names = names_in(snapshot.description)

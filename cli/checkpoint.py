@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json
-from .entries import complain_of, report_sound
-from .output import age, fail, print_fields, print_json, print_table, size, text, when
+from .output import age, fail, print_fields, print_json, print_table, report_damaged, report_sound, size, text, when
 
 if TYPE_CHECKING:
     from ..graph.state.kept import Kept
@@ -17,13 +16,15 @@ if TYPE_CHECKING:
 Place = Annotated[
     Path,
     typer.Argument(
-        metavar="PATH", help="A checkpoint of graph.save or save_checkpoint, or a folder of some.", show_default=False
+        metavar="PATH",
+        help="A checkpoint of graph.save or save_checkpoint, or a folder of checkpoints.",
+        show_default=False,
     ),
 ]
 
 
 def list_(path: Place, as_json: Json = False) -> None:
-    """List checkpoints from the oldest to the latest, with the step of each embedding. Exits with 1 for damage.
+    """List checkpoints from the oldest to the latest, with the step of each embedding. Exits with 1 if one is damaged.
 
     Example: tierbed checkpoint list runs/
     """
@@ -35,11 +36,11 @@ def list_(path: Place, as_json: Json = False) -> None:
     else:
         lines = ([one.path.name, one.of, _steps(one), size(one.bytes), age(one.created)] for one in found)
         print_table([["name", "of", "embeddings and steps", "size", "age"], *lines], {3, 4})
-    complain_of(damaged)
+    report_damaged(damaged)
 
 
 def inspect(path: Place, as_json: Json = False) -> None:
-    """Print what a checkpoint holds: its embeddings with their steps, rows and sizes, and its tensors.
+    """Print what a checkpoint holds: embeddings with steps, rows and sizes, and tensors.
 
     Example: tierbed checkpoint inspect runs/epoch-3
     """
@@ -70,7 +71,7 @@ def inspect(path: Place, as_json: Json = False) -> None:
 
 
 def verify(path: Place, as_json: Json = False) -> None:
-    """Read checkpoints, and compare every file with its checksum. Exits with 1 for damage.
+    """Read checkpoints and compare every file with its checksum. Exits with 1 if one is damaged.
 
     Example: tierbed checkpoint verify runs/
     """
@@ -88,11 +89,11 @@ def verify(path: Place, as_json: Json = False) -> None:
 
 def prune(
     path: Place,
-    keep_last: Annotated[int, typer.Option(help="How many of the latest stay.", min=1)],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    keep_last: Annotated[int, typer.Option(help="How many of the latest to keep.", min=1)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the checkpoints in a folder but the latest. Snapshots in store folders stay: `tierbed snapshot prune`.
+    """Remove all but the latest checkpoints of a folder. For snapshots in store folders: `tierbed snapshot prune`.
 
     Example: tierbed checkpoint prune runs/ --keep-last 3
     """

@@ -18,10 +18,10 @@ def diff(
     store: Store,
     before: Name,
     after: Name,
-    rows: Annotated[int, typer.Option(help="Show this many of the rows that differ.", min=0)] = 10,
+    rows: Annotated[int, typer.Option(help="Show up to this many rows that differ.", min=0)] = 10,
     as_json: Json = False,
 ) -> None:
-    """Tell how a snapshot differs from an earlier one. Exits with 0 if it does not, 1 if so, 2 where neither is known.
+    """Show how a snapshot differs from an earlier one. Exits with 0 if it does not, 1 if it does, 2 for an error.
 
     Example: tierbed snapshot diff store/users monday tuesday
     """
@@ -30,8 +30,8 @@ def diff(
 
     try:
         old, new = open_snapshot(store, before), open_snapshot(store, after)
-        with progress("comparing", old.manifest.rows + new.manifest.rows) as told:
-            found = compare(old, new, told, first=rows)
+        with progress("comparing", old.manifest.rows + new.manifest.rows) as advance:
+            found = compare(old, new, advance, first=rows)
     except TierbedError as error:
         fail(str(error), USAGE, as_json)
     if as_json:

@@ -1,14 +1,54 @@
-"""`tierbed doctor`."""
+"""`tierbed doctor` checks the software, the machine and a file system. An error is a finding: no check raises."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from .arguments import Json
-from .output import PROBLEM, aligned, print_json
+from .output import PROBLEM, aligned, print_json, size
+
+MIN_OPEN_FILES = 4096  # with fewer, RocksDB keeps opening and closing its files
+
+_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # in addition to those of the command line itself
+_EXTRAS = {  # the modules of each, and what it is for
+    "parquet": (("pyarrow",), "export and import of Parquet"),
+    "plot": (("matplotlib",), "`snapshot inspect --plot`"),
+    "metrics": (("prometheus_client", "tensorboard"), "`prometheus_text` and `write_tensorboard`"),
+}
+MIN_FREE_BYTES = 1 << 30  # less free space is reported
+_REMEDY = "persistent_path must be on a file system that has it: a local one, such as ext4 or xfs"
+
+
+class Check(NamedTuple):
+    """One finding: `value` is what was found, `remedy` what to do if it is not `ok`.
+
+    `fatal`: nothing works without it.
+    """
+
+    name: str
+    ok: bool
+    value: str
+    remedy: str | None = None
+    fatal: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """The finding as plain values for JSON."""
+        return {"name": self.name, "ok": self.ok, "value": self.value, "remedy": self.remedy}
 
 
 def doctor(
@@ -18,12 +58,10 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what this installation can do, and how to get what it lacks. Exits with 1 if the core cannot work.
+    """Show what this installation can do, and how to get what it lacks. Exits with 1 if the core cannot work.
 
     Example: tierbed doctor /data/embeddings
     """
-
-    from .checks import checks, disk_checks
 
     found = [*checks(), *(disk_checks(path) if path is not None else ())]
     if as_json:
@@ -36,3 +74,200 @@ def doctor(
                 print(f"         -> {check.remedy}")
     if any(check.fatal for check in found):
         raise typer.Exit(PROBLEM)
+
+
+def checks() -> Iterator[Check]:
+    """The findings on this installation."""
+    yield Check("tierbed", True, version("tierbed"))
+    yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    packages = [_imported(package) for package in _NEEDED]
+    yield from packages
+    if all(package.ok for package in packages):  # else the core fails for the same reason
+        yield (core := _core())
+        if core.ok:
+            yield _rocksdb()
+            yield from _cuda()
+    for extra, (modules, use) in _EXTRAS.items():
+        yield _extra(extra, modules, use)
+    yield _open_files()
+
+
+def _imported(package: str) -> Check:
+    try:
+        import_module(package.replace("-", "_"))
+        return Check(package, True, version(package))
+    except Exception as error:
+        return Check(
+            package, False, _describe(error), f"install it again: pip install --force-reinstall {package}", True
+        )
+
+
+def _core() -> Check:
+    try:
+        core: Any = import_module("tierbed.engine._core")
+        import torch
+
+        sets, threads = core.instruction_sets(), torch.get_num_threads()
+    except Exception as error:
+        return Check("core", False, _describe(error), "install tierbed again, for this Python and this machine", True)
+    return Check("core", True, f"{sets[0]} of {', '.join(sets)}; {threads} threads of {os.cpu_count()} processors")
+
+
+def _rocksdb() -> Check:
+    from ..engine.errors import StoreError
+    from ..engine.store.rocksdb import rocksdb_info
+
+    try:
+        info = rocksdb_info()
+    except StoreError as error:
+        return Check("rocksdb", False, "none: no cached_ssd stores", str(error))
+    reads = "reads by io_uring" if info["async_io"] else "reads without io_uring"
+    return Check("rocksdb", True, f"{info['version']}, {reads}")
+
+
+def _cuda() -> Iterator[Check]:
+    import torch
+
+    if torch.version.cuda is None:
+        yield Check("cuda", False, f"none: torch {torch.__version__} is built without it", "install torch with CUDA")
+        return
+    if not torch.cuda.is_available():
+        yield Check("cuda", False, f"none: torch for CUDA {torch.version.cuda} finds no device", "check nvidia-smi")
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield Check(f"cuda:{index}", True, f"{found.name}, {found.total_memory / 1e9:.0f} GB")
+    yield _cupy(torch.version.cuda)
+
+
+def _cupy(cuda: str) -> Check:
+    remedy = f"pip install 'tierbed[cuda{cuda.partition('.')[0]}]'"
+    try:
+        cupy: Any = import_module("cupy")
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return Check("cupy", False, f"{_describe(error)}: no tables on a GPU", remedy)
+    return Check("cupy", devices > 0, f"{cupy.__version__}, {devices} devices", None if devices else remedy)
+
+
+def _extra(extra: str, modules: tuple[str, ...], use: str) -> Check:
+    try:
+        versions = [f"{module} {version(module.replace('_', '-'))}" for module in modules]
+    except PackageNotFoundError as error:
+        return Check(extra, False, f"no {error.name}, for {use}", f"pip install 'tierbed[{extra}]'")
+    return Check(extra, True, ", ".join(versions))
+
+
+def _open_files() -> Check:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ok = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
+    remedy = (
+        None
+        if ok
+        else f"RocksDB uses half of them: raise the limit to {MIN_OPEN_FILES} or more by `ulimit -n {MIN_OPEN_FILES}`"
+    )
+    return Check("open files", ok, "unlimited" if limit == resource.RLIM_INFINITY else str(limit), remedy)
+
+
+def _describe(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def disk_checks(path: Path) -> Iterator[Check]:
+    """The findings on a folder; if it does not exist, on its nearest parent, which a finding then names."""
+    folder = path.absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        yield Check("folder", False, f"{folder} is not a folder", "give a folder, or the path of a new one")
+        return
+    if folder != path.absolute():
+        yield Check("folder", True, f"{path} does not exist yet, so {folder} was checked")
+    free = shutil.disk_usage(folder).free
+    yield Check(
+        "free space",
+        free >= MIN_FREE_BYTES,
+        f"{size(free)} in {folder}",
+        None if free >= MIN_FREE_BYTES else "free space",
+    )
+    try:
+        place = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
+    except OSError as error:
+        yield Check("writable", False, str(error), "give a folder that this user can write, or change its owner")
+        return
+    with place as name:
+        for what, try_, remedy in (
+            ("fsync", _fsync, _REMEDY),
+            ("rename", _rename, _REMEDY),
+            ("locks", _lock, _REMEDY),
+            ("hard links", _link, "RocksDB checkpoints copy files here, and take that much space again"),
+            ("direct reads", _direct, 'leave read_mode="buffered", the default'),
+            (
+                "sockets",
+                _socket,
+                "`tierbed snapshot save` cannot ask a running trainer here; save in the trainer, or close it first",
+            ),
+        ):
+            yield _tried(what, try_, Path(name), remedy)
+
+
+def _tried(what: str, work: Callable[[Path], str], folder: Path, remedy: str) -> Check:
+    try:
+        return Check(what, True, work(folder))
+    except OSError as error:
+        return Check(what, False, str(error), remedy)
+
+
+def _fsync(folder: Path) -> str:
+    times = []
+    with open(folder / "file", "wb") as file:
+        for _ in range(5):
+            begin = time.perf_counter()
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+            times.append(time.perf_counter() - begin)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return f"{1000 * sorted(times)[2]:.2g} ms"
+
+
+def _rename(folder: Path) -> str:
+    (folder / "a").mkdir()
+    (folder / "a").rename(folder / "b")
+    return "atomic"
+
+
+def _lock(folder: Path) -> str:
+    with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            raise OSError("a file can be locked twice")
+    return "exclusive"
+
+
+def _link(folder: Path) -> str:
+    (folder / "linked").write_bytes(b"")
+    os.link(folder / "linked", folder / "link")
+    return "supported"
+
+
+def _direct(folder: Path) -> str:
+    (folder / "direct").write_bytes(bytes(4096))
+    os.close(os.open(folder / "direct", os.O_RDONLY | os.O_DIRECT))
+    return "supported"
+
+
+def _socket(folder: Path) -> str:
+    # by a short path: an address has at most 108 bytes
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"/proc/self/fd/{descriptor}/socket")
+    finally:
+        os.close(descriptor)
+    return "supported"

@@ -21,8 +21,7 @@ from .arguments import (
     open_snapshot,
     table_of,
 )
-from .entries import report
-from .output import print_json, progress, size, span, text
+from .output import print_json, progress, report, size, span, text
 
 
 class Format(StrEnum):
@@ -46,13 +45,13 @@ def export(
     store: Store,
     name: Name,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file or folder to write.", show_default=False)],
-    format: Annotated[Format | None, typer.Option(help="By default the one that PATH ends with.")] = None,
+    format: Annotated[Format | None, typer.Option(help="By default, the one that the suffix of PATH names.")] = None,
     table: Tables = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave optimizer state out.")] = False,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Without optimizer state.")] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write the rows of a snapshot for other programs, or as a full snapshot of its own.
+    """Write the rows of a snapshot for other programs, or as another full snapshot.
 
     Example: tierbed snapshot export store/users monday users.parquet
     """
@@ -62,9 +61,9 @@ def export(
     begin = time.monotonic()
     snapshot = open_snapshot(store, name)
     tables = check_tables(table, snapshot)
-    with progress("exporting", snapshot.manifest.rows) as told:
+    with progress("exporting", snapshot.manifest.rows) as advance:
         rows = export_snapshot(
-            snapshot, path, chosen.value, told, tables=tables, state=not weights_only, overwrite=overwrite
+            snapshot, path, chosen.value, advance, tables=tables, state=not weights_only, overwrite=overwrite
         )
     seconds, written = time.monotonic() - begin, _bytes_of(path)
     if as_json:
@@ -86,12 +85,12 @@ def import_(
     ],
     tensor: Annotated[
         list[str] | None,
-        typer.Option(help="The tensor of SOURCE that is a table; again for each further table.", show_default=False),
+        typer.Option(help="The tensor of SOURCE that is a table; repeat it for more tables.", show_default=False),
     ] = None,
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="A .npy file with the key of each row; by default its number.",
+            help="A .npy file with the key of each row; by default, the number of the row.",
             exists=True,
             dir_okay=False,
             show_default=False,
@@ -103,12 +102,12 @@ def import_(
     ] = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="The dtype of the rows; by default that of SOURCE's description, else the store's."),
+        typer.Option(help="The dtype of the rows; by default that of SOURCE, else that of the store."),
     ] = None,
-    create: Annotated[bool, typer.Option("--create", help="Make the store folder where it is not there.")] = False,
+    create: Annotated[bool, typer.Option("--create", help="Create the store folder if it does not exist.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a snapshot of rows that an export or another program wrote; `load` then makes them the live rows.
+    """Make a snapshot of rows that `export` or another program wrote; `load` then makes them the live rows.
 
     Example: tierbed snapshot import store/users pretrained model.pt --tensor emb.weight
     """
@@ -122,16 +121,16 @@ def import_(
         try:
             existing_store(store)
         except StoreError as error:
-            raise StoreError(f"{error}; or add --create to make one there") from None
+            raise StoreError(f"{error}; or add --create to create it") from None
     begin = time.monotonic()
     names: str | list[str] | None = tensor[0] if tensor and len(tensor) == 1 else tensor or None
     ids = None if table_ids is None else table_of(table_ids)
     if isinstance(ids, str) and ids.endswith(".npy") and not Path(ids).is_file():
-        raise typer.BadParameter(f"--table-ids {ids!r}: give a table id or name, or a .npy file that is there")
+        raise typer.BadParameter(f"--table-ids {ids!r}: give a table id or name, or a .npy file that exists")
     numbers = None if dtype is None else getattr(torch, dtype)
-    with exit_if_in_use([store], as_json), progress("importing") as told:
+    with exit_if_in_use([store], as_json), progress("importing") as advance:
         manifest = import_snapshot(
-            store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=numbers, progress=told
+            store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=numbers, progress=advance
         )
     report("imported", name, manifest, begin, as_json)
 
@@ -140,7 +139,7 @@ def _format_of(path: Path) -> Format:
     try:
         return Format(path.suffix[1:].lower())
     except ValueError:
-        raise typer.BadParameter(f"--format: {str(path)!r} does not tell; give one of {', '.join(Format)}") from None
+        raise typer.BadParameter(f"--format: {str(path)!r} has none; give one of {', '.join(Format)}") from None
 
 
 def _bytes_of(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""The folder of a model, which has several store folders in it: what commands do with all of them at one instant."""
+"""The folder of a model, which has several store folders: commands save and load all of them at the same moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .arguments import exit_if_in_use, locked_store
-from .output import IN_USE, Progress, fail
+from .output import IN_USE, ProgressCallback, fail
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
@@ -24,80 +24,83 @@ def stores_at(path: Path) -> list[Path]:
 
 
 @contextmanager
-def held_together(stores: list[Path]) -> Iterator[list[StoreFolder]]:
-    """All stores, held by this process. Raises StoreError."""
+def locked_stores(stores: list[Path]) -> Iterator[list[StoreFolder]]:
+    """All stores, locked by this process. Raises StoreError."""
     from ..snapshots.store.folder import StoreFolder
 
-    with ExitStack() as holding:
-        yield [holding.enter_context(StoreFolder(store)) for store in stores]
+    with ExitStack() as locks:
+        yield [locks.enter_context(StoreFolder(store)) for store in stores]
 
 
-def served(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
-    """The processes that have stores open and answer, by the store.
+def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
+    """By store, the process that has it open and answers requests.
 
-    Ends with `IN_USE` if a process has one and does not serve it, such as a command. StoreError if one is stopped.
+    Exits with `IN_USE` if a process has one open and does not serve it, such as a command. Raises StoreError if it is
+    stopped.
     """
-    from ..snapshots.control.client import ask_status
+    from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import holder
 
-    held = {store: process for store in stores if (process := holder(store)) is not None}
-    for store in [store for store in held if ask_status(store, timeout) is None]:
-        with locked_store(store, as_json):  # unless it was closed by now, this says who has it
-            del held[store]
-    return held
+    serving = {store: process for store in stores if (process := holder(store)) is not None}
+    for store in [store for store in serving if request_status(store, timeout) is None]:
+        with locked_store(store, as_json):  # exits and names the process, unless it has closed the store by now
+            del serving[store]
+    return serving
 
 
 def save_together(
-    stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, told: Progress, as_json: bool
+    stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, advance: ProgressCallback, as_json: bool
 ) -> list[Manifest]:
-    """Save a snapshot of each store: by the process that has some open, all of these or none, then closed ones by this.
+    """Save a snapshot of each store: of open stores by their process, all or none; then of closed stores by this one.
 
-    Ends with `IN_USE` for stores of several processes. Raises StoreError, SnapshotError, OptionError.
+    Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
     from ..engine.errors import SnapshotError, StoreError, TierbedError
     from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
 
-    held = served(stores, timeout, as_json)
-    if len({*held.values()}) > 1:
-        those = ", ".join(f"{str(store)!r} in process {process}" for store, process in held.items())
-        message = f"several processes have these stores open, and no step is one of all: {those}; save each"
+    serving = serving_processes(stores, timeout, as_json)
+    if len({*serving.values()}) > 1:
+        those = ", ".join(f"{str(store)!r} in process {process}" for store, process in serving.items())
+        message = (
+            f"several processes have these stores open, and they share no step: {those}; save each store by itself"
+        )
         fail(message, IN_USE, as_json)
-    first = next(iter(held), None)
-    if first is not None and request_save(first, name, kind, since(told), timeout, overwrite, [*held]) is None:
-        raise StoreError(f"process {held[first]} has closed {str(first)!r}: save again")
-    closed = [store for store in stores if store not in held]
-    try:  # after the others: while they are saved, their step may open one of these
-        with exit_if_in_use(() if held else closed, as_json), held_together(closed) as folders:
-            _save_closed(folders, name, kind, overwrite, told)
+    first = next(iter(serving), None)
+    if first is not None and request_save(first, name, kind, since(advance), timeout, overwrite, [*serving]) is None:
+        raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
+    closed = [store for store in stores if store not in serving]
+    try:  # after the open ones: while those are saved, their step may open one of these
+        with exit_if_in_use(() if serving else closed, as_json), locked_stores(closed) as folders:
+            _save_closed(folders, name, kind, overwrite, advance)
     except TierbedError as error:
-        if not held:
+        if not serving:
             raise
-        saved, left = (", ".join(store.name for store in some) for some in (held, closed))
-        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, and not of {left}: {error}") from error
+        saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
+        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
     return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]
 
 
-def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bool, told: Progress) -> None:
+def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bool, advance: ProgressCallback) -> None:
     from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
-    from ..snapshots.store.closed_store import save_closed
+    from ..snapshots.store.closed_store import save_closed_store
 
     def save(folder: StoreFolder, commit: Decided) -> None:
-        own = kind if kind != "incremental" or folder.noting.base else "full"
-        save_closed(folder, name, told, own, overwrite, OfAll(name, folders[0].path, commit))
+        own = kind if kind != "incremental" or folder.recovery_folder.recovery_snapshot else "full"
+        save_closed_store(folder, name, advance, own, overwrite, OfAll(name, folders[0].path, commit))
 
     if folders:
         all_or_none(folders[0].snapshots / name, [partial(save, folder) for folder in folders])
 
 
-def load_together(folders: list[StoreFolder], name: str, told: Progress) -> list[Manifest]:
-    """Make a snapshot of each store its live rows, verified before any is replaced; a kill is finished by the next run.
+def load_together(folders: list[StoreFolder], name: str, advance: ProgressCallback) -> list[Manifest]:
+    """Load a snapshot into each store, after all are verified. If a load is killed, the next run finishes it.
 
-    Raises SnapshotError, also for snapshots that were saved apart; StoreError.
+    Raises StoreError, and SnapshotError, also for snapshots that were not saved together.
     """
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.files.versions import Instant
-    from ..snapshots.store.closed_store import check_load, load_live
+    from ..snapshots.store.closed_store import check_load, load_into_store
     from ..snapshots.store.instants import ClosedStore, Group, check_one_instant, rows_of
 
     snapshots = [Snapshot.open(folder.snapshots / name) for folder in folders]
@@ -105,26 +108,26 @@ def load_together(folders: list[StoreFolder], name: str, told: Progress) -> list
     for folder, snapshot in zip(folders, snapshots, strict=True):
         check_load(folder, snapshot)
         snapshot.verify()
-    groups = [Group(folder.path, {}) for folder in folders]  # not all of one, if the folder has several models
+    groups = [Group(folder.path, {}) for folder in folders]  # several groups, if the folder has several models
     number = 1 + max(group.number for group in groups)
     loaded = {group.first: rows_of(snapshot).now for group, snapshot in zip(groups, snapshots, strict=True)}
     made = []
     for folder, snapshot, group in zip(folders, snapshots, groups, strict=True):
         versions = {id: loaded.get(id, member.present) for id, member in group.members.items()}
         together = Instant(number, versions) if versions else None
-        made.append(load_live(folder, snapshot, told, together=together)[0])
+        made.append(load_into_store(folder, snapshot, advance, together=together)[0])
     for folder in folders:
-        ClosedStore(folder).rest()
+        ClosedStore(folder).finish_load()
     return made
 
 
-def since(told: Progress) -> Callable[[int, int | None], None]:
-    """A function of the rows done in all, and of how many, which calls `told` with the rows that came since."""
+def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:
+    """A function of the rows done and their total, which calls `advance` with those done since its last call."""
     done = 0
 
-    def all_told(rows: int, of: int | None) -> None:
+    def advance_to(rows: int, of: int | None) -> None:
         nonlocal done
-        told(rows - done)
+        advance(rows - done)
         done = rows
 
-    return all_told
+    return advance_to

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json
-from .output import PROBLEM, complain, print_fields, print_json, size, text
+from .output import PROBLEM, print_error, print_fields, print_json, size, text
 
 if TYPE_CHECKING:
     from ..engine.options.store_options import StoreOptions
@@ -22,12 +22,14 @@ MB = 1 << 20
 
 def options(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML file of store options.", show_default=False)],
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Which embeddings; all by default.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Embeddings to check; all by default.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a file for load_store_options: the options of each embedding as they will be, and the memory and disk.
+    """Check a file for load_store_options, and show the resulting options, memory and disk of each embedding.
 
-    Opens no store and makes no folder. Exits with 1 for what is unknown or cannot be.
+    Opens no store and creates no folder. Exits with 1 for an unknown or invalid option.
 
     Example: tierbed store options deploy.toml
     """
@@ -71,21 +73,21 @@ def options(
             print_fields({**one["options"], "memory": parts, "disk": _disk_words(one["disk"])})
             print()
         here = "" if free is None else f"; {_mib(free.bytes)} free {free.where}"
-        print(f"memory of all, as far as it is known: {_mib(known)}{here}")
+        print(f"total memory, as far as known: {_mib(known)}{here}")
         for disk in disks:
             print(
                 f"rows on the disk of {text(disk['path'])}: {size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
             )
     for name, problem in wrong.items():
-        complain(f"wrong: {text(name)}: {problem}")
+        print_error(f"wrong: {text(name)}: {problem}")
     if wrong:
         raise typer.Exit(PROBLEM)
 
 
 def _memory(options: StoreOptions) -> dict[str, int | str | None]:
-    """Bytes of each part; "auto" for what divides free memory, and None for what follows from the rows.
+    """Bytes of each part: "auto" for a part that divides free memory, None for one whose size depends on the rows.
 
-    The cache in device memory is in that of the host where there is no GPU, and then has an overflow.
+    Without a GPU the device cache is in host memory, and has an overflow area.
     """
     from ..engine.cache.memory_split import INDEX_BYTES
     from ..engine.options.store_options import CachedHostMemOptions, CachedSsdOptions
@@ -113,9 +115,9 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
 
 
 def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
-    """Where the rows and the snapshots will be, the bytes free there, and those of all rows, None if unknown.
+    """The paths of rows and snapshots, the free bytes there, and the bytes of all rows, None if unknown.
 
-    Raises OptionError for a path that cannot be, and for rows that are more than the disk holds.
+    Raises OptionError for an invalid path, and if the rows exceed the disk.
     """
     from ..engine.errors import OptionError
     from ..engine.row_format import row_dtype
@@ -143,9 +145,9 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
 
 
 def _disks(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The bytes of all rows that are known and of the room for them, by file system.
+    """By file system, the bytes of all rows as far as known, and the space for them.
 
-    What the files of a store take now, but for its snapshots, is room for its rows.
+    The files that a store has now, except its snapshots, count as space for its rows.
     """
     disks: dict[int, dict[str, Any]] = {}
     for name, disk in ((name, one["disk"]) for name, one in found.items() if one["disk"]):
@@ -159,20 +161,20 @@ def _disks(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         for folder, folders, files in os.walk(store):
             folders[:] = [name for name in folders if name != "snapshots"]
             for file in files:
-                with contextlib.suppress(FileNotFoundError):  # of a store that a process has open
+                with contextlib.suppress(FileNotFoundError):  # a process that has the store open may remove files
                     one["free_bytes"] += os.lstat(os.path.join(folder, file)).st_size
     return list(disks.values())
 
 
 def _writable(option: str, path: Path) -> Path:
-    """The nearest folder that exists. Raises OptionError if no folder can be made in it."""
+    """The nearest parent that exists. Raises OptionError if no folder can be created in it."""
     from ..engine.errors import OptionError
 
     folder = path.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
     if not folder.is_dir():
-        raise OptionError(f"{option}={str(path)!r}: {str(folder)!r} is no folder; give another path")
+        raise OptionError(f"{option}={str(path)!r}: {str(folder)!r} is not a folder; give another path")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OptionError(f"{option}={str(path)!r}: this user cannot write {str(folder)!r}; change its mode or owner")
     return folder
@@ -191,7 +193,7 @@ def _amount(bytes: int | str | None, shown: Callable[[int], str] = size) -> str:
 
 def _disk_words(disk: dict[str, Any] | None) -> str:
     if disk is None:
-        return "none, and nothing is kept"
+        return "none: rows are lost when the process ends"
     rows = f"rows {_amount(disk['rows_bytes'])}, and as much again for each full snapshot"
     free = f"{size(disk['free_bytes'])} free in {disk['store']}"
     return f"{rows}; {free}, {size(disk['free_bytes_of_snapshots'])} for {disk['snapshots']}"

@@ -8,28 +8,38 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from io import TextIOWrapper
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from ..snapshots.files.format import Manifest
+    from ..snapshots.files.reader import Snapshot
+
 PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
 
-Progress = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 
 BAR_AFTER = 1.0  # seconds; shorter work shows no bar
 
+SNAPSHOT_HEADER = ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
+NUMBER_COLUMNS = {4, 5, 6, 7}  # columns of numbers
+
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """One document on stdout; names of foreign files come out as ASCII, NaN and infinities as text."""
+    """Print one document on stdout: non-ASCII characters are escaped, NaN and infinities are text."""
     print(json.dumps(_plain(value), indent=indent, allow_nan=False, default=str), flush=True)
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it, since a mark may have any content."""
+    """A value as JSON can hold it, since MARK may have any content."""
     if isinstance(value, dict):
         return {name if isinstance(name, str) else str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -37,8 +47,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_error(message: str) -> None:
-    """The document of an error on stdout, in one line, as readers of lines need it."""
+def print_json_error(message: str) -> None:
+    """Print the document of an error on stdout, in one line for scripts that read lines."""
     print_json({"error": message}, indent=None)
 
 
@@ -49,7 +59,7 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Columns aligned, those of `right` to the right; a cell that is not printable comes out as JSON."""
+    """Aligned columns, those of `right` to the right. A cell that is not printable is shown as JSON."""
     from rich.cells import cell_len
 
     cells = [[text(cell) for cell in row] for row in rows]
@@ -67,19 +77,19 @@ def print_fields(fields: dict[str, Any]) -> None:
     print_table([[name, words(value)] for name, value in fields.items()])
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print a line on stderr."""
     print(text(message), file=sys.stderr)
 
 
 @contextmanager
 def checked_stdout() -> Iterator[None]:
-    """A block that prints. Ends with `PROBLEM` and a message if stdout takes no more, such as on a full disk.
+    """A block that prints. Exits with `PROBLEM` and a message if stdout cannot be written, such as on a full disk.
 
-    Characters that its encoding lacks are printed as escapes. Without a message where a pipe was closed.
+    Characters that its encoding lacks are printed as escapes. A closed pipe gives no message.
     """
     stdout = sys.stdout
-    if not isinstance(stdout, TextIOWrapper):  # none, or one of a program that runs commands in itself
+    if not isinstance(stdout, TextIOWrapper):  # no stdout, or that of a program that runs commands in its process
         yield
         return
     stdout.reconfigure(errors="backslashreplace")
@@ -89,24 +99,24 @@ def checked_stdout() -> Iterator[None]:
         finally:
             stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # what is buffered goes there at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # Python flushes its buffer there at exit
         if error.errno != errno.EPIPE:
-            complain(f"tierbed: stdout: {error.strerror}")
+            print_error(f"tierbed: stdout: {error.strerror}")
         raise SystemExit(PROBLEM) from None
 
 
 def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
-    """End with a message on stderr, and as the document of --json."""
-    complain(f"tierbed: {message}")
+    """Exit with a message on stderr, and with the document of --json."""
+    print_error(f"tierbed: {message}")
     if as_json:
-        print_error(message)
+        print_json_error(message)
     raise typer.Exit(code)
 
 
-def tell_interrupted(as_json: bool) -> None:
-    """Print what Ctrl-C leaves on stdout: the document of --json, or nothing."""
+def print_interrupted(as_json: bool) -> None:
+    """Print the document of --json for Ctrl-C; without --json, nothing."""
     if as_json:
-        print_error("interrupted")
+        print_json_error("interrupted")
 
 
 def text(value: Any) -> str:
@@ -115,11 +125,11 @@ def text(value: Any) -> str:
 
 
 def words(value: Any) -> str:
-    """A plain value as people read it; what is nested in more than one container comes out as JSON."""
+    """A plain value for people; what is nested in more than one container is shown as JSON."""
     if value is None:
         return "none"
     if isinstance(value, float):
-        return f"{value:.9g}"  # as many digits as float32 has
+        return f"{value:.9g}"  # the digits of float32
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(item, (dict, list, tuple)) for item in inner):
         return text(value)
@@ -131,7 +141,7 @@ def words(value: Any) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in the unit that suits, of powers of 1000 as disks are sold and `df -H` has them."""
+    """Bytes in a suitable unit, by powers of 1000 as `df -H`."""
     if count < 1000:
         return f"{count} B"
     value, unit = float(count), 0
@@ -141,7 +151,7 @@ def size(count: int) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time in the unit that suits."""
+    """A time in a suitable unit."""
     if seconds < 10:
         return f"{max(seconds, 0):.1f} s"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -151,38 +161,147 @@ def span(seconds: float) -> str:
 
 
 def age(created: int) -> str:
-    """How long ago, of nanoseconds since 1970, UTC."""
+    """The time since `created`, in ns since 1970, UTC."""
     return span(time.time() - created / 1e9)
 
 
 def when(created: int) -> str:
-    """ISO 8601 of nanoseconds since 1970, UTC."""
+    """`created`, in ns since 1970, UTC, as ISO 8601."""
     return datetime.fromtimestamp(created // 10**9, UTC).isoformat()
 
 
 @contextmanager
-def progress(title: str, rows: int | None = None) -> Iterator[Progress]:
-    """Takes counts of rows; shows them, of `rows` where that is known, once it has lasted for over a second.
+def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
+    """Yields a function that takes counts of rows done, of `rows` in all if that is known.
 
-    A bar on stderr with rate and time left, where that is a terminal.
+    If stderr is a terminal, work that lasts more than a second shows a bar there, with rate and time left.
     """
     if not sys.stderr.isatty():
         yield lambda count: None
         return
     begin, done, bar = time.monotonic(), 0, None
 
-    def told(count: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done, bar
         done += count
+        if bar is None and time.monotonic() - begin > BAR_AFTER:
+            bar = _bar(title, rows)
         if bar is not None:
-            bar.show(done)
-        elif time.monotonic() - begin > BAR_AFTER:
-            from .bar import Bar  # only where it is needed: rich takes a while
-
-            bar = Bar(title, rows, done)
+            speed = bar.tasks[0].speed
+            bar.update(bar.task_ids[0], completed=done, rate=f"{speed:,.0f}/s" if speed else "")
 
     try:
-        yield told
+        yield advance
     finally:
         if bar is not None:
-            bar.close()
+            bar.stop()
+
+
+def _bar(title: str, rows: int | None) -> Progress:
+    """A started bar on stderr, which disappears when it is stopped."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    count = TextColumn("{task.completed:,.0f}" + ("" if rows is None else " of {task.total:,.0f}") + " rows")
+    left = TimeElapsedColumn() if rows is None else TimeRemainingColumn(compact=True)
+    columns = TextColumn("{task.description}"), BarColumn(), count, TextColumn("{task.fields[rate]}"), left
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.add_task(title, total=rows, rate="")
+    bar.start()
+    return bar
+
+
+def entry(name: str, manifest: Manifest) -> dict[str, Any]:
+    """The entry of a snapshot. `bytes` counts its own files."""
+    return {
+        "name": name,
+        "kind": manifest.kind,
+        "parent": None if manifest.parent is None else manifest.parent.name,
+        **dtypes(manifest.description),
+        "rows": manifest.rows,
+        "bytes": manifest.total_bytes,
+        "step": manifest.description["step"],
+        "created": when(manifest.created),
+    }
+
+
+def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
+    """The dtypes of rows by their valid description: of the embedding, and of the state, None if rows have none."""
+    from ..snapshots.store.selection import types_of
+
+    dtype, state_dtype = types_of(description)
+    return {"dtype": dtype, "state_dtype": state_dtype}
+
+
+def dtype_words(description: Mapping[str, Any]) -> str:
+    """The dtypes of rows for people: one name if all numbers have it."""
+    dtype, state_dtype = dtypes(description).values()
+    return f"{dtype}, state {state_dtype}" if state_dtype not in (None, dtype) else str(dtype)
+
+
+def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
+    """The lines of a table of snapshots, without the header."""
+    return [_line(s.name, s.manifest) for s in snapshots]
+
+
+def _line(name: str, manifest: Manifest) -> list[str]:
+    parent = "" if manifest.parent is None else manifest.parent.name
+    figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
+    return [name, manifest.kind, parent, dtype_words(manifest.description), *figures, age(manifest.created)]
+
+
+def report(done: str, name: str, manifest: Manifest, begin: float, as_json: bool, **more: Any) -> None:
+    """Print what a command did since `begin`, in s of time.monotonic."""
+    seconds = time.monotonic() - begin
+    if as_json:
+        print_json({**entry(name, manifest), **more, "seconds": round(seconds, 3)})
+        return
+    kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
+    contents = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {manifest.description['step']:,}"
+    left = f", {more['left_out']:,} rows skipped" if more.get("left_out") else ""
+    print(f"{done} {text(name)}: {contents}, in {span(seconds)}{left}")
+
+
+def report_all(done: str, name: str, made: Mapping[Path, Manifest], begin: float, as_json: bool) -> None:
+    """Print what a command did with all stores of a model."""
+    seconds = time.monotonic() - begin
+    if as_json:
+        stores = {store.name: entry(name, manifest) for store, manifest in made.items()}
+        print_json({"stores": stores, "seconds": round(seconds, 3)})
+        return
+    for store, manifest in made.items():
+        step = manifest.description["step"]
+        print(f"{done} {text(name)} of {text(store.name)}: {manifest.rows:,} rows, step {step:,}")
+
+
+def list_all(stores: Iterable[Path], as_json: bool) -> None:
+    """Print the snapshots of all stores of a model. Exits with `PROBLEM` if a manifest is damaged."""
+    from ..snapshots.files.reader import list_snapshots
+
+    listings = {store.name: list_snapshots(store / "snapshots") for store in stores}
+    damaged = {f"{store}/{name}": error for store, one in listings.items() for name, error in one.damaged.items()}
+    if as_json:
+        found = {store: [entry(s.name, s.manifest) for s in one.snapshots] for store, one in listings.items()}
+        print_json({"stores": found, "damaged": {name: str(error) for name, error in damaged.items()}})
+    else:
+        every = ([text(store), *line] for store, one in listings.items() for line in lines(one.snapshots))
+        print_table([["store", *SNAPSHOT_HEADER], *every], {column + 1 for column in NUMBER_COLUMNS})
+    report_damaged(damaged)
+
+
+def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json: bool) -> None:
+    """Print what is sound and what is damaged, and exit with `PROBLEM` if anything is damaged."""
+    if as_json:
+        print_json({"sound": [*sound], "damaged": {name: str(error) for name, error in damaged.items()}})
+    else:
+        for name in sound:
+            print(f"sound: {text(name)}")
+    report_damaged(damaged)
+
+
+def report_damaged(damaged: Mapping[str, Exception]) -> None:
+    """Name damaged snapshots on stderr, and exit with `PROBLEM` if there are any."""
+    for name, error in damaged.items():
+        print_error(f"damaged: {text(name)}: {error}")
+    if damaged:
+        raise typer.Exit(PROBLEM)

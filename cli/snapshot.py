@@ -22,9 +22,24 @@ from .arguments import (
     locked_store,
     open_snapshot,
 )
-from .entries import HEADER, RIGHT, complain_of, entry, lines, list_all, report, report_all, report_sound
-from .model import held_together, load_together, save_together, served, since, stores_at
-from .output import print_fields, print_json, print_table, progress, size, text
+from .model import load_together, locked_stores, save_together, serving_processes, since, stores_at
+from .output import (
+    NUMBER_COLUMNS,
+    SNAPSHOT_HEADER,
+    entry,
+    lines,
+    list_all,
+    print_fields,
+    print_json,
+    print_table,
+    progress,
+    report,
+    report_all,
+    report_damaged,
+    report_sound,
+    size,
+    text,
+)
 
 if TYPE_CHECKING:
     from ..engine.errors import SnapshotError
@@ -33,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, as_json: Json = False) -> None:
-    """Make one full snapshot of an incremental one and all that it goes over, which stay.
+    """Make one full snapshot of an incremental one and its parents, which are kept.
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
@@ -47,15 +62,18 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     with locked_store(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         place = folder.snapshots / new
-        needed = {*needed_snapshots(folder.path), *(noting.base for noting in folder.all_noting)}
+        needed = {
+            *needed_snapshots(folder.path),
+            *(state.recovery_snapshot for state in folder.recovery_folders),
+        }
         if overwrite and new != name and new in needed:
             raise SnapshotError(
-                f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: live rows go back to it after a "
-                "kill; choose another name"
+                f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: it is the recovery snapshot of live "
+                "rows; choose another name"
             )
-        with progress("merging", snapshot.manifest.rows) as told:
+        with progress("merging", snapshot.manifest.rows) as advance:
             same = with_same_rows(snapshot)
-            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), told, overwrite, same)
+            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), advance, overwrite, same)
     report("merged", new, manifest, begin, as_json)
 
 
@@ -63,13 +81,13 @@ def prune(
     store: Store,
     keep_last: Annotated[int, typer.Option(help="How many of the latest to keep.", min=1, show_default=False)],
     keep_every: Annotated[
-        int | None, typer.Option(help="Keep the first that reached each multiple of so many steps as well.", min=1)
+        int | None, typer.Option(help="Also keep the first that reached each multiple of this many steps.", min=1)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; tell what would be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; show what would be removed.")] = False,
     timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
-    """Remove old snapshots, but none that a kept one or the live rows go over or back to.
+    """Remove old snapshots, except parents of kept ones and those that recovery needs.
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
@@ -86,7 +104,7 @@ def prune(
             one.name: {
                 "removed": [snapshot.name for snapshot in done.removed],
                 "kept": [snapshot.name for snapshot in done.kept],
-                "kept_for_live_rows": [snapshot.name for snapshot in done.for_live_rows],
+                "kept_for_live_rows": [snapshot.name for snapshot in done.kept_for_recovery],
                 "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in done.removed),
                 "dry_run": dry_run,
             }
@@ -98,30 +116,30 @@ def prune(
         prefix = "" if stores == [store] else f"{text(one.name)}/"
         for snapshot in done.removed:
             print(f"{'would remove' if dry_run else 'removed'} {prefix}{text(snapshot.name)}")
-        for snapshot in done.for_live_rows:
-            why = "a save replaced it, and " if snapshot.name.startswith(REPLACED) else ""
+        for snapshot in done.kept_for_recovery:
+            why = "a save replaced it, but " if snapshot.name.startswith(REPLACED) else ""
             kept = "would keep" if dry_run else "kept"
-            print(f"{kept} {prefix}{text(snapshot.name)}: {why}live rows go back to it after a kill")
+            print(f"{kept} {prefix}{text(snapshot.name)}: {why}recovery needs it")
         count, bytes = len(done.removed) + len(done.kept), sum(s.manifest.total_bytes for s in done.removed)
         print(f"{prefix and prefix + ' '}{len(done.removed)} of {count} snapshots, {size(bytes)}")
 
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
-    """Prune stores, by the process that has one open or by this, and let `plans` say what was done."""
+    """Prune stores, by the process that has one open or by this one, and update `plans` to what was done."""
     from ..engine.errors import TierbedError
     from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
 
-    held = served(plans, timeout, as_json)
+    serving = serving_processes(plans, timeout, as_json)
     removed: list[str] = []
-    with exit_if_in_use([one for one in plans if one not in held], as_json):
+    with exit_if_in_use([one for one in plans if one not in serving], as_json):
         try:
             for one, plan in plans.items():
-                if one in held and (answer := request_prune(one, keep_last, keep_every, timeout)) is not None:
+                if one in serving and (answer := request_prune(one, keep_last, keep_every, timeout)) is not None:
                     gone, every = answer[0], [*plan.kept, *plan.removed]
-                    kept, for_live = ([s for s in part if s.name not in gone] for part in (every, plan.for_live_rows))
-                    plans[one] = retention.PrunePlan(kept, [s for s in every if s.name in gone], for_live)
+                    kept, needed = ([s for s in of if s.name not in gone] for of in (every, plan.kept_for_recovery))
+                    plans[one] = retention.PrunePlan(kept, [s for s in every if s.name in gone], needed)
                 else:
                     with StoreFolder(one) as folder:
                         plans[one] = retention.prune(folder, keep_last, keep_every)
@@ -136,11 +154,11 @@ def verify(
     store: Store,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Which snapshots; all by default.", autocompletion=complete_names),
+        typer.Argument(metavar="[NAME]...", help="Snapshots to verify; all by default.", autocompletion=complete_names),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read snapshots and those that they go over, and compare every file with its checksum. Exits with 1 for damage.
+    """Read snapshots and their parents, and compare every file with its checksum. Exits with 1 if one is damaged.
 
     Example: tierbed snapshot verify store/users
     """
@@ -165,9 +183,9 @@ def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
     from ..snapshots.files.verify import chains_of, verify_all
 
     chains, damaged = chains_of(snapshots)
-    links = {link.name: link for chain in chains.values() for link in chain}
-    with progress("verifying", sum(link.manifest.own_rows for link in links.values())) as told:
-        return verify_all(chains, damaged, told)
+    by_name = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
+    with progress("verifying", sum(snapshot.manifest.own_rows for snapshot in by_name.values())) as advance:
+        return verify_all(chains, damaged, advance)
 
 
 class Kind(StrEnum):
@@ -181,38 +199,38 @@ class Kind(StrEnum):
 def save(
     store: Store,
     name: NewName,
-    kind: Annotated[Kind, typer.Option(help="What it holds: see docs/snapshots.md.")] = Kind.full,
+    kind: Annotated[Kind, typer.Option(help="The kind of snapshot, see docs/snapshots.md.")] = Kind.full,
     timeout: Timeout = 60,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Save the live rows: of a closed store by itself, of one that is in use by the process that has it.
+    """Save the live rows. If a process has the store open, that process saves them.
 
-    That process saves between two steps, and trains on. Of the folder of a model, all stores in it are saved at one
-    instant.
+    It saves between two steps and continues to train. Given the folder of a model, all stores in it are saved at the
+    same moment.
 
     Example: tierbed snapshot save store/users before-retraining
     """
     from ..snapshots.control.client import request_save
-    from ..snapshots.store.closed_store import save_closed
+    from ..snapshots.store.closed_store import save_closed_store
     from ..snapshots.store.folder_state import holder
 
     begin = time.monotonic()
     stores = stores_at(store)
     if stores != [store]:
-        with progress("saving") as told:
-            saved = save_together(stores, name, kind.value, overwrite, timeout, told, as_json)
+        with progress("saving") as advance:
+            saved = save_together(stores, name, kind.value, overwrite, timeout, advance, as_json)
         report_all("saved", name, dict(zip(stores, saved, strict=True)), begin, as_json)
         return
     manifest = None
-    with progress("saving") as told:
+    with progress("saving") as advance:
         if holder(store) is not None:
-            manifest = request_save(store, name, kind.value, since(told), timeout, overwrite)
+            manifest = request_save(store, name, kind.value, since(advance), timeout, overwrite)
     if manifest is None:
         with locked_store(store, as_json) as folder:
-            mark = folder.read_mark() or {}
-            with progress("saving", mark.get("rows")) as told:
-                manifest = save_closed(folder, name, told, kind.value, overwrite)
+            marker = folder.read_clean_marker() or {}
+            with progress("saving", marker.get("rows")) as advance:
+                manifest = save_closed_store(folder, name, advance, kind.value, overwrite)
     report("saved", name, manifest, begin, as_json)
 
 
@@ -223,42 +241,40 @@ def load(
         list[str] | None,
         typer.Option(
             "--table",
-            help="Replace all live rows by those of this table alone, by id or name: rows of tables not given are gone."
-            " May be given again.",
+            help="Replace all live rows by those of this table, by id or name: rows of other tables are lost."
+            " May be repeated.",
             show_default=False,
         ),
     ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Leave optimizer state out, to train on with another optimizer.")
+        bool, typer.Option("--weights-only", help="Without optimizer state, to train with another optimizer.")
     ] = False,
-    convert: Annotated[
-        bool, typer.Option("--convert", help="Convert numbers to the dtype of the live rows, where theirs is another.")
-    ] = False,
+    convert: Annotated[bool, typer.Option("--convert", help="Convert numbers to the dtype of the live rows.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a snapshot the live rows, in place of those there: the next training run resumes from it.
+    """Replace the live rows by a snapshot: the next training run resumes from it.
 
-    It is checked while it is copied: where it is damaged or of another table, the live rows stay as they were.
+    It is verified while it is copied. If it is damaged or of another table, the live rows are unchanged.
 
     Example: tierbed snapshot load store/users before-retraining
     """
-    from ..snapshots.store.closed_store import load_live
+    from ..snapshots.store.closed_store import load_into_store
     from ..snapshots.store.selection import Selection
 
     begin = time.monotonic()
     stores = stores_at(store)
     if stores != [store]:
         if table or weights_only or convert:
-            raise typer.BadParameter("--table, --weights-only and --convert are of one store: give its folder")
-        with exit_if_in_use(stores, as_json), held_together(stores) as folders, progress("loading") as told:
-            loaded = load_together(folders, name, told)
+            raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
+        with exit_if_in_use(stores, as_json), locked_stores(stores) as folders, progress("loading") as advance:
+            loaded = load_together(folders, name, advance)
         report_all("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
         return
     with locked_store(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         selection = Selection(tables=check_tables(table, snapshot), state=not weights_only, convert=convert)
-        with progress("loading", snapshot.manifest.rows) as told:
-            live, taken = load_live(folder, snapshot, told, selection)
+        with progress("loading", snapshot.manifest.rows) as advance:
+            live, taken = load_into_store(folder, snapshot, advance, selection)
     report("loaded", name, live, begin, as_json, left_out=taken.left_out)
 
 
@@ -278,20 +294,20 @@ def list_(store: Store, as_json: Json = False) -> None:
         damaged = {name: str(error) for name, error in listing.damaged.items()}
         print_json({"snapshots": [entry(s.name, s.manifest) for s in listing.snapshots], "damaged": damaged})
     else:
-        print_table([HEADER, *lines(listing.snapshots)], RIGHT)
-    complain_of(listing.damaged)
+        print_table([SNAPSHOT_HEADER, *lines(listing.snapshots)], NUMBER_COLUMNS)
+    report_damaged(listing.damaged)
 
 
 def inspect(
     store: Store,
     name: Name,
-    rows: Annotated[int, typer.Option(help="Show this many rows, the first.", min=0)] = 0,
+    rows: Annotated[int, typer.Option(help="Show the first rows, this many.", min=0)] = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw row norms, update counts and rows of each table to this file.")
+        Path | None, typer.Option(help="Draw row norms, update counts and rows by table to this file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print what a snapshot holds: its table, rows for each table id, how often they were updated, how large they are.
+    """Print what a snapshot holds: its description, rows by table, update counts and row norms.
 
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
@@ -305,8 +321,8 @@ def inspect(
 
         check_plot(plot)
     snapshot = open_snapshot(store, name)
-    with progress("reading", snapshot.manifest.rows) as told:
-        summary = summarise(snapshot, told, first=rows)
+    with progress("reading", snapshot.manifest.rows) as advance:
+        summary = summarise(snapshot, advance, first=rows)
     names = names_in(snapshot.description)
     if plot is not None:
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)

@@ -11,17 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json, Store, Timeout, complete_names, locked_store, open_snapshot, table_of
-from .entries import dtype_words, dtypes
-from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progress, size, span, tell_interrupted, text
+from .output import (
+    INTERRUPTED,
+    NO_ROW,
+    dtype_words,
+    dtypes,
+    fail,
+    print_fields,
+    print_interrupted,
+    print_json,
+    progress,
+    size,
+    span,
+    text,
+)
 
 if TYPE_CHECKING:
     from ..snapshots.store.status import Restart, StoreStatus
 
-_STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "elsewhere": "in shares on other hosts"}
+_STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "elsewhere": "in shards on other hosts"}
 
 
 def stat(store: Store, as_json: Json = False) -> None:
-    """Print what a store folder holds, who has it open, and what the next training run would do.
+    """Print what a store folder holds, which process has it open, and what the next training run would do.
 
     Example: tierbed store stat store/users
     """
@@ -34,19 +46,19 @@ def stat(store: Store, as_json: Json = False) -> None:
     sizes = ", ".join(f"{size(count)} {part}" for part, count in status.bytes.items())
     by_table = status.rows_by_table or {}
     tables = {"rows by table": ", ".join(f"{text(name)}: {rows:,}" for name, rows in by_table.items())}
-    held = f"open in process {status.holder or 'unknown'}"
+    in_use = f"open in process {status.holder or 'unknown'}"
     print_fields(
         {
-            "state": {"open": held, **_STATES}[status.state],
+            "state": {"open": in_use, **_STATES}[status.state],
             "live rows": _live(status),
-            **({} if status.mark is None else {"dtype": dtype_words(status.mark)}),
+            **({} if status.marker is None else {"dtype": dtype_words(status.marker)}),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
             "on disk": sizes,
-            "base": text(status.base or "none"),
+            "recovery": text(status.recovery_snapshot or "none"),
             **({"trained together with": ", ".join(map(text, status.together))} if status.together else {}),
-            "a restart": _said(status),
+            "a restart": _describe_restart(status),
         }
     )
 
@@ -55,11 +67,11 @@ def compact(
     store: Store,
     rocksdb_options: Annotated[
         str,
-        typer.Option(help="The store's `rocksdb_options`, where it has any: files are written by them."),
+        typer.Option(help="The `rocksdb_options` of the store, if any: files are written with them."),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Merge the files of a store on SSD that was closed cleanly, so that replaced rows take no space.
+    """Merge the files of a cleanly closed store on SSD, so that replaced rows take no space.
 
     Example: tierbed store compact store/users
     """
@@ -67,17 +79,17 @@ def compact(
 
     begin = time.monotonic()
     try:
-        with locked_store(store, as_json) as folder, progress("merging") as told:
-            sizes = _watched(lambda: compact_live(folder, rocksdb_options), told)
+        with locked_store(store, as_json) as folder, progress("merging") as advance:
+            sizes = _watched(lambda: compact_live(folder, rocksdb_options), advance)
     except KeyboardInterrupt:
-        tell_interrupted(as_json)
-        os._exit(INTERRUPTED)  # RocksDB's threads are at work, and its files good at any instant
+        print_interrupted(as_json)
+        os._exit(INTERRUPTED)  # while RocksDB's threads run: its files are valid at any time
     seconds = time.monotonic() - begin
     if as_json:
         before, after = sizes or (None, None)
         print_json({"merged": sizes is not None, "bytes_before": before, "bytes_after": after, "seconds": seconds})
     elif sizes is None:
-        print("nothing to merge: the live rows are row files, which each close writes anew")
+        print("nothing to merge: the live rows are row files, which every close rewrites")
     else:
         print(f"merged: {size(sizes[0])} before, {size(sizes[1])} after, in {span(seconds)}")
 
@@ -95,19 +107,21 @@ def get(
     table: Annotated[str, typer.Option(help="The table, by id or name.")] = "0",
     snapshot: Annotated[
         str | None,
-        typer.Option(help="Of this snapshot, not of the live rows.", show_default=False, autocompletion=complete_names),
+        typer.Option(
+            help="Read this snapshot instead of the live rows.", show_default=False, autocompletion=complete_names
+        ),
     ] = None,
     timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
-    """Print a row of a store, or of a snapshot. Exits with 4 where it was never written.
+    """Print a row of a store or of a snapshot. Exits with 4 if it was never written.
 
-    Of a store that is in use, the process that has it reads the row between two steps.
+    If a process has the store open, that process reads the row between two steps.
 
     Example: tierbed store get store/users 42 --table 1
     """
     from ..engine.errors import InputError
-    from ..snapshots.control.client import ask_row
+    from ..snapshots.control.client import request_row
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.inspection.row import live_row, plain_row, snapshot_row
     from ..snapshots.store.folder_state import holder
@@ -120,7 +134,7 @@ def get(
             opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
             row, description = snapshot_row(opened, table_of(table), key), opened.description
         elif holder(existing_store(store)) is not None and (
-            (asked := ask_row(store, table_of(table), key, timeout)) is not None
+            (asked := request_row(store, table_of(table), key, timeout)) is not None
         ):
             found, row = asked, None
         else:
@@ -131,7 +145,7 @@ def get(
     if row is not None:
         found = plain_row(row[0], description)
     if not found:
-        fail(f"there is no row of table {table}, key {key}: lookups see its initial value", NO_ROW, as_json)
+        fail(f"there is no row of table {table}, key {key}: lookups return its initial value", NO_ROW, as_json)
     if as_json:
         print_json(found)
     else:
@@ -149,11 +163,11 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "live": status.live,
         "ranks": status.ranks,
         "together": list(status.together),
-        **({"dtype": None, "state_dtype": None} if status.mark is None else dtypes(status.mark)),
+        **({"dtype": None, "state_dtype": None} if status.marker is None else dtypes(status.marker)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
         "step": status.step,
-        "base": status.base,
+        "base": status.recovery_snapshot,
         "bytes": status.bytes,
         "restart": restart,
     }
@@ -161,40 +175,40 @@ def plain(status: StoreStatus) -> dict[str, Any]:
 
 def _live(status: StoreStatus) -> str | None:
     if status.ranks is not None:
-        return f"shares of {status.ranks} ranks"
+        return f"shards of {status.ranks} ranks"
     return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live)
 
 
-def _said(status: StoreStatus) -> str:
+def _describe_restart(status: StoreStatus) -> str:
     if status.restart.source == "elsewhere":
         return (
-            f"{status.ranks} ranks go on as their shares say, which are on other hosts; one process is refused until a "
+            f"{status.ranks} ranks resume by their shards, which are on other hosts; one process is refused until a "
             "snapshot is loaded"
         )
-    said = _said_of(status.restart)
+    said = _describe_source(status.restart)
     if status.holder is None:
         return said
-    return f"once it is closed, resumes from the live rows; after a kill, {said}"
+    return f"after a close, resumes from the live rows; after a kill, {said}"
 
 
-def _said_of(restart: Restart) -> str:
+def _describe_source(restart: Restart) -> str:
     match restart.source:
         case "live":
-            return f"resumes from the live rows, of step {restart.step:,}"
+            return f"resumes from the live rows, at step {restart.step:,}"
         case "snapshot":
-            kept = f"goes back to snapshot {text(restart.snapshot)}, of step {restart.step:,}"
+            kept = f"rolls back to snapshot {text(restart.snapshot)}, at step {restart.step:,}"
         case "empty":
             kept = "starts empty"
         case _:
             return f"cannot start: {restart.problem}"
     if restart.lost_steps is None:
-        return f"{kept}, and loses what was written since"
+        return f"{kept}, and loses all later writes"
     steps = "1 step" if restart.lost_steps == 1 else f"{restart.lost_steps:,} steps"
     return f"{kept}, and loses {steps}" if restart.lost_steps else kept
 
 
-def _watched(work: Callable[[], Any], told: Callable[[int], None]) -> Any:
-    """The result of work in a thread, so that the bar lives and Ctrl-C is heard."""
+def _watched(work: Callable[[], Any], advance: Callable[[int], None]) -> Any:
+    """The result of work in a thread, so that the bar is updated and Ctrl-C works."""
     from ..engine.threads import Thread
 
     outcome: list[Any] = []
@@ -209,8 +223,8 @@ def _watched(work: Callable[[], Any], told: Callable[[int], None]) -> Any:
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
-        told(0)
-    result, error = outcome or (None, MemoryError("the thread that merges ended without a word"))
+        advance(0)
+    result, error = outcome or (None, MemoryError("the merge thread died without raising an error"))
     if error is not None:
         raise error
     return result

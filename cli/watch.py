@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from .arguments import Store
-from .entries import HEADER, RIGHT, entry, lines
-from .output import aligned, print_json, text
+from .output import NUMBER_COLUMNS, SNAPSHOT_HEADER, aligned, entry, lines, print_json, text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class View(NamedTuple):
-    """A store at one instant."""
+    """The state of a store when it was polled."""
 
     status: StoreStatus
     snapshots: dict[str, Snapshot]
@@ -30,12 +29,12 @@ class View(NamedTuple):
 
 def watch(
     store: Store,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05)] = 1.0,
+    interval: Annotated[float, typer.Option(help="Seconds between two polls.", min=0.05)] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each change.")] = False,
 ) -> None:
-    """Show the snapshots of a store as they come and go, who has it open, and the step; ends on Ctrl-C.
+    """Show the snapshots of a store, the process that has it open, and the step, until Ctrl-C.
 
-    With --json, or where stdout is no terminal, a line for each change.
+    With --json, or if stdout is not a terminal, print a line for each change.
 
     Example: tierbed snapshot watch store/users
     """
@@ -50,9 +49,9 @@ def watch(
 
 
 def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
-    """What to tell of a look after another one: dicts whose `event` is one of
+    """The differences between two polls: dicts whose `event` is one of
 
-    - "store": `state`, `holder` and `step`, where one of them is another;
+    - "store": `state`, `holder` and `step`, if one of them has changed;
     - "saved", with the entry of a snapshot, and "removed", with its `name`;
     - "damaged", with `name` and `error`.
     """
@@ -76,20 +75,20 @@ def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
             yield {"event": "damaged", "name": name, "error": error}
 
 
-def look(store: Path) -> View:
-    """Raises StoreError, SnapshotError."""
+def poll(store: Path) -> View:
+    """The current state of a store. Raises StoreError, SnapshotError."""
     from ..snapshots.files.reader import list_snapshots
     from ..snapshots.store.status import store_status
 
     listing: Listing = list_snapshots(store / "snapshots")
     snapshots = {s.name: s for s in listing.snapshots}
-    there = {name: str(e) for name, e in listing.damaged.items() if (store / "snapshots" / name).is_dir()}
-    return View(store_status(store), snapshots, there)
+    damaged = {name: str(e) for name, e in listing.damaged.items() if (store / "snapshots" / name).is_dir()}
+    return View(store_status(store), snapshots, damaged)
 
 
 def _views(store: Path, interval: float) -> Iterator[View]:
     while True:
-        yield look(store)
+        yield poll(store)
         time.sleep(interval)
 
 
@@ -111,8 +110,8 @@ def _show(views: Iterator[View]) -> None:
     with Live(auto_refresh=False) as live:
         for view in views:
             status = view.status
-            held = status.state if status.holder is None else f"open in process {status.holder or 'unknown'}"
+            state = status.state if status.holder is None else f"open in process {status.holder or 'unknown'}"
             step = "" if status.step is None else f", step {status.step:,}"
-            table = aligned([HEADER, *lines(view.snapshots.values())], RIGHT)
+            table = aligned([SNAPSHOT_HEADER, *lines(view.snapshots.values())], NUMBER_COLUMNS)
             damaged = [f"damaged: {text(name)}: {error}" for name, error in view.damaged.items()]
-            live.update(Text("\n".join([f"{status.path}: {held}{step}", *table, *damaged])), refresh=True)
+            live.update(Text("\n".join([f"{status.path}: {state}{step}", *table, *damaged])), refresh=True)

@@ -19,7 +19,7 @@ from ..engine.threads import POLL_SECONDS
 from ..snapshots.files.format import snapshot_id
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import Instant
-from ..snapshots.files.writer import Progress
+from ..snapshots.files.writer import ProgressCallback
 from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import check_one_instant, rows_of
@@ -41,7 +41,7 @@ def save_together(
     kind: str = "full",
     overwrite: bool = False,
     background: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> SaveHandle | None:
     """Save the rows of all as snapshot `name`, in each store folder, between two steps: all or none.
 
@@ -174,7 +174,7 @@ def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> 
 
 def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:
     """A snapshot in a store folder too. It stays if a load fails late, since it may be the recovery snapshot."""
-    return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.base == place.name)
+    return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.recovery_snapshot == place.name)
 
 
 def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
@@ -236,7 +236,7 @@ def _save_on_ranks(
     kind: str,
     overwrite: bool,
     background: bool,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> BackgroundShardedSave | None:
     kinds = [_kind(table, kind) for table in tables]
     for table, its_kind in zip(tables, kinds, strict=True):

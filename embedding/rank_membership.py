@@ -39,7 +39,7 @@ class RankMembership(Membership):
 
     def __init__(self, home: SharedFolder, group: TrainingGroup | None, own: LocalTableHandle) -> None:
         assert home.folder is not None
-        super().__init__(home.keeper, group, home.path)
+        super().__init__(home.snapshot_store, group, home.path)
         self._own = own
 
     def opened_with(self, rows: Rows, is_live: bool) -> None:
@@ -86,7 +86,9 @@ def settle_ranks(
         known = Group(home.path, open_rows(), stores=stores)
         found = [member.path for member in known.members.values() if member.live is None]
         ours = [
-            path for path in found if (r := FolderState(path).keeper.of_ranks) is not None and r.ranks == world.size
+            path
+            for path in found
+            if (r := FolderState(path).snapshot_store.of_ranks) is not None and r.ranks == world.size
         ]
         return [str(path) for path in ours] if len(known.members) + len(known.missing) > 1 else []
 
@@ -105,4 +107,4 @@ def settle_ranks(
 
 def _share(path: Path, rank: int, ranks: int) -> ShardVersion | None:
     place = shard_folder(path, rank, ranks)
-    return live_in(FolderState(place).read_mark(), rank, ranks) if place.is_dir() else None
+    return live_in(FolderState(place).read_clean_marker(), rank, ranks) if place.is_dir() else None

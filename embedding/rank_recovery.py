@@ -80,12 +80,14 @@ class RecoveryDecision:
             return OpenPlan(found.clean_marker, run=live.run, writes=live.writes)
         entry = None if self._fresh else self._recover(reports)
         self._agreed = True
-        if self._home.folder is None or self._home.keeper.at is not None:  # the log has it of all that train together
+        if (
+            self._home.folder is None or self._home.snapshot_store.at is not None
+        ):  # the log has it of all that train together
             entry = None
         if self.base is None:
             return OpenPlan(run=self.run, log_entry=entry)
         part = HashShard(self._world.rank, self._world.size)
-        snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_part(part)
+        snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_shard(part)
         return OpenPlan(snapshot=snapshot, run=self.run, log_entry=entry, verified=lambda: self._count(snapshot))
 
     def finish(self, error: BaseException | None) -> None:
@@ -111,12 +113,12 @@ class RecoveryDecision:
     def _count(self, snapshot: Snapshot) -> None:
         """Raise SnapshotError on all ranks if they did not read all rows of the recovery snapshot."""
         self._has_read = True
-        check_row_count(self._world, self._op, snapshot, lambda: snapshot.found)
+        check_row_count(self._world, self._op, snapshot, lambda: snapshot.shard_rows)
         self._counted = True
 
     def _introduced(self) -> dict[str, Any]:
         home = self._home
-        return {"token": home.leave_token(), "record": home.keeper.of_ranks, "path": str(home.path)}
+        return {"token": home.leave_token(), "record": home.snapshot_store.of_ranks, "path": str(home.path)}
 
     def _report(self, found: FolderContents) -> ShardReport:
         home, record = self._home, self._record
@@ -129,9 +131,9 @@ class RecoveryDecision:
         report = ShardReport(live_in(found.clean_marker, self._world.rank, self._world.size), noted, others)
         if home.folder is None:
             return report
-        marker = home.folder.read_mark()
+        marker = home.folder.read_clean_marker()
         alone = None if marker is None else (marker["step"], marker["rows"])
-        return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.begun)
+        return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.has_begun)
 
     def _live(self, reports: list[ShardReport]) -> ShardVersion | None:
         """The live rows of this number of ranks, if all are from the same step and later than those of one process."""

@@ -18,7 +18,7 @@ from ..snapshots.files.format import HashShard, check_name
 from ..snapshots.files.merging import changes_between
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, Version
-from ..snapshots.files.writer import Progress, Together, check_parent
+from ..snapshots.files.writer import ProgressCallback, Together, check_parent
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
@@ -80,7 +80,7 @@ class RankSnapshots:
             op, lambda: self._on_rank_0(lambda home: self._check(home, name, kind, overwrite))
         )
 
-    def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
+    def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: ProgressCallback | None = None) -> None:
         """As `LocalTableHandle.save_snapshot`."""
         op = self._op(f"saving snapshot {name!r}")
         self._agree(name, kind, overwrite)
@@ -149,7 +149,7 @@ class RankSnapshots:
         if now == EMPTY:
             return "", False, None
         alone = self.membership.record is None
-        place = state_snapshot(home.keeper, now, keep)
+        place = state_snapshot(home.snapshot_store, now, keep)
         if place is not None:
             return place.name, False, None if alone else self.membership.seen().digest
         self._for_state = Together(secrets.token_hex(16), None) if alone else self.membership.saved()
@@ -210,7 +210,7 @@ class RankSnapshots:
             if fitted.types is not None:
                 for _ in fitted.rows_of(snapshot, LoadReport()):
                     pass
-            return snapshot.found
+            return snapshot.shard_rows
 
         check_row_count(self._world, op, snapshot, check)
         if self.home is not None and selection.can_recover:
@@ -240,7 +240,7 @@ class RankSnapshots:
 
     def drop_rows(self, saved: Snapshot) -> None:
         """As `LocalTableHandle.drop_rows`. Local: rank 0 does it."""
-        self._on_rank_0(lambda home: remove_if_unreferenced(home.keeper, saved))
+        self._on_rank_0(lambda home: remove_if_unreferenced(home.snapshot_store, saved))
 
     def discard_rows(self, name: str) -> None:
         """As `LocalTableHandle.discard_rows`. Local: rank 0 does it."""
@@ -313,8 +313,8 @@ class RankSnapshots:
         return SaveSource(table.describe(), table.counts.rows, table.scan, record=record)
 
     def _check(self, home: SharedFolder, name: str, kind: str, overwrite: bool) -> None:
-        home.keeper.check()
-        check_save(home.keeper, name, kind, self._source(), overwrite)
+        home.snapshot_store.check()
+        check_save(home.snapshot_store, name, kind, self._source(), overwrite)
 
     def begin_save(
         self, op: str, name: str, kind: str, overwrite: bool, of_all: OfAll | None = None
@@ -325,13 +325,13 @@ class RankSnapshots:
 
         def prepare(home: SharedFolder) -> list[str] | None:
             nonlocal together, replaces
-            home.keeper.check()
-            parent = parent_for(home.keeper, name) if kind == "incremental" else None
+            home.snapshot_store.check()
+            parent = parent_for(home.snapshot_store, name) if kind == "incremental" else None
             if parent is not None:
                 check_parent(home.snapshots / name, parent, self.own.table.describe())
             if self.membership is not None and self.membership.record is not None:
                 together = self.membership.saved(of_all)
-            place = begin_save(home.keeper, name, kind, self._source(), overwrite)
+            place = begin_save(home.snapshot_store, name, kind, self._source(), overwrite)
             replaces = os.path.lexists(place)
             return None if parent is None else [parent.name, parent.manifest.id]
 
@@ -351,7 +351,7 @@ class RankSnapshots:
         if self.membership is not None:
             self.membership.saved_as(made)
 
-    def write_save(self, save: ShardedSave, parent: Snapshot | None, progress: Progress | None) -> None:
+    def write_save(self, save: ShardedSave, parent: Snapshot | None, progress: ProgressCallback | None) -> None:
         table = self.own.table
         if parent is None:
             save.write(table.scan(), progress)
@@ -362,14 +362,14 @@ class RankSnapshots:
     def when_saved(self) -> Callable[[], None]:
         """What rank 0 does when the snapshot is complete: record which rows it has, those of now."""
         writes = self.own.life.writes
-        return lambda: self._on_rank_0(lambda home: home.keeper.note_saved(writes))
+        return lambda: self._on_rank_0(lambda home: home.snapshot_store.note_saved(writes))
 
     def prune_here(self, home: SharedFolder, keep_last: int, keep_every: int | None) -> list[str]:
         """Prune on rank 0. Local."""
-        home.keeper.check()
+        home.snapshot_store.check()
         if self._saving is None:
-            clear_leftovers(home.keeper)
-        return [snapshot.name for snapshot in prune(home.keeper, keep_last, keep_every).removed]
+            clear_leftovers(home.snapshot_store)
+        return [snapshot.name for snapshot in prune(home.snapshot_store, keep_last, keep_every).removed]
 
     def _finish_saving(self) -> None:
         """Wait for a snapshot in the background. Its error was logged."""
@@ -383,11 +383,13 @@ class RankSnapshots:
 
     def _part_of(self, place: Path) -> Snapshot:
         check_name(place.name)
-        return Snapshot.open(place).of_part(HashShard(self._world.rank, self._world.size))
+        return Snapshot.open(place).of_shard(HashShard(self._world.rank, self._world.size))
 
     def _link(self, home: SharedFolder, place: Path, linking: ExitStack) -> None:
-        keeper = home.keeper
-        needed = linked(Snapshot.open(place), home.snapshots / place.name, lambda: keeper.base == place.name)
+        snapshot_store = home.snapshot_store
+        needed = linked(
+            Snapshot.open(place), home.snapshots / place.name, lambda: snapshot_store.recovery_snapshot == place.name
+        )
         linking.enter_context(needed)
 
     def _load(
@@ -418,7 +420,7 @@ class RankSnapshots:
         def verified() -> None:
             nonlocal voted
             voted = True
-            check_row_count(world, op, snapshot, lambda: snapshot.found)
+            check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
             marks = world.all_gather_object(f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
             self.own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
             self.own.begin_run(marks[0][1] if base is not None else self.own.life.run)
@@ -475,5 +477,5 @@ class RankSnapshots:
         if base is None:
             return
         noted = () if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)
-        home.keeper.set_base(base, *noted)
-        home.keeper.note_saved(self.own.life.writes, self.own.life.run)
+        home.snapshot_store.set_recovery_snapshot(base, *noted)
+        home.snapshot_store.note_saved(self.own.life.writes, self.own.life.run)

@@ -25,13 +25,13 @@ from ..snapshots.store.folder_state import (
     remove_other_shares,
     shard_folder,
 )
-from ..snapshots.store.save import base_of
+from ..snapshots.store.save import recovery_snapshot_of
 
 
 class FolderContents(NamedTuple):
     """What a store folder holds.
 
-    The fields are those of `FolderState`, with `clean_marker` as `read_mark` returns it.
+    The fields are those of `FolderState`, with `clean_marker` as `read_clean_marker` returns it.
     """
 
     clean_marker: dict[str, Any] | None
@@ -74,7 +74,7 @@ Decide = Callable[[FolderContents], OpenPlan]
 
 def contents_of(folder: FolderState) -> FolderContents:
     """What a store folder holds. Raises StoreError."""
-    return FolderContents(folder.read_mark(), folder.noted_step, folder.begun, folder.was_open)
+    return FolderContents(folder.read_clean_marker(), folder.noted_step, folder.has_begun, folder.was_open)
 
 
 def plan_open_local(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
@@ -91,7 +91,7 @@ def plan_open_local(folder: StoreFolder, found: FolderContents, fresh: bool, ref
     where = f"store folder {folder.path}"
     if refuses and found.was_open:
         raise StoreError(unclean_shutdown_text(folder.path))
-    snapshot = base_of(folder)
+    snapshot = recovery_snapshot_of(folder)
     base = RecoveryPoint.of(snapshot)
     if not found.was_open:
         return OpenPlan(snapshot=snapshot, log_entry=(logging.INFO, f"{where} is new; {recovery_text(base)}"))
@@ -133,7 +133,7 @@ def lacks_space(error: TierbedError) -> bool:
 def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
     """The error for a disk that has no room for what opening writes."""
     cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for a store that is open
-    base = folder.base
+    base = folder.recovery_snapshot
     spared = f" but {base!r}, the recovery snapshot" if base else ""
     return (
         f"{cause}. Free space on the disk and open the embedding again; snapshots in {str(folder.snapshots)!r} that "
@@ -194,12 +194,12 @@ def unclean_ranks_text(path: Path, record: RanksRecord, shards: ShardVersions) -
 
 def plan_open(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
     """As `plan_open_local`, also where the live rows are of ranks. StoreError where these may be on other hosts."""
-    record = folder.keeper.of_ranks
+    record = folder.snapshot_store.of_ranks
     if record is not None:
         check_shards_unlocked(folder.path, record.ranks)
     if record is None or found.clean_marker is not None or fresh:
         return plan_open_local(folder, found, fresh, refuses)
-    snapshot = base_of(folder.keeper)
+    snapshot = recovery_snapshot_of(folder.snapshot_store)
     shards = live_of(clean_markers(folder.path, record.ranks), record.ranks)
     if not shards:
         raise StoreError(
@@ -215,7 +215,7 @@ def plan_open(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: 
 
 def take_over_from_ranks(folder: StoreFolder) -> None:
     """Let the live rows be this process's alone, and remove those of ranks. Raises StoreError."""
-    folder.keeper.end_ranks()
+    folder.snapshot_store.end_ranks()
     remove_other_shares(folder.path, 1)
 
 

@@ -142,7 +142,7 @@ class ShardedTableHandle(RankSnapshots):
             self.own.before_first_write(self.membership.first_write_noted)
             if rows.is_live:
                 live = ShardVersion(self.own.life.run, self.own.life.writes, 0)
-                opened = rows_of_ranks(live, self.membership.record, home.keeper)
+                opened = rows_of_ranks(live, self.membership.record, home.snapshot_store)
             else:
                 base = rows.base
                 opened = Rows(EMPTY) if base is None else rows_of(Snapshot.open(home.snapshots / base.name))

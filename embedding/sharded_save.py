@@ -21,11 +21,11 @@ from ..snapshots.files.format import HashShard, RowFile
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.writer import (
     Files,
-    Progress,
+    ProgressCallback,
     Together,
     commit,
     new_snapshot,
-    place_of,
+    temporary_folder,
     write_shard,
     write_shard_delta,
 )
@@ -72,13 +72,13 @@ class ShardedSave:
         if self._world.rank == 0:
             self._open.enter_context(new_snapshot(self._folder, self._description, overwrite, self._saved_with))
 
-    def write(self, chunks: Chunks, progress: Progress | None = None) -> None:
+    def write(self, chunks: Chunks, progress: ProgressCallback | None = None) -> None:
         """Write the rows of this rank."""
-        self.files = write_shard(place_of(self._folder), self._description, self.shard, chunks, progress)
+        self.files = write_shard(temporary_folder(self._folder), self._description, self.shard, chunks, progress)
 
-    def write_changes(self, changes: Iterable[Change], progress: Progress | None = None) -> None:
+    def write_changes(self, changes: Iterable[Change], progress: ProgressCallback | None = None) -> None:
         """Write what changed of the rows of this rank since `parent`."""
-        self.files = write_shard_delta(place_of(self._folder), self._description, self.shard, changes, progress)
+        self.files = write_shard_delta(temporary_folder(self._folder), self._description, self.shard, changes, progress)
 
     def commit(self, error: BaseException | None = None, then: Callable[[], None] | None = None) -> str:
         """Complete the snapshot, once every rank has written. Returns its id.
@@ -123,7 +123,7 @@ class ShardedSave:
         if self._world.rank == 0:
             files = [{name: RowFile(*entry) for name, entry in part.items()} for _, part in self._parts]
             rows = sum(rows for rows, _ in self._parts)
-            place = place_of(self._folder)
+            place = temporary_folder(self._folder)
             self._id = commit(place, self._description, rows, files, self._parent, self._saved_with).id
             fsync_dir(place)
             if self._saved_with is not None:

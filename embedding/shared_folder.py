@@ -10,7 +10,7 @@ from ..engine.errors import StoreError
 from ..engine.options.store_options import StoreOptions
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
-from ..snapshots.store.save import base_of
+from ..snapshots.store.save import recovery_snapshot_of
 from .recovery import RecoveryPoint
 
 _TOKEN = ".token-"
@@ -25,27 +25,29 @@ class SharedFolder:
         place = snapshot_folder_of(options.snapshot_path, name)
         self.path = Path(options.persistent_path).absolute() / name
         self.folder = StoreFolder(self.path, f"embedding {name!r}", place) if rank == 0 else None
-        self.snapshots = place or FolderState(self.path).keeper.snapshots
+        self.snapshots = place or FolderState(self.path).snapshot_store.snapshots
 
     @property
-    def keeper(self) -> StoreFolder:
+    def snapshot_store(self) -> StoreFolder:
         """The store folder that the snapshots are in, on rank 0."""
         assert self.folder is not None
-        return self.folder.keeper
+        return self.folder.snapshot_store
 
     @property
     def base(self) -> str | None:
         """The snapshot that was saved or loaded last, if any."""
-        return FolderState(self.snapshots.parent).base or None
+        return FolderState(self.snapshots.parent).recovery_snapshot or None
 
     def leave_token(self) -> str:
         """Write a file next to the snapshots that no other job could have written, and return its name. StoreError."""
         self.remove_tokens()
         token = _TOKEN + secrets.token_hex(16)
         try:
-            (self.keeper.path / token).touch()
+            (self.snapshot_store.path / token).touch()
         except OSError as error:
-            raise StoreError(f"cannot write to {str(self.keeper.path)!r}: {error}; {StoreFolder.remedy}") from error
+            raise StoreError(
+                f"cannot write to {str(self.snapshot_store.path)!r}: {error}; {StoreFolder.remedy}"
+            ) from error
         return token
 
     def find_token(self, token: str) -> None:
@@ -60,25 +62,25 @@ class SharedFolder:
 
     def remove_tokens(self) -> None:
         """Remove the token, and those of killed processes."""
-        for token in self.keeper.path.glob(_TOKEN + "*"):
+        for token in self.snapshot_store.path.glob(_TOKEN + "*"):
             with contextlib.suppress(OSError):
                 token.unlink()
 
     def base_of_ranks(self) -> RecoveryPoint | None:
         """The recovery snapshot of rows of ranks, on rank 0. Raises SnapshotError."""
-        return RecoveryPoint.of(base_of(self.keeper))
+        return RecoveryPoint.of(recovery_snapshot_of(self.snapshot_store))
 
     def base_of_one(self) -> RecoveryPoint | None:
         """The recovery snapshot of rows of one process, on rank 0. Raises SnapshotError."""
         assert self.folder is not None
-        return RecoveryPoint.of(base_of(self.folder))
+        return RecoveryPoint.of(recovery_snapshot_of(self.folder))
 
     def begin(self, ranks: int, run: str, base: RecoveryPoint | None) -> None:
         """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError."""
         assert self.folder is not None
-        if self.folder.live.exists() or self.folder.read_mark() is not None:
+        if self.folder.live.exists() or self.folder.read_clean_marker() is not None:
             self.folder.discard_live()
-        self.keeper.begin_ranks(ranks, run, "" if base is None else base.name)
+        self.snapshot_store.begin_ranks(ranks, run, "" if base is None else base.name)
 
     def release(self) -> None:
         """Unlock the folder. May be called again."""

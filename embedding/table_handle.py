@@ -25,7 +25,7 @@ from ..engine.table.table import OpenTable
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import Manifest
 from ..snapshots.files.reader import list_snapshots
-from ..snapshots.inspection.row import place_of, plain_row, read_row
+from ..snapshots.inspection.row import plain_row, read_row, row_key_of
 from ..snapshots.store.selection import Selection
 from .group_snapshots import save_together
 from .recovery import Decide, RankShard, WriteEpoch
@@ -334,7 +334,7 @@ class LocalTableHandle(TableSnapshots):
         with table.lock:
             table.check()
             description = table.describe()
-            row = read_row(table.ready(), table.form, *place_of(description, label, key))
+            row = read_row(table.ready(), table.form, *row_key_of(description, label, key))
         return {} if row is None else plain_row(row[0], description)
 
     def _visit(

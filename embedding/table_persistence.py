@@ -37,11 +37,11 @@ from ..snapshots.files.read_errors import os_error_in
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, LIVE, Instant, Rows
 from ..snapshots.files.writer import write_snapshot
-from ..snapshots.store.closed_store import live_rows
+from ..snapshots.store.closed_store import scan_live_rows
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import snapshot_folder_of
 from ..snapshots.store.instants import rows_of, settle
-from ..snapshots.store.save import base_of
+from ..snapshots.store.save import recovery_snapshot_of
 from ..snapshots.store.selection import ALL, LoadReport, Selection, converted_description
 from .compatible import LoadedIds, check_stored
 from .recovery import (
@@ -220,7 +220,7 @@ class TablePersistence:
         self._unmarked = False  # not known from here on, even if a later call fails
         closed = self.membership is None or not self.membership.is_pending
         if self._on_disk:
-            folder.set_mark(self._clean_marker_of(table), closed)
+            folder.write_clean_marker(self._clean_marker_of(table), closed)
         else:
             folder.replace_live(folder.incoming, self._clean_marker_of(table), closed=closed)
 
@@ -231,7 +231,7 @@ class TablePersistence:
         if self.life is not None:
             return "all ranks recover from the last snapshot in the next run"
         try:
-            snapshot = base_of(self.folder)
+            snapshot = recovery_snapshot_of(self.folder)
         except TierbedError as error:
             return f"the last snapshot, which the next run needs, cannot be read: {error}"
         if snapshot is None:
@@ -277,8 +277,8 @@ class TablePersistence:
             raise
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
-        new = not folder.begun
-        if folder.read_mark() is not None:
+        new = not folder.has_begun
+        if folder.read_clean_marker() is not None:
             self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost good rows
             folder.clear_incoming()
         folder.discard_live()
@@ -326,7 +326,7 @@ class TablePersistence:
         try:
             if self._on_disk and marker["live"] == "rocksdb" and same_lines:
                 return self._build(optimizer, marker, folder.live)
-            return self._restore(optimizer, marker, live_rows(folder, marker), same_rows=True)
+            return self._restore(optimizer, marker, scan_live_rows(folder, marker), same_rows=True)
         except (SnapshotError, StoreError) as error:
             if os_error_in(error) is not None:
                 raise
@@ -355,7 +355,7 @@ class TablePersistence:
         report, last_ids = LoadReport(), self.spec.last_ids
         ids = None if replaced or last_ids is None else LoadedIds(self.spec, last_ids)
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
-        if selection.has_every_row and snapshot.part is None:
+        if selection.has_every_row and snapshot.shard is None:
             report.rows = snapshot.manifest.rows
         else:
             chunks = snapshot.chunks() if ids is None else ids.stored(snapshot.chunks())
@@ -454,9 +454,9 @@ class TablePersistence:
 
     def _set_base(self, folder: StoreFolder, snapshot: Snapshot, by: str, together: Instant | None) -> None:
         if self.membership is None:
-            folder.set_base(snapshot.name)
+            folder.set_recovery_snapshot(snapshot.name)
             return
-        folder.set_base(snapshot.name, *self.membership.loaded(rows_of(snapshot), by, together))
+        folder.set_recovery_snapshot(snapshot.name, *self.membership.loaded(rows_of(snapshot), by, together))
         self._is_written = False
         if by != "open":
             self.unsettled = ""
@@ -523,7 +523,9 @@ class TablePersistence:
             self._is_written = written
             return
         with uninterrupted():
-            self.folder.clear_mark(self.membership.first_write() if written and self.membership is not None else None)
+            self.folder.clear_clean_marker(
+                self.membership.first_write() if written and self.membership is not None else None
+            )
             self._scratch = self._unmarked = True
             self._is_written = written
         if not self._on_disk:

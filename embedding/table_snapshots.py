@@ -53,7 +53,7 @@ class TableSnapshots:
     def base(self) -> str | None:
         """The snapshot that was saved or loaded last, if any."""
         folder = self._persistence.folder
-        return (folder.base or None) if folder is not None else None
+        return (folder.recovery_snapshot or None) if folder is not None else None
 
     def check_save(self, name: str, kind: str, overwrite: bool) -> None:
         """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
@@ -241,7 +241,7 @@ class TableSnapshots:
             fitted = self.check_fit(snapshot, selection)
             return self._persistence.load(table.optimizer, snapshot, table, fitted)[0]
         folder = self._folder_of(place.name)
-        linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.base == place.name)
+        linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.recovery_snapshot == place.name)
         with table.lock, linking as own:  # kept if a load fails late: it may be the recovery snapshot
             return self._persistence.load(table.optimizer, own, table)[0]
 

@@ -238,9 +238,9 @@ class Membership:
         return self._in_state
 
     def _mark_live(self) -> None:
-        marker = self.folder.read_mark()
+        marker = self.folder.read_clean_marker()
         if marker is not None and LIVE not in marker:
-            self.folder.set_mark({**marker, LIVE: self.versions.rows})
+            self.folder.write_clean_marker({**marker, LIVE: self.versions.rows})
 
     def enlist(self) -> None:
         """Note the group as it is now, if this is not noted yet. StoreError."""

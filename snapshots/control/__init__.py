@@ -1,1 +1,1 @@
-"""Asking the process that has a store open to save or to tell."""
+"""The control socket: other processes ask the lock holder of a store to save, prune, or report."""

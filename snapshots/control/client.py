@@ -1,4 +1,4 @@
-"""Asking the process that trains an embedding, over the socket in its store folder."""
+"""Sends requests to the process that has a store open, over the socket in the store folder."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ..files.format import Manifest, check_name, snapshot_id
 from ..files.reader import Snapshot
 from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, send
 
-TIMEOUT = 60.0  # seconds without an answer
+TIMEOUT = 60.0  # seconds without a message
 
 _RAISED: Mapping[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
 RowsWritten = Callable[[int, int | None], None]
 
 
-def ask_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """How far the process is that has the store open; None where no process has, or it does not serve the folder.
+def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
+    """The status of the process that has the store open; None if no process has, or if it does not serve the folder.
 
-    The status has `name`, `step`, `rows`, `pid`, and `saving`: the save for another process that is under way, None
-    without one. `saving` has `name`, `rows` written so far, and `of` how many where that is known. Raises StoreError
-    where the process gives no answer in `timeout` seconds.
+    The status has `name`, `step`, `rows`, `pid`, and `saving`: the save for another process that is running, or None.
+    `saving` has `name`, `rows` written so far, and `of`, the total if it is known. Raises StoreError if the process
+    does not answer for `timeout` seconds.
     """
-    trainer = _Trainer.of(store, timeout)
-    if trainer is None:
+    client = _Client.of(store, timeout)
+    if client is None:
         return None
-    for answer in trainer.answers({"do": "status"}, "tell how far it is"):
+    for answer in client.answers({"do": "status"}, "report its status"):
         if isinstance(status := answer.get("status"), dict):
             return status
-    raise StoreError(f"process {trainer.pid} went away before it answered; ask again")
+    raise StoreError(f"process {client.pid} exited before it answered; ask again")
 
 
 def request_save(
@@ -47,50 +47,49 @@ def request_save(
     overwrite: bool = False,
     stores: Sequence[Path] = (),
 ) -> Manifest | None:
-    """Let the process that has the store open save a snapshot at the end of its present step.
+    """Have the process that has the store open save a snapshot at the end of its current step.
 
-    stores: those of which it is to save one each, all or none.
+    stores: stores of that process to save, all or none.
 
-    Returns when the snapshot is durable; returns None where no process has the store open, or it does not serve the
-    folder. `progress` is called with how many rows are written, and of how many, None where that is not known. Raises
-    SnapshotError and OptionError as the save does, and StoreError where no message comes for `timeout` seconds or the
-    process goes away.
+    Returns when the snapshot is durable, or None if no process has the store open or if it does not serve the folder.
+    `progress` is called with the number of rows written and the total, None if that is unknown. Raises SnapshotError
+    and OptionError as the save does, and StoreError if no message arrives for `timeout` seconds or the process exits.
     """
     check_name(name)
-    trainer = _Trainer.of(store, timeout)
-    if trainer is None:
+    client = _Client.of(store, timeout)
+    if client is None:
         return None
-    place = store / "snapshots" / name
-    before = snapshot_id(place)
+    folder = store / "snapshots" / name
+    before = snapshot_id(folder)
     paths = [os.path.realpath(path) for path in stores]
     request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
-    if len(paths) > 1:  # an older trainer does not know this request, and would save one store by the other
+    if len(paths) > 1:  # a request that an older trainer refuses: it would save one store only
         request |= {"do": "save all", "stores": paths}
-    for answer in trainer.answers(request, f"save snapshot {name!r}"):
+    for answer in client.answers(request, f"save snapshot {name!r}"):
         if "done" in answer:
-            return Snapshot.open(place).manifest
+            return Snapshot.open(folder).manifest
         if progress is not None and isinstance(rows := answer.get("rows"), int):
             progress(rows, answer.get("of"))
-    there = snapshot_id(place) not in ("", before)
-    left = "the snapshot is there, whole" if there else "nothing of the snapshot is to be seen; save it again"
-    raise StoreError(f"process {trainer.pid} went away while it saved snapshot {name!r}: {left}")
+    is_saved = snapshot_id(folder) not in ("", before)
+    result = "the snapshot is complete" if is_saved else "the snapshot was not written; save it again"
+    raise StoreError(f"process {client.pid} exited while it saved snapshot {name!r}: {result}")
 
 
 def request_prune(
     store: Path, keep_last: int, keep_every: int | None, timeout: float = TIMEOUT
 ) -> tuple[list[str], list[str]] | None:
-    """Let the process that has the store open prune its snapshots. The names of those removed, and of those kept.
+    """Have the process that has the store open prune its snapshots. Returns the names of removed and of kept ones.
 
-    None where no process has the store open, or it does not serve the folder. Raises as `request_save`.
+    Returns None if no process has the store open, or if it does not serve the folder. Raises as `request_save`.
     """
     done = _answer(store, {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}, "prune", timeout)
     return None if done is None else (done["removed"], done["kept"])
 
 
-def ask_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """A row, as `plain_row` has it, of the process that has the store open; {} where it was never written.
+def request_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
+    """A row, as of `plain_row`, from the process that has the store open; {} if it was never written.
 
-    None where no process has the store open, or it does not serve the folder. Raises as `request_save`.
+    Returns None if no process has the store open, or if it does not serve the folder. Raises as `request_save`.
     """
     also = {**_RAISED, InputError.__name__: InputError}
     return _answer(store, {"do": "get", "table": table, "key": key}, "read a row", timeout, also)
@@ -99,40 +98,40 @@ def ask_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -
 def _answer(
     store: Path, request: Message, wish: str, timeout: float, raised: Mapping[str, type[TierbedError]] = _RAISED
 ) -> Any:
-    trainer = _Trainer.of(store, timeout)
-    if trainer is None:
+    client = _Client.of(store, timeout)
+    if client is None:
         return None
-    trainer.raised = raised
-    for answer in trainer.answers(request, wish):
+    client.raised = raised
+    for answer in client.answers(request, wish):
         if "done" in answer:
             return answer["done"]
-    raise StoreError(f"process {trainer.pid} went away before it answered; ask again")
+    raise StoreError(f"process {client.pid} exited before it answered; ask again")
 
 
-class _Trainer:
-    """A connection to the process at the socket of a store folder, good for one request."""
+class _Client:
+    """A connection to the process at the socket of a store folder, for one request."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.pid = peer_of(connection).pid
         self._connection = connection
         self._timeout = timeout
         self.raised = _RAISED
-        self._waits = False  # whether the trainer has confirmed the request
+        self._waits = False  # whether the server has received the request
 
     @classmethod
-    def of(cls, store: Path, timeout: float) -> _Trainer | None:
+    def of(cls, store: Path, timeout: float) -> _Client | None:
         try:
             connection = connect(store, timeout)
         except PermissionError as error:
-            raise StoreError(f"another user trains {str(store)!r}; ask as that user: {error}") from error
+            raise StoreError(f"a process of another user has {str(store)!r} open; run as that user: {error}") from error
         except OSError as error:
             raise StoreError(f"the socket {str(store / SOCKET)!r} cannot be used: {error}") from error
         return None if connection is None else cls(connection, timeout)
 
     def answers(self, request: Message, wish: str) -> Iterator[Message]:
-        """The trainer's messages until the connection ends. Every message of progress begins the timeout anew."""
+        """The messages of the server until the connection ends. Each message of progress restarts the timeout."""
         with self._connection:
-            with suppress(BrokenPipeError):  # the trainer has said why not, and closed
+            with suppress(BrokenPipeError):  # the server has sent an error and closed
                 send(self._connection, request)
             deadline = monotonic() + self._timeout
             while (answer := self._next(deadline, wish)) is not None:
@@ -147,15 +146,15 @@ class _Trainer:
     def _next(self, deadline: float, wish: str) -> Message | None:
         try:
             self._connection.settimeout(max(deadline - monotonic(), 1e-3))
-            with suppress(ConnectionResetError):  # comes first where the trainer closed without reading all
+            with suppress(ConnectionResetError):  # is raised first if the server closed without reading everything
                 return receive(self._connection, MAX_PACKETS)
             return receive(self._connection, MAX_PACKETS)
         except TimeoutError:
-            found = "came to no end of a step, or of a read," if self._waits else "did not answer"
+            problem = "did not finish its current step" if self._waits else "did not answer"
             raise StoreError(
-                f"process {self.pid} was asked to {wish} and {found} for {self._timeout:g} seconds. If it is at work, "
-                "see whether it did so after all, and ask again with a longer timeout; if it is stopped, let it "
+                f"process {self.pid} was asked to {wish} and {problem} for {self._timeout:g} seconds. If it is "
+                "running, check whether it did so later, or ask again with a longer timeout; if it is stopped, let it "
                 "continue, or end it and use the closed store"
             ) from None
         except ValueError as error:
-            raise StoreError(f"process {self.pid} gave an answer that is none: {error}") from error
+            raise StoreError(f"process {self.pid} sent an invalid reply: {error}") from error

@@ -1,17 +1,17 @@
-"""The socket in the folder of an open store, by which other processes of its user ask the trainer that holds it.
+"""The socket in the folder of an open store, by which other processes of its user send requests to the lock holder.
 
-A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), so it is bounded and comes whole or not
-at all. A longer answer comes in several, of which all but the last begin with a zero byte. The client sends the first
-message, the request:
+A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), so it is bounded, and complete or
+absent. A longer answer is split into several packets, of which all but the last begin with a zero byte. The client
+sends the first message, the request:
 
 - `{"do": "status"}`, answered by `{"status": {...}}`;
 - `{"do": "save", "name": ..., "kind": ..., "overwrite": true or false}`, answered by `{"waiting": ...}` at once,
   `{"rows": n, "of": m or null}` several times, and `{"done": {...}}`;
-- `{"do": "save all", ..., "stores": [...]}`, of several stores together, answered in the same way;
+- `{"do": "save all", ..., "stores": [...]}`, of several stores, answered in the same way;
 - `{"do": "prune", "keep_last": n, "keep_every": m or null}`, answered by `{"done": {"removed": [...], "kept": [...]}}`;
-- `{"do": "get", "table": ..., "key": ...}`, answered by `{"done": {...}}` with the row, empty where there is none.
+- `{"do": "get", "table": ..., "key": ...}`, answered by `{"done": {...}}` with the row, empty if there is none.
 
-Instead of an answer, or in the middle of it, `{"error": text, "type": name}` may come, and ends the answer.
+Instead of an answer, or during it, `{"error": text, "type": name}` may be sent; it ends the answer.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ SOCKET = "SOCKET"
 LIMIT = 1 << 16  # bytes of a packet
 MAX_PACKETS = 1024  # of an answer
 
-_MORE = b"\0"  # begins a packet that another one continues
+_MORE = b"\0"  # the first byte of a packet that another one continues
 _WAITING = 64  # clients that wait to be accepted
 
 Message = dict[str, Any]
 
 
 class Connection(NamedTuple):
-    """The process at the other end of a connection, and its user."""
+    """The process at the other end of a connection and its user."""
 
     pid: int
     uid: int
 
 
 def open_folder(path: Path) -> int:
-    """A descriptor that names a folder, to be closed. Raises OSError."""
+    """A descriptor of a folder, which the caller closes. Raises OSError."""
     return os.open(path, os.O_PATH | os.O_DIRECTORY)
 
 
 def listen(folder: int) -> socket.socket:
-    """A listening socket in the folder, in place of a dead socket. The caller holds the store. Raises OSError."""
+    """A listening socket in the folder, which replaces a dead one. The caller has the lock. Raises OSError."""
     remove(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # the socket has this mode from the first instant
+        os.fchmod(listener.fileno(), 0o600)  # before `bind`, so that the socket never has another mode
         listener.bind(_address(folder))
         listener.listen(_WAITING)
     except BaseException:
@@ -61,15 +61,15 @@ def listen(folder: int) -> socket.socket:
 
 
 def remove(folder: int) -> None:
-    """Take the socket out of the folder, if it is there. Raises OSError."""
+    """Remove the socket from the folder, if it exists. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(SOCKET, dir_fd=folder)
 
 
 def connect(path: Path, timeout: float) -> socket.socket | None:
-    """A connection to the process that listens in the folder `path`; None where no process does. Raises OSError.
+    """A connection to the process that listens in the folder `path`; None if no process does. Raises OSError.
 
-    `timeout`: seconds that each later call on the connection may take.
+    timeout: seconds that each call on the connection may take.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -81,7 +81,7 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
             os.close(folder)
     except BaseException as error:
         connection.close()
-        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # refused: its process was killed
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # refused: the process was killed
             return None
         raise
     return connection
@@ -94,7 +94,7 @@ def peer_of(connection: socket.socket) -> Connection:
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Send a message. Raises OSError where it cannot be sent."""
+    """Send a message. Raises OSError if it cannot be sent."""
     data = json.dumps(message).encode()
     while len(data) > LIMIT:
         connection.send(_MORE + data[: LIMIT - 1])
@@ -105,7 +105,7 @@ def send(connection: socket.socket, message: Message) -> None:
 def receive(connection: socket.socket, packets: int = 1) -> Message | None:
     """The next message, in at most that many packets; None at the end of the connection.
 
-    Raises OSError, TimeoutError, and ValueError for anything that is not a message.
+    Raises OSError, TimeoutError, and ValueError for an invalid message.
     """
     data = b""
     for _ in range(packets):
@@ -120,12 +120,12 @@ def receive(connection: socket.socket, packets: int = 1) -> Message | None:
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON: {error or type(error).__name__}") from None
+        raise ValueError(f"not JSON: {error or type(error).__name__}") from None
     if not isinstance(message, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return message
 
 
 def _address(folder: int) -> str:
-    # a path of the folder itself could be longer than an address, which has 108 bytes
+    # the path of the folder may be longer than the 108 bytes of an address
     return f"/proc/self/fd/{folder}/{SOCKET}"

@@ -1,4 +1,4 @@
-"""What a trainer does for other processes while it holds a store: it saves snapshots and tells how far it is."""
+"""Serves requests of other processes while this process has a store open: saves, prunes, rows and status."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .protocol import Message, listen, open_folder, peer_of, receive, remove, se
 
 log = logging.getLogger("tierbed")
 
-_CLIENTS = 8  # the most at a time
-_PATIENCE = 5.0  # seconds that a client may take for its request, or to take an answer
-_EVERY = 0.1  # seconds between two messages of progress
-_LONGEST = 8000  # the most characters of an error
+_MAX_CLIENTS = 8  # at a time
+_CLIENT_SECONDS = 5.0  # timeout for receiving a request and for sending an answer
+_PROGRESS_SECONDS = 0.1  # between two messages of progress
+_MAX_ERROR = 8000  # characters
 
 _servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
 
 
-def _leave_to_parent() -> None:
-    # a child that outlives its parent must not look like a trainer that does not answer
+def _close_in_child() -> None:
+    # a forked child that outlives its parent must not keep the socket open
     for server in list(_servers):
-        server._let_go()
+        server._close_descriptors()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SaveTarget(Protocol):
@@ -50,41 +50,41 @@ class SaveTarget(Protocol):
         overwrite: bool = False,
         stores: Sequence[str] = (),
     ) -> Manifest | None:
-        """Save a snapshot of the rows after a whole number of steps. Called in a thread of the server.
+        """Save a snapshot between two steps. Called in a thread of the server.
 
-        stores: the real paths of the stores of which there is to be one each, all or none.
+        stores: the real paths of stores to save, all or none.
 
-        Returns None, and nothing is saved, where `give_up` returned True before the save began. `progress` is called
-        with 0 when the save begins, then with the rows of each chunk of each store; what it raises undoes the save.
-        Raises TierbedError.
+        Returns None and saves nothing if `give_up` returns True before the save starts. `progress` is called with 0
+        when the save starts, then with the rows of each chunk of each store; an exception that it raises undoes the
+        save. Raises TierbedError.
         """
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune the snapshots. Returns the names of those removed, and of those kept. Raises TierbedError."""
+        """Prune the snapshots. Returns the names of removed and of kept ones. Raises TierbedError."""
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """A row after a whole number of steps, as plain values; {} for none, None as `save_between_steps`."""
+        """A row between two steps, as plain values; {} for none, None as `save_between_steps`."""
 
     def status(self) -> dict[str, Any]:
         """`name`, `step`, and the number of `rows`. Raises TierbedError."""
 
 
 class Service:
-    """The server of a store, which may be started and stopped again. Handlers of signals wait for both."""
+    """The server of a store, which can be started and stopped. Signal handlers are deferred during both."""
 
     def __init__(self) -> None:
         self._server: StoreServer | None = None
 
-    def start(self, folder: Path, served: SaveTarget) -> None:
-        """Serve the store in `folder`, which this process holds. Logs why, where it cannot be served."""
+    def start(self, folder: Path, target: SaveTarget) -> None:
+        """Serve the store in `folder`, which this process has locked. Logs the reason if it cannot."""
         with uninterrupted():
             try:
-                self._server = StoreServer(folder, served)
-            except (OSError, RuntimeError) as error:  # such as no sockets there, or no descriptor or thread left
-                log.info("store folder %s: `tierbed snapshot save` cannot ask this process for one: %s", folder, error)
+                self._server = StoreServer(folder, target)
+            except (OSError, RuntimeError) as error:  # no sockets there, or no descriptor or thread left
+                log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
 
     def stop(self) -> None:
-        """End the server, if there is one."""
+        """Stop the server, if there is one."""
         if self._server is not None:
             with uninterrupted():
                 self._server.close()
@@ -92,18 +92,18 @@ class Service:
 
 
 class StoreServer:
-    """The socket in a store folder and the threads behind it, from now to `close`. Raises OSError, RuntimeError.
+    """The socket in a store folder and its threads, until `close`. Raises OSError, RuntimeError.
 
-    One thread waits for clients, and costs nothing meanwhile; each client has a thread of its own. A forked child has
-    no server.
+    One thread blocks in `accept`; each client has its own thread. A forked child has no server. Not a `socketserver`:
+    that polls for its shutdown, and does not join or bound the daemon threads of clients.
     """
 
-    def __init__(self, folder: Path, served: SaveTarget) -> None:
+    def __init__(self, folder: Path, target: SaveTarget) -> None:
         self._path = folder
-        self._served = served
+        self._target = target
         self._stopping = Event()
         self._saving = Lock()
-        self._save: _Save | None = None  # the save that is under way
+        self._save: _Save | None = None  # the running save
         self._clients: dict[Thread, socket.socket] = {}
         self._folder = open_folder(folder)
         try:
@@ -111,7 +111,7 @@ class StoreServer:
         except BaseException:
             os.close(self._folder)
             raise
-        self._thread = Thread(target=self._accept, name="tierbed-serving", daemon=True)
+        self._thread = Thread(target=self._accept, name="tierbed-server", daemon=True)
         _servers.add(self)
         try:
             self._thread.start()
@@ -120,9 +120,9 @@ class StoreServer:
             raise
 
     def close(self) -> None:
-        """Take the socket away, undo a save that is under way, and end every thread.
+        """Remove the socket, undo a running save, and end every thread.
 
-        May be called in one of these threads, where garbage is collected.
+        May be called in one of these threads, by the garbage collector.
         """
         self._stopping.set()
         with contextlib.suppress(OSError):
@@ -142,9 +142,9 @@ class StoreServer:
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
             remove(self._folder)
-        self._let_go()
+        self._close_descriptors()
 
-    def _let_go(self) -> None:
+    def _close_descriptors(self) -> None:
         _servers.discard(self)
         for client in list(self._clients.values()):
             client.close()
@@ -157,20 +157,20 @@ class StoreServer:
         while not self._stopping.is_set():
             try:
                 self._take(self._listener.accept()[0])
-            except OSError:  # the server ends, or no descriptor is left
+            except OSError:  # the server stops, or no descriptor is left
                 self._stopping.wait(1)
             except Exception:
                 log.warning("a client of store folder %s was not served", self._path, exc_info=True)
                 self._stopping.wait(1)
 
     def _take(self, client: socket.socket) -> None:
-        client.settimeout(_PATIENCE)
-        for thread, held in list(self._clients.items()):  # a thread takes itself out at any time
-            if not thread.is_alive():  # it ended without taking itself out
+        client.settimeout(_CLIENT_SECONDS)
+        for thread, connection in list(self._clients.items()):  # threads remove themselves at any time
+            if not thread.is_alive():  # it died without removing itself
                 self._clients.pop(thread, None)
-                held.close()
+                connection.close()
         thread = Thread(target=self._serve, args=(client,), name="tierbed-client", daemon=True)
-        if len(self._clients) < _CLIENTS:
+        if len(self._clients) < _MAX_CLIENTS:
             self._clients[thread] = client
             try:
                 thread.start()
@@ -193,7 +193,7 @@ class StoreServer:
                 except Exception as error:
                     log.warning("a client of store folder %s was not served", self._path, exc_info=True)
                     answer = _error(error)
-                with contextlib.suppress(OSError):  # the client went away
+                with contextlib.suppress(OSError):  # the client has exited
                     send(client, answer)
         finally:
             self._clients.pop(current_thread(), None)  # type: ignore[call-overload]
@@ -202,74 +202,74 @@ class StoreServer:
         try:
             peer, request = peer_of(client), receive(client)
         except (OSError, ValueError) as error:
-            raise StoreError(f"process {os.getpid()} was sent no request: {error}") from error
+            raise StoreError(f"process {os.getpid()} received no valid request: {error}") from error
         if peer.uid != os.geteuid():
-            raise StoreError(f"process {os.getpid()} serves user {os.geteuid()} alone; ask as that user")
+            raise StoreError(f"process {os.getpid()} serves only user {os.geteuid()}; run as that user")
         match request:
             case {"do": "status"}:
                 save = self._save
                 saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
-                return {"status": {**self._served.status(), "pid": os.getpid(), "saving": saving}}
+                return {"status": {**self._target.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
                 return self._save_for(client, peer.pid, name, kind, more.get("overwrite") is True)
             case {"do": "save all", "name": str(name), "kind": str(kind), "stores": list(stores), **more}:
                 overwrite = more.get("overwrite") is True
                 return self._save_for(client, peer.pid, name, kind, overwrite, [str(store) for store in stores])
             case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
-                removed, kept = self._served.prune_between_steps(keep_last, keep_every)
+                removed, kept = self._target.prune_between_steps(keep_last, keep_every)
                 return {"done": {"removed": removed, "kept": kept}}
             case {"do": "get", "table": int() | str() as table, "key": int(key)}:
-                row = self._served.row_between_steps(table, key, self._stopping.is_set)
+                row = self._target.row_between_steps(table, key, self._stopping.is_set)
                 if row is None:
                     raise StoreError(f"process {os.getpid()} closed the store; ask again")
                 return {"done": row}
-        raise StoreError(f"process {os.getpid()} runs another version of tierbed, and knows no such request")
+        raise StoreError(f"process {os.getpid()} runs another version of tierbed, which does not know this request")
 
     def _save_for(
         self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
     ) -> Message:
-        save = _Save(client, self._stopping, self._served, name, kind == "full" and not stores)
-        if (gone := save.given_up()) or not self._saving.acquire(blocking=False):
-            client.settimeout(_PATIENCE)
-            if gone:  # while this process was stopped: in nobody's way
+        save = _Save(client, self._stopping, self._target, name, kind == "full" and not stores)
+        if (given_up := save.is_given_up()) or not self._saving.acquire(blocking=False):
+            client.settimeout(_CLIENT_SECONDS)
+            if given_up:  # while this process was stopped: another save may be running
                 raise save.undone()
             what = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
             raise StoreError(f"process {os.getpid()} is saving {what}; ask again when it is done")
         self._save = save
         try:
-            save.tell({"waiting": "for the end of a step"})
-            manifest = self._served.save_between_steps(name, kind, save.progress, save.given_up, overwrite, stores)
+            save.send({"waiting": "for the end of a step"})
+            manifest = self._target.save_between_steps(name, kind, save.progress, save.is_given_up, overwrite, stores)
             if manifest is None:
                 raise save.undone()
-            log.info("store folder %s: snapshot %r is saved, as process %d asked", self._path, name, pid)
+            log.info("store folder %s: snapshot %r was saved for process %d", self._path, name, pid)
         except Exception as error:
-            log.info("store folder %s: snapshot %r is not saved, as process %d asked: %s", self._path, name, pid, error)
+            log.info("store folder %s: snapshot %r was not saved for process %d: %s", self._path, name, pid, error)
             raise
         finally:
             self._save = None
             self._saving.release()
-            client.settimeout(_PATIENCE)
+            client.settimeout(_CLIENT_SECONDS)
         done = {"name": name, "kind": manifest.kind, "rows": manifest.rows, "bytes": manifest.total_bytes}
         return {"done": {**done, "step": manifest.description["step"]}}
 
 
 class _Save:
-    """A save that a client asked for. The client is told how far it came, as long as the client takes messages."""
+    """A save for a client, which gets messages of progress as long as it receives them."""
 
-    def __init__(self, client: socket.socket, stopping: Event, served: SaveTarget, name: str, is_whole: bool) -> None:
-        """is_whole: whether it has all rows of the store, and of no other."""
+    def __init__(self, client: socket.socket, stopping: Event, target: SaveTarget, name: str, is_whole: bool) -> None:
+        """is_whole: whether it saves all rows of exactly this store."""
         self.name = name
         self.rows = 0
-        self.of: int | None = None  # rows in all; unknown before the save begins, and if it is not of all rows
+        self.of: int | None = None  # total; unknown before the save starts, and if it is not of all rows
         self._client = client
         self._stopping = stopping
-        self._served = served
+        self._target = target
         self._is_whole = is_whole
         self._due = 0.0
         client.setblocking(False)
 
-    def given_up(self) -> bool:
-        """Whether nobody waits for a save that has not begun."""
+    def is_given_up(self) -> bool:
+        """Whether no client waits for the save, which has not started."""
         if self._stopping.is_set():
             return True
         try:
@@ -281,26 +281,26 @@ class _Save:
 
     def undone(self) -> SnapshotError:
         if not self._stopping.is_set():
-            return SnapshotError(f"snapshot {self.name!r} was not begun: who asked for it went away")
+            return SnapshotError(f"snapshot {self.name!r} was not started: the client that requested it has exited")
         return SnapshotError(
-            f"process {os.getpid()} closed the store before snapshot {self.name!r} was whole, and undid it; save it "
-            "again, from the closed store"
+            f"process {os.getpid()} closed the store before snapshot {self.name!r} was complete, and removed it; "
+            "save it again, from the closed store"
         )
 
     def progress(self, count: int) -> None:
         if self._stopping.is_set():
             raise self.undone()
         if self._is_whole and self.of is None:
-            self.of = self._served.status()["rows"]
+            self.of = self._target.status()["rows"]
         self.rows += count
         if monotonic() >= self._due:
-            self._due = monotonic() + _EVERY
-            self.tell({"rows": self.rows, "of": self.of})
+            self._due = monotonic() + _PROGRESS_SECONDS
+            self.send({"rows": self.rows, "of": self.of})
 
-    def tell(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # the client went away, or takes nothing: the save goes on
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # the client has exited, or does not receive: the save continues
             send(self._client, message)
 
 
 def _error(error: Exception) -> Message:
-    return {"error": str(error)[:_LONGEST] or type(error).__name__, "type": type(error).__name__}
+    return {"error": str(error)[:_MAX_ERROR] or type(error).__name__, "type": type(error).__name__}

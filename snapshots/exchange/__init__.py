@@ -1,4 +1,4 @@
-"""Rows of snapshots to and from other formats, and the arrays of a program."""
+"""Rows of snapshots to and from other formats and NumPy arrays."""
 
 import lazy_loader
 

@@ -1,6 +1,6 @@
-"""Arrays by name, in memory or in a file, read together and in order: dicts, NumPy's `.npz`, safetensors.
+"""Named arrays in memory, in NumPy's `.npz` or in safetensors, read together and in order.
 
-Both files are written in bounded memory, which the library of safetensors does not do, and `.npz` without pickle.
+Both files are written in bounded memory, which the safetensors library cannot do, and `.npz` without pickle.
 Layout: https://github.com/huggingface/safetensors#format
 """
 
@@ -28,7 +28,7 @@ from ...engine.durable import MAX_SEALED
 from ...engine.errors import InputError
 from .columns import Columns
 
-METADATA = "tierbed"  # the name under which a file keeps the description of its rows, as JSON
+METADATA = "tierbed"  # the name of the description in a file, as JSON
 _SUFFIX = ".npy"
 _COPY_BYTES = 1 << 20
 _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
@@ -39,17 +39,17 @@ class Column(Protocol):
 
     @property
     def dtype_name(self) -> str:
-        """NumPy's name of the dtype, where it has one."""
+        """NumPy's name of the dtype, if it has one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """The rows from `begin` to `end`, begin < end <= n; bfloat16, which NumPy has not, as float32."""
+        """The rows from `begin` to `end`, begin < end <= n; bfloat16, which NumPy lacks, as float32."""
 
 
 class ArrayColumn:
-    """An array in memory, or a mapped one."""
+    """An array in memory or mapped from a file."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self._array = array
@@ -79,7 +79,7 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 
 class NamedArrays:
-    """The arrays of an open file. `metadata`: the text that the file keeps under METADATA."""
+    """The arrays of an open file. `metadata`: the text stored under METADATA."""
 
     def __init__(self, columns: Mapping[str, Column], metadata: str | None = None) -> None:
         self.columns = columns
@@ -97,7 +97,7 @@ class NamedArrays:
 
 @dataclass
 class SpilledColumn:
-    """A column in a file of its own. The file has no name, so it is gone when the process ends, however it ends."""
+    """A column in a temporary file. The file has no name, so the kernel removes it when the process ends."""
 
     file: IO[bytes]
     dtype: np.dtype[Any]
@@ -105,7 +105,7 @@ class SpilledColumn:
 
 
 class SpilledColumns(dict[str, SpilledColumn]):
-    """The columns of rows by name, each file at its beginning. `place`: a folder with room for all rows."""
+    """The columns of rows by name, each file at its start. `place`: a folder with space for all rows."""
 
     def __init__(self, place: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def write_npz(path: Path, columns: SpilledColumns, metadata: str) -> None:
 
 
 def _member(archive: ZipFile, name: str) -> IO[bytes]:
-    return archive.open(ZipInfo(name + _SUFFIX), "w", force_zip64=True)  # a fixed date: same rows, same bytes
+    return archive.open(ZipInfo(name + _SUFFIX), "w", force_zip64=True)  # a fixed date: equal rows make equal bytes
 
 
 def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -157,7 +157,7 @@ def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...])
 
 @contextmanager
 def open_npz(path: Path) -> Iterator[NamedArrays]:
-    """The arrays of a `.npz`, compressed or not, each read from its beginning to its end once."""
+    """The arrays of a `.npz`, compressed or not. Each can be read once, from start to end."""
     with ZipFile(path) as archive:
         columns: dict[str, Column] = {}
         metadata = None
@@ -172,7 +172,7 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
 
 def _text(column: _NpyColumn) -> str:
     if column.dtype.kind != "U" or column.shape != () or column.dtype.itemsize > MAX_SEALED:
-        raise ValueError(f"its array {METADATA!r} is not the description that an export has")
+        raise ValueError(f"its array {METADATA!r} is not the description of an export")
     return str(column.read_items(1)[0])
 
 
@@ -198,7 +198,7 @@ class _NpyColumn:
         if self._by_columns:
             raise InputError(f"array {self._name!r} is in Fortran order: save np.ascontiguousarray of it")
         if begin != self._at:
-            raise InputError(f"array {self._name!r} is asked for twice, and a .npz is read once: name another")
+            raise InputError(f"array {self._name!r} is requested twice, but a .npz is read once: name another")
         self._at = end
         row = int(np.prod(self.shape[1:], dtype=np.int64))
         return self.read_items((end - begin) * row).reshape(end - begin, *self.shape[1:])
@@ -206,7 +206,7 @@ class _NpyColumn:
     def read_items(self, count: int) -> NDArray[Any]:
         """The next `count` numbers."""
         if self.dtype.hasobject:
-            raise InputError(f"array {self._name!r} holds Python objects, which take pickle; save plain numbers")
+            raise InputError(f"array {self._name!r} holds Python objects, which need pickle; save plain numbers")
         wanted = count * self.dtype.itemsize
         data = self._file.read(wanted)
         if len(data) != wanted:
@@ -222,7 +222,7 @@ def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> Non
     """Write columns as tensors, and `metadata` in the file's metadata."""
     header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
     end = 0
-    for name, column in columns.items():  # keys come first, so that all tensors are aligned
+    for name, column in columns.items():  # keys are first, so that all tensors are aligned
         begin, end = end, end + column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
         header[name] = {"dtype": _NAMES[str(column.dtype)], "shape": column.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
@@ -235,7 +235,7 @@ def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> Non
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[NamedArrays]:
-    """The tensors of a file, which stays on the disk."""
+    """The tensors of a file, read when they are sliced."""
     with safe_open(path, "np") as file, safe_open(path, "pt") as of_torch:
         columns: dict[str, Column] = {}
         for name in file.keys():  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Rows as arrays with names: what exports hold and what imports take."""
+"""Rows as named arrays, the form of exports and imports."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowForm, overflows
 
 TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
-TABLE_NAME = "table_name"  # a column beside the table's number, in formats that have text
-VALUES = "values"  # all numbers of a row in one array, in place of the embedding and the states
+TABLE_NAME = "table_name"  # a column in addition to the table's number, in formats with text
+VALUES = "values"  # all numbers of a row in one array, instead of the embedding and the states
 KEY_DTYPES: dict[str, np.dtype[Any]] = {
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
@@ -31,7 +31,7 @@ Arrays = Mapping[str, Any]  # NumPy arrays of n rows each; `table` may be one ta
 
 
 def chunk_rows(row_bytes: int) -> int:
-    """How many rows of so many bytes are worked on at once: at most 65,536, and about 32 MiB."""
+    """The number of rows of that size to process at once: at most 65,536, and about 32 MiB."""
     return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes))
 
 
@@ -43,9 +43,11 @@ class Columns:
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
-        """Raises SnapshotError for a key type that is not known here, or a state with the name of another column."""
+        """Raises SnapshotError for an unknown key type, or a state with the name of another column."""
         if description["key_type"] not in KEY_DTYPES:
-            raise SnapshotError(f"key_type {description['key_type']!r} is unknown: use the tierbed that wrote it")
+            raise SnapshotError(
+                f"key_type {description['key_type']!r} is unknown: use the version of tierbed that wrote it"
+            )
         self.description = description
         self.key_dtype: np.dtype[Any] = KEY_DTYPES[description["key_type"]]
         self.dim = sum(description["columns"])
@@ -85,8 +87,8 @@ class Columns:
     def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
         """Chunks of rows of `form.dtype`, from arrays by name. All arrays are checked before this returns.
 
-        Without `table`, rows are of the only table. Without `updates` and `step`, rows were written once, at the step
-        of the description. `where` is named in messages. Raises InputError.
+        Without `table`, rows belong to the only table. Without `updates` and `step`, rows count as written once, at the
+        step of the description. where: the source, for messages. Raises InputError.
         """
         keys = arrays[KEY]
         _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")
@@ -117,7 +119,7 @@ class Columns:
             yield rows
 
     def _in_fields(self, arrays: Arrays) -> Arrays:
-        """The arrays, with one for each field in the place of one of all numbers."""
+        """The arrays, with one for each field instead of one for all numbers."""
         if VALUES not in arrays:
             return arrays
         ends = np.cumsum(list(self.form.counts.values())).tolist()
@@ -136,10 +138,10 @@ class Columns:
     def _check_keys(self, keys: NDArray[Any], where: str) -> None:
         padding = self.description["padding_idx"]
         if padding is not None and (keys == padding).any():
-            raise InputError(f"{where}: keys hold padding_idx={padding}, which is no row; leave that key out")
+            raise InputError(f"{where}: keys hold padding_idx={padding}, which is never a row; leave that key out")
 
     def _numbered(self, arrays: Arrays) -> Arrays:
-        """The arrays, with the number of a table that is given by name. An unknown name stays, to be refused later."""
+        """The arrays, with the number of a table that is given by name. An unknown name is kept, and refused later."""
         given = arrays.get(TABLE)
         number = table_number(given, self.table_names) if isinstance(given, str) else None
         return arrays if number is None else {**arrays, TABLE: number}
@@ -150,7 +152,7 @@ class Columns:
         if tables is None:
             if number != 1:
                 raise InputError(
-                    f"{what}: nothing tells which of {number} tables a row belongs to; give a column {TABLE!r}, or "
+                    f"{what}: it is unknown which of {number} tables a row belongs to; give a column {TABLE!r}, or "
                     "table_ids"
                 )
             return
@@ -172,17 +174,17 @@ class Columns:
             if name in arrays:
                 _check(arrays[name], np.dtype(np.uint32), (count,), f"{where}: {name}")
         if UPDATES in arrays and not arrays[UPDATES].all():
-            raise InputError(f"{where}: {UPDATES} holds 0, and a stored row was written at least once; give 1 or more")
+            raise InputError(f"{where}: {UPDATES} holds 0, but a stored row was written at least once; give 1 or more")
         last = int(arrays[STEP].max(initial=0)) if STEP in arrays else 0
         if last > self.description["step"]:
             raise InputError(
-                f"{where}: {STEP} holds {last}, and the table is of step {self.description['step']}; give a "
+                f"{where}: {STEP} holds {last}, but the table is at step {self.description['step']}; give a "
                 f"description with step={last} or more"
             )
 
 
 def _check(array: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], what: str) -> None:
-    """Raises InputError for anything but an array of `dtype` and `shape`; None in the shape is any length."""
+    """Raises InputError unless `array` is an array of `dtype` and `shape`; None in the shape is any length."""
     good = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
     if not good or any(wanted not in (None, got) for wanted, got in zip(shape, array.shape, strict=True)):
         wanted = ", ".join("n" if length is None else str(length) for length in shape)

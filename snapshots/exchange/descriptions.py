@@ -1,4 +1,4 @@
-"""The description of a table that rows are imported into: given, from its store, or by an embedding's defaults."""
+"""The description of the table of imported rows: given, from its store, or by the defaults of an embedding."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def description_for(
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """The description of a table, as a snapshot of the embedding with the same arguments has it.
+    """The description of a table, as in a snapshot of an embedding with the same arguments.
 
     optimizer: from `tierbed.row_optimizer`, for rows with its state; None for rows without state, which any optimizer
-    may train. step: how many steps the rows were trained for. dtype, state_dtype: as of an embedding.
+    may train. step: the number of steps that the rows were trained. dtype, state_dtype: as for an embedding.
 
     Raises OptionError, OptimizerError.
     """
@@ -53,9 +53,9 @@ def description_for(
 def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     """The description of a store's rows; None for an empty store.
 
-    It describes the live rows where the store was closed cleanly, else the snapshot that they go back to. Rows without
-    state have no optimizer in it, so any optimizer may train the imported rows. Raises StoreError, SnapshotError, and
-    InputError where another version of tierbed wrote the mark.
+    It describes the live rows if the store was closed cleanly, else the recovery snapshot. Rows without state have no
+    optimizer in it, so any optimizer may train the imported rows. Raises StoreError, SnapshotError, and InputError if
+    another version of tierbed wrote MARK.
     """
     found = _stored(store)
     if found is None:
@@ -65,23 +65,23 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
 
 
 def _stored(store: StoreFolder) -> dict[str, Any] | None:
-    mark = store.read_mark()
-    if mark is not None:
-        return described(mark)
-    base = store.noting.base
-    if base:
-        return Snapshot.open(store.snapshots / base).description
+    marker = store.read_clean_marker()
+    if marker is not None:
+        return described(marker)
+    recovery_snapshot = store.recovery_folder.recovery_snapshot
+    if recovery_snapshot:
+        return Snapshot.open(store.snapshots / recovery_snapshot).description
     snapshots = list_snapshots(store.snapshots).snapshots
     return snapshots[-1].description if snapshots else None
 
 
 def without_state(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of the same rows without optimizer state, at step 0: the attached optimizer begins anew."""
+    """The description of the same rows without optimizer state, at step 0: an optimizer starts with new state."""
     return Selection(state=False).description(dict(description))
 
 
 def checked_description(description: Any, where: str) -> dict[str, Any]:
-    """The description. Raises InputError where it is not valid."""
+    """The description. Raises InputError if it is invalid."""
     try:
         check_description(description)
     except ValueError as error:

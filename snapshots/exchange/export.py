@@ -1,4 +1,4 @@
-"""Exporting snapshots to formats that others read, streamed; whole or not there."""
+"""Exports snapshots to formats of other programs, streamed. A file is complete or absent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import Names, choices, names_in, table_number
 from ...engine.row_format import Chunks
 from ..files.reader import Snapshot
-from ..files.writer import Progress, write_snapshot
+from ..files.writer import ProgressCallback, write_snapshot
 from ..store.selection import LoadReport, Selection
 from .array_files import SpilledColumns, write_npz, write_safetensors
 from .columns import Columns
@@ -28,25 +28,25 @@ def export_snapshot(
     snapshot: Snapshot,
     path: str | Path,
     format: str,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     tables: Sequence[int | str] | None = None,
     state: bool = True,
     overwrite: bool = False,
 ) -> int:
-    """Write the rows of a snapshot of any kind to `path`, in bounded memory; returns how many.
+    """Write the rows of a snapshot of any kind to `path`, in bounded memory. Returns their number.
 
     format: "parquet", "npz" or "safetensors", a file with the columns of `columns.Columns` and the description, so that
-    an import gives the same rows bit for bit; or "snapshot", a full snapshot. "npz" and "safetensors" hold one column
-    after the other: while such a file is written, its columns lie beside `path` as well.
-    tables: the table ids, or names, whose rows are written, None for all. state: whether optimizer state is written;
-    without it, rows are as a lookup sees them, of a table at step 0 that no optimizer has trained.
-    overwrite: whether a file that is there is replaced, at one instant when the new one is durable; not a snapshot.
-    progress: called with the rows that each chunk of the snapshot added.
+    an import gives bit-identical rows; or "snapshot", a full snapshot. "npz" and "safetensors" store one column after
+    the other: while such a file is written, temporary files next to `path` hold the columns as well.
+    tables: ids or names of the tables to write, None for all. state: whether optimizer state is written; without it,
+    rows are as a lookup returns them, of a table at step 0 that no optimizer has trained.
+    overwrite: whether an existing file is replaced, atomically once the new one is durable; not for snapshots.
+    progress: called with the number of rows of each chunk of the snapshot.
 
-    The file is written aside and renamed when it is durable; where this raises, nothing of the file is left, or the
-    error says so. Raises InputError for an argument, SnapshotError where `path` exists or cannot be written or the
-    snapshot is damaged, OptionError where pyarrow is missing.
+    The file is written under a temporary name and renamed when it is durable. If this raises, it leaves no file behind,
+    or the error says so. Raises InputError for an invalid argument, SnapshotError if `path` exists or cannot be written
+    or if the snapshot is damaged, OptionError if pyarrow is missing.
     """
     if not isinstance(snapshot, Snapshot):
         raise InputError(f"snapshot={snapshot!r}: give Snapshot.open(<store folder>/snapshots/<name>)")
@@ -63,7 +63,7 @@ def export_snapshot(
     chunks = selection.rows_of(snapshot, report, progress)
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         replaceable = path.is_file() and format != "snapshot"
-        remedy = ", or overwrite it: overwrite=True, of the command --overwrite" if replaceable else ""
+        remedy = ", or overwrite it with overwrite=True (--overwrite in a shell)" if replaceable else ""
         raise SnapshotError(f"{str(path)!r} exists: choose another path, or delete it first{remedy}")
     if format == "snapshot":
         write_snapshot(path, description, chunks)
@@ -79,12 +79,12 @@ def export_snapshot(
         raise SnapshotError(f"snapshot {snapshot.name!r} was exported to {str(path)!r}: {error}") from error
     except OSError as error:
         raise SnapshotError(
-            f"snapshot {snapshot.name!r} was not exported to {str(path)!r}: {error.strerror or error}; make room, or "
-            "give a path in a folder that this user can write"
+            f"snapshot {snapshot.name!r} was not exported to {str(path)!r}: {error.strerror or error}; free space, "
+            "or give a path in a folder that this user can write"
         ) from error
     finally:
         with suppress(OSError):
-            temporary.unlink()  # not there where the rename was reached
+            temporary.unlink()  # missing once it was renamed
     return report.rows
 
 
@@ -94,12 +94,12 @@ def _write(path: Path, format: str, description: dict[str, Any], chunks: Chunks)
     if format == "parquet":
         write_parquet(path, columns, rows, metadata)
         return
-    with SpilledColumns(path.parent, columns, rows) as aside:
-        (write_npz if format == "npz" else write_safetensors)(path, aside, metadata)
+    with SpilledColumns(path.parent, columns, rows) as spilled:
+        (write_npz if format == "npz" else write_safetensors)(path, spilled, metadata)
 
 
 def _numbers_of(tables: Any, names: Names) -> list[int]:
-    """The numbers of tables that are given by number or name."""
+    """The numbers of tables given by number or name."""
     given = [table_number(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
     numbers = [number for number in given if number is not None]
     if len(numbers) < len(given):

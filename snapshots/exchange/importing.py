@@ -1,4 +1,4 @@
-"""Importing rows as snapshots: of arrays, dense embeddings, other snapshots, and files that exports or others wrote."""
+"""Imports rows as snapshots: from arrays, dense embeddings, other snapshots, and files of exports or other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...engine.options.table_names import FIELD, OF_TENSORS, Names, are_names, n
 from ...engine.options.table_spec import check_dtype
 from ...engine.row_format import RowForm
 from ..files.format import Manifest, check_name
-from ..files.writer import Progress, check_free, write_snapshot
+from ..files.writer import ProgressCallback, check_free, write_snapshot
 from ..store.folder import StoreFolder
 from ..store.selection import converted_description, types_of
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
@@ -35,30 +35,29 @@ def import_snapshot(
     tensor: str | Sequence[str] | None = None,
     description: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Manifest:
     """Make snapshot `name` in a store folder, `<persistent_path>/<embedding name>`, which `load` then makes live.
 
     source: one of
     - a file that an export wrote (.parquet, .npz, .safetensors), or a snapshot's folder: the same rows bit for bit;
-      or one like it that others wrote: `key` and `embedding`, and as far as they are there `table`, states, `updates`
-      and `step`; other columns are ignored;
+      or a similar file of another program: `key` and `embedding`, and if present `table`, states, `updates` and `step`;
+      other columns are ignored;
     - float32, float16 or bfloat16 [n, dim] as an array, a tensor, an `nn.Embedding` or a .npy file, or `tensor` of a
-      .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt; inner dicts by "outer.inner"), or a list of them, one
-      a table, in order.
-    keys: [n] of the key type, for the second kind; None where a row's number is its key; then the row of the table's
-    padding_idx, which must be zeros, is left out. table_ids: of the rows, [n], or one table by number or name. Both may
-    be paths of .npy files. Of a repeated (table, key) the last row stands.
-    description: of the table, by `description_for`; None for the source's own, else the store's, else for an empty
-    store that of an embedding with defaults. Where the source lacks the optimizer's states, rows are without state.
+      .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt; inner dicts as "outer.inner"), or a list of names, one
+      for each table, in order.
+    keys: [n] of the key type, for the second kind; None if the key of a row is its number: then the row of padding_idx,
+    which must be zeros, is skipped. table_ids: of the rows, [n], or one table by number or name. Both may be paths of
+    .npy files. Of rows with the same (table, key), the last one is used.
+    description: of the table, by `description_for`; None for that of the source, else of the store, else, for an empty
+    store, of an embedding with defaults. If the source lacks the optimizer's states, rows have no state.
     dtype: of the embedding's numbers in the snapshot, torch.float32, float16 or bfloat16; None for that of the
     description. Optimizer state keeps the dtype of the description.
-    progress: told rows as they are read and again as they are written.
+    progress: called with the number of rows read, and again with the number written.
 
-    Nothing in a file is run. Memory: about 1/64 of the rows a few times, as `RowSorter` says. Creates and locks the
-    store folder. Raises InputError for what cannot be rows of the table, SnapshotError for a file that cannot be read
-    or a name that is taken or cannot be used, StoreError where the store is in use, OptionError without pyarrow and for
-    another dtype.
+    No code in a file is run. Memory: a few times 1/64 of the rows, see `RowSorter`. Creates and locks the store folder.
+    Raises InputError for rows that do not fit the table, SnapshotError for a file that cannot be read or a name that is
+    taken or invalid, StoreError if the store is in use, OptionError without pyarrow and for another dtype.
     """
     check_name(name)
     opened = open_source(source, keys, table_ids, tensor)
@@ -74,11 +73,14 @@ def import_snapshot(
 
 
 def write_rows(
-    folder: Path, description: Mapping[str, Any], batches: Iterable[NDArray[np.void]], progress: Progress | None = None
+    folder: Path,
+    description: Mapping[str, Any],
+    batches: Iterable[NDArray[np.void]],
+    progress: ProgressCallback | None = None,
 ) -> Manifest:
-    """`write_snapshot` of rows [n] of its `RowForm.dtype` in any order; of a repeated (table, key) the last stands.
+    """`write_snapshot` of rows [n] of its `RowForm.dtype` in any order. Of rows with one (table, key) the last counts.
 
-    `progress` is called with rows as they are read, and again as they are written.
+    `progress` is called with the number of rows read, and again with the number written.
     """
     check_free(folder, None)
     with RowSorter(folder.parent, RowForm.described(description).dtype) as sorter:
@@ -90,12 +92,12 @@ def write_rows(
 
 
 def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
-    """The description for a source without one: the store's, or that of an embedding with defaults."""
+    """The description for a source without one: of the store, or of an embedding with defaults."""
     stored = stored_description(store)
     if stored is not None:
         return stored
     if source.tables is None:
-        raise InputError(f"{source.what}: how many tables it is of is not known; give description=description_for(...)")
+        raise InputError(f"{source.what}: its number of tables is unknown; give description=description_for(...)")
     key_type = getattr(torch, source.key_type or "int64")
     default = description_for(store.path.name, source.dim, key_type, padding_idx=source.padding_idx)
     is_named = source.tables > 1 and any(source.table_names) and are_names(source.table_names, source.tables)
@@ -104,7 +106,7 @@ def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
 
 
 def _check_order(names: Names, source: Source) -> None:
-    """InputError if tensors of TorchRec's tables are in another order than the tables of those names."""
+    """Raises InputError if tensors of TorchRec's tables are not in the order of the tables with their names."""
     for number, name in enumerate(source.table_names):
         is_other = name is not None and name in names and names.index(name) != number
         if is_other and source.tables is not None and source.tables > 1:
@@ -115,10 +117,10 @@ def _check_order(names: Names, source: Source) -> None:
 
 
 def _fitted(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
-    """The description, without optimizer state where the source has none. Raises InputError where they disagree."""
+    """The description, without optimizer state if the source has none. Raises InputError if they disagree."""
     dim = sum(description["columns"])
     if source.dim != dim:
-        raise InputError(f"{source.what} has rows of {source.dim} floats, and the table of {dim}: not the same table")
+        raise InputError(f"{source.what} has rows of {source.dim} floats, but the table of {dim}: it is another table")
     if source.key_type not in (None, description["key_type"]):
         raise InputError(
             f"{source.what} has keys of {source.key_type}, and the table of {description['key_type']}: convert them, "
@@ -139,21 +141,21 @@ def _rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArray[np
 
 
 def _numbered(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
-    """A batch of a dense table, with row numbers as keys, of the key type, and without the row of the padding."""
+    """A batch of a dense table, with row numbers as keys of the key type, and without the row of padding_idx."""
     numbers, padding = batch[KEY], columns.description["padding_idx"]
     if source.padding_idx is not None and source.padding_idx != padding:
         raise InputError(
             f"{source.what} has padding_idx={source.padding_idx}, and the table {padding}: give both the same"
         )
     if numbers[-1] > np.iinfo(columns.key_dtype).max:
-        raise InputError(f"{source.what} has {source.rows} rows, more than there are keys of {columns.key_dtype}")
+        raise InputError(f"{source.what} has {source.rows} rows, more than {columns.key_dtype} has keys")
     kept = {**batch, KEY: numbers.astype(columns.key_dtype)}
     if padding is None:
         return kept
     is_row = numbers != padding
     if batch[EMBEDDING][~is_row].any():
         raise InputError(
-            f"{source.what}: row {padding} is that of padding_idx, which is zeros in every lookup, and holds others: "
-            "give a description with padding_idx=None, or make the row zeros"
+            f"{source.what}: row {padding} is that of padding_idx, which lookups return as zeros, but it holds other "
+            "numbers: give a description with padding_idx=None, or make the row zeros"
         )
     return {**kept, KEY: kept[KEY][is_row], EMBEDDING: batch[EMBEDDING][is_row]}

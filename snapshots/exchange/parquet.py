@@ -1,4 +1,4 @@
-"""Parquet files of rows, by pyarrow, which is imported when it is needed."""
+"""Parquet files of rows, with pyarrow, which is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _pyarrow() -> Any:
 def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
     """Write rows in row groups of about 32 MiB, floats as fixed-size lists, `metadata` in the file's metadata.
 
-    Where tables have names, a column beside the table's number has its name, for other programs.
+    If tables have names, an additional column has the name of the table, for other programs.
     """
     pa = _pyarrow()
     types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
@@ -37,13 +37,13 @@ def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void
     names = pa.array([*columns.table_names, None], pa.string())
     named = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []
     schema = pa.schema([*fields, *named], {METADATA: metadata})
-    # a dictionary of floats would be compared by value, and they hardly repeat
+    # no dictionary for floats: they rarely repeat
     with pa.parquet.ParquetWriter(path, schema, use_dictionary=[TABLE_NAME], write_page_checksum=True) as writer:
         for rows in _grouped(chunks):
             arrays = columns.split(rows)
             written = [_array(pa, arrays[name], kind) for name, kind in types.items()]
-            places = np.minimum(arrays[TABLE], len(columns.table_names))  # rows of no table have no name
-            written += [names.take(pa.array(places)) for _ in named]
+            indexes = np.minimum(arrays[TABLE], len(columns.table_names))  # rows of no table have no name
+            written += [names.take(pa.array(indexes)) for _ in named]
             writer.write_table(pa.table(written, schema))
 
 
@@ -57,12 +57,12 @@ def _array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
 
 
 def _grouped(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
-    """The rows in groups of a size that does not follow the chunks: equal rows make equal files."""
+    """The rows in groups whose size does not depend on the chunks: equal rows make equal files."""
     waiting: list[NDArray[np.void]] = []
     count = 0
     for rows in chunks:
         most = max(1, min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize))
-        rest = rows.copy()  # the memory of `rows` may be used again
+        rest = rows.copy()  # the memory of `rows` may be reused
         while count + len(rest) >= most:
             waiting.append(rest[: most - count])
             rest, count = rest[most - count :], 0
@@ -75,7 +75,7 @@ def _grouped(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
 
 
 class ParquetRows:
-    """The rows of an open file. `shapes`: name of the dtype and shape of each column that an import could take."""
+    """The rows of an open file. `shapes`: the name of the dtype and the shape of each column."""
 
     def __init__(self, file: Any, pa: Any) -> None:
         self._file = file
@@ -119,7 +119,7 @@ class ParquetRows:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetRows]:
-    """The rows of a file. Raises OptionError without pyarrow, ValueError or OSError where it cannot be read."""
+    """The rows of a file. Raises OptionError without pyarrow, ValueError or OSError if it cannot be read."""
     pa = _pyarrow()
     with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         yield ParquetRows(file, pa)

@@ -1,4 +1,4 @@
-"""Rows of a snapshot as NumPy arrays of keys and values, read and written without an embedding."""
+"""Reads and writes rows of a snapshot as NumPy arrays of keys and values, without an embedding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PersistentTableReader(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         if self._closed:
-            raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another")
+            raise ClosedError(f"the reader of snapshot {self._name!r} is closed: make another")
         _, rows = next(self._chunks)
         form = self._columns.form
         parts = [form.numbers(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
@@ -66,7 +66,7 @@ class PersistentTableReader(Iterator[Chunk]):
 
 
 class PersistentTableWriter:
-    """Writes rows as a snapshot: call `write` any number of times, then `close`, or leave its `with`.
+    """Writes rows as a snapshot: call `write` any number of times, then `close`, or leave the `with` block.
 
     `make_persistent_table_writer` makes it.
     """
@@ -80,20 +80,20 @@ class PersistentTableWriter:
         self._closed = False
 
     def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
-        """Add rows, in any order; of a repeated (table, key) the last stands.
+        """Add rows in any order; of rows with the same (table, key), the last is used.
 
         keys: [n] of the key type. values: float32 [n, storage_dim]. table_ids: whole numbers [n], or one table for
-        all rows, by number or name; None where there is one table. Raises InputError, and adds no row; SnapshotError,
+        all rows, by number or name; None if there is one table. Raises InputError and adds no row; SnapshotError,
         ClosedError.
         """
         if self._closed:
-            raise ClosedError(f"the writer of snapshot {self._place.name!r} was closed: make another")
+            raise ClosedError(f"the writer of snapshot {self._place.name!r} is closed: make another")
         arrays = {KEY: keys, VALUES: values} | ({} if table_ids is None else {TABLE: table_ids})
         for rows in self._columns.rows(arrays, f"snapshot {self._place.name!r}"):
             self._sorter.add(rows)
 
     def close(self) -> None:
-        """Make the snapshot, durable when this returns. May be called again. Raises SnapshotError."""
+        """Write the snapshot, durable when this returns. May be called again. Raises SnapshotError."""
         if not self._closed:
             try:
                 write_snapshot(self._place, self._description, self._sorter.chunks())
@@ -101,7 +101,7 @@ class PersistentTableWriter:
                 self.discard()
 
     def discard(self) -> None:
-        """Forget what was written; no snapshot is made. May be called again."""
+        """Drop what was written, and make no snapshot. May be called again."""
         self._closed = True
         self._sorter.close()
         self._folder.release()
@@ -130,15 +130,15 @@ def make_persistent_table_reader(
 ) -> PersistentTableReader:
     """Read a snapshot of any kind as chunks of (keys [n] of the key type, values float32 [n, storage_dim]) in NumPy.
 
-    path: the store folder, `<persistent_path>/<embedding name>`; a running trainer may hold it.
-    value_type: torch.float32. storage_dim: the floats of a row that are read: the embedding's, or with those of the
-    optimizer's states behind them. physical_block_size: has no effect; for OneFlow's signature.
+    path: the store folder, `<persistent_path>/<embedding name>`; a running trainer may have it open.
+    value_type: torch.float32. storage_dim: how many floats of a row are read: those of the embedding, or also
+    those of the optimizer's states after them. physical_block_size: has no effect; for OneFlow's signature.
     table_ids: whether chunks are (keys, values, table_ids uint32 [n]), which several tables need.
 
-    Without the states, values are what a lookup sees. With the states, values are those of a row's latest write; only
-    `export_snapshot` tells the step of that write. Checksums are compared while a bucket is read, so that a damaged
-    bucket raises SnapshotError at its end. Raises InputError for an argument that is not the snapshot's, SnapshotError
-    where it is missing, StoreError where there is no store.
+    Without the states, values are what a lookup returns. With the states, values are those of the latest write of a
+    row; only `export_snapshot` has the step of that write. Checksums are compared while a bucket is read, so that a
+    damaged bucket raises SnapshotError at its end. Raises InputError for an argument that does not fit the snapshot,
+    SnapshotError if it is missing, StoreError if there is no store.
     """
     _check_value_type(value_type)
     check_name(snapshot_name)
@@ -146,7 +146,7 @@ def make_persistent_table_reader(
     _check_kind(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
     if len(snapshot.description["tables"]) > 1 and not table_ids:
         raise InputError(
-            f"snapshot {snapshot_name!r} has {len(snapshot.description['tables'])} tables, and a key may be in each: "
+            f"snapshot {snapshot_name!r} has {len(snapshot.description['tables'])} tables, which may share keys: "
             "give table_ids=True, for chunks of (keys, values, table_ids)"
         )
     return PersistentTableReader(snapshot, storage_dim, table_ids)
@@ -164,16 +164,16 @@ def make_persistent_table_writer(
 ) -> PersistentTableWriter:
     """A writer that makes snapshot `snapshot_name` of rows given as NumPy arrays, which `load` then makes live.
 
-    path: the store folder, `<persistent_path>/<embedding name>`, created where it is missing, and locked until the
-    writer is closed. value_type: torch.float32. storage_dim: the floats of a row that are written: the embedding's, or
-    with those of the optimizer's states behind them. physical_block_size: has no effect; for OneFlow's signature.
-    description: what the table is, from `description_for`; None takes the store's, or in an empty store that of an
-    embedding of one table with defaults.
+    path: the store folder, `<persistent_path>/<embedding name>`, created if it is missing, and locked until the
+    writer is closed. value_type: torch.float32. storage_dim: how many floats of a row are written: those of the
+    embedding, or also those of the optimizer's states after them. physical_block_size: has no effect; for OneFlow's
+    signature. description: of the table, from `description_for`; None for that of the store, or for an empty store that
+    of an embedding of one table with defaults.
 
-    Rows count as written once, at the description's step. They wait on the disk in 64 parts, and one part is sorted at
-    a time in memory: about 1/64 of all rows, a few times. Leaving a `with` by an exception makes no snapshot. Raises
-    InputError for an argument that is not the table's, SnapshotError for a name that is taken or cannot be used,
-    StoreError where the store is in use.
+    Rows count as written once, at the step of the description. They are stored in 64 temporary files and sorted one
+    file at a time in memory, which takes a few times 1/64 of all rows. Leaving the `with` block by an exception makes
+    no snapshot. Raises InputError for an argument that does not fit the table, SnapshotError for a name that is taken
+    or invalid, StoreError if the store is in use.
     """
     _check_value_type(value_type)
     check_key_type(key_type)
@@ -196,7 +196,9 @@ def make_persistent_table_writer(
 
 def _check_value_type(value_type: Any) -> None:
     if value_type is not torch.float32:
-        raise OptionError(f"value_type={value_type!r}: values are float32, whatever rows are stored in; give that")
+        raise OptionError(
+            f"value_type={value_type!r}: values are float32, whatever the dtype of stored rows; give that"
+        )
 
 
 def _check_kind(description: Mapping[str, Any], key_type: torch.dtype, storage_dim: int, what: str) -> None:

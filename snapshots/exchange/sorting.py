@@ -1,4 +1,4 @@
-"""Rows that come in any order, brought into the order of a snapshot with bounded memory."""
+"""Sorts rows into the order of a snapshot in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ _BUFFER_BYTES = 1 << 16
 
 
 class RowSorter:
-    """Takes rows [n] of `dtype` in any order, and gives them in the order of `write_snapshot`.
+    """Takes rows [n] of `dtype` in any order, and yields them in the order of `write_snapshot`.
 
-    Of rows with the same (table, key), the last that was added stands. Rows wait in one file for each bucket. The files
-    have no names, so they are gone when the process ends, however it ends. They lie in the file system of `place`,
-    which must have room for all rows. Memory: the rows of one bucket, about 1/64 of all, a few times.
+    Of rows with the same (table, key), the last added is used. Rows are stored in a temporary file for each bucket. The
+    files have no names, so the kernel removes them when the process ends, also after a kill. They are on the file
+    system of `place`, which must have space for all rows. Memory: a few times the rows of one bucket, about 1/64 of
+    all.
     """
 
     def __init__(self, place: Path, dtype: np.dtype[np.void]) -> None:
-        """`place`: a folder, created where it is missing."""
+        """`place`: a folder, created if it is missing."""
         self._place = place
         self._dtype = dtype
         self._limit = chunk_rows(dtype.itemsize)
         self._files: dict[int, IO[bytes]] = {}
 
     def add(self, rows: NDArray[np.void]) -> None:
-        """Add rows. Raises SnapshotError where they cannot be written."""
+        """Add rows. Raises SnapshotError if they cannot be written."""
         buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
         order = np.argsort(buckets, kind="stable")
         ordered = rows[order]
@@ -49,10 +50,10 @@ class RowSorter:
                 self._file(bucket).write(part.view(np.uint8).data)
 
     def chunks(self) -> Chunks:
-        """Every row, once, as (bucket, rows): buckets ascend, and (table, key) ascends within a bucket."""
+        """Every row once, as (bucket, rows): buckets ascend, and (table, key) ascends within a bucket."""
         for bucket in sorted(self._files):
             rows = self._read(self._files.pop(bucket))
-            order = np.lexsort((rows["key"], rows["table"]))  # stable: rows of one key stay in the order of `add`
+            order = np.lexsort((rows["key"], rows["table"]))  # stable: rows of one key keep the order of `add`
             tables, keys = rows["table"][order], rows["key"][order]
             is_last = np.ones(len(order), np.bool_)
             is_last[:-1] = (tables[1:] != tables[:-1]) | (keys[1:] != keys[:-1])
@@ -61,10 +62,10 @@ class RowSorter:
                 yield bucket, rows[order[begin : begin + self._limit]]
 
     def close(self) -> None:
-        """Forget what is left. May be called again."""
+        """Remove the files. May be called again."""
         files, self._files = self._files, {}
         for file in files.values():
-            with contextlib.suppress(OSError):  # an error on rows that nobody wants any more
+            with contextlib.suppress(OSError):  # the rows are not needed any more
                 file.close()
 
     def __enter__(self) -> Self:
@@ -96,6 +97,6 @@ class RowSorter:
             yield
         except OSError as error:
             raise SnapshotError(
-                f"rows cannot be sorted in {str(self._place)!r}: {error}. There must be room for all rows twice: as "
-                "they wait to be sorted, and in the snapshot"
+                f"rows cannot be sorted in {str(self._place)!r}: {error}. There must be space for all rows twice: for "
+                "sorting, and for the snapshot"
             ) from error

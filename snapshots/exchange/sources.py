@@ -1,4 +1,4 @@
-"""What rows can be imported from: arrays, dense embeddings, snapshots, and files, read in bounded memory."""
+"""Sources of imports: arrays, dense embeddings, snapshots and files, read in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
 
 
 class OpenFile(Protocol):
-    """An open file, or arrays like one. `metadata`: the description that an export keeps, as JSON."""
+    """An open file, or arrays in memory. `metadata`: the description in an export, as JSON."""
 
     @property
     def metadata(self) -> str | None: ...
@@ -49,7 +49,7 @@ FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
 class SourceTable(NamedTuple):
-    """Rows of a source. `columns`: names of `columns.Columns` to the source's own. `table`: where no column has it."""
+    """A table of a source. `columns`: from names of `Columns` to those of the source. `table`: if no column has it."""
 
     columns: dict[str, str]
     table: int | str | None = None
@@ -58,10 +58,10 @@ class SourceTable(NamedTuple):
 class Source:
     """Rows to import. Before `batches` only headers are read.
 
-    Attributes: `what` names it in messages; `rows` and `dim`; `names` of the columns that are there; `key_type`, None
-    where keys are row numbers; `tables`, how many tables the parts of the source are, None where a column says a row's
-    table; `table_names` of the parts, None of tensors that are not named as TorchRec does; `description`, of exports
-    and snapshots alone; `padding_idx` of an `nn.Embedding`.
+    Attributes: `what` names it in messages; `rows` and `dim`; `names` of its columns; `key_type`, None if keys are row
+    numbers; `tables`, the number of tables, None if a column has the table of a row; `table_names`, None for tensors
+    that are not named as TorchRec does; `description`, only of exports and snapshots; `padding_idx` of an
+    `nn.Embedding`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Source:
         parts: Callable[[Mapping[str, Shape]], list[SourceTable]],
         padding_idx: int | None = None,
     ) -> None:
-        """parts: chooses what is taken of the arrays that are there. Raises InputError, SnapshotError, OptionError."""
+        """parts: chooses the tables among the arrays of the file. Raises InputError, SnapshotError, OptionError."""
         self.what = what
         self.padding_idx = padding_idx
         self._opener = opener
@@ -107,7 +107,7 @@ class Source:
     def batches(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
         """The columns with these `names`, in bounded chunks. Without keys, KEY is the row number, int64.
 
-        Raises SnapshotError where columns cannot be read, InputError for values that cannot be a row.
+        Raises SnapshotError if columns cannot be read, InputError for values that cannot be a row.
         """
         wanted = [name for name in names if name in self.names]
         with _reading(self.what), self._opener() as file:
@@ -123,15 +123,15 @@ class Source:
 
 
 def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: Any = None) -> Source:
-    """The rows that `importing.import_snapshot` imports by these arguments."""
+    """The rows that `importing.import_snapshot` imports with these arguments."""
     if isinstance(source, Source):
         return source
-    one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # a table by its name
+    one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # the name of a table
     given = ((KEY, keys), (TABLE, None if one_table else table_ids))
     extra = {name: _array(value, name) for name, value in given if _is_array(value)}
     table = None if TABLE in extra else table_ids
     if TABLE in extra and KEY not in extra:
-        raise InputError("table_ids: an array of them goes with keys; give keys, or one table id")
+        raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
     if isinstance(source, nn.Embedding):
         dense: Column = TensorColumn(source.weight)
         return Source(
@@ -154,8 +154,8 @@ def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: An
         return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table))
     if extra or table is not None:
         raise InputError(
-            f"keys and table_ids go with a dense tensor, which tensor= names; other files have columns {KEY!r} and "
-            f"{TABLE!r} of their own"
+            f"keys and table_ids need a dense tensor, which tensor= names; other files have their own columns {KEY!r} "
+            f"and {TABLE!r}"
         )
     return Source(repr(str(path)), opener, _by_name)
 
@@ -167,12 +167,12 @@ def _opener_of(path: Path) -> FileOpener:
         ".npz": open_npz,
         ".parquet": open_parquet,
         ".safetensors": open_safetensors,
-        **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _opened_state_dict),
+        **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _open_state_dict),
     }
     if path.suffix not in openers:
         raise InputError(
-            f"source={str(path)!r}: its kind is not known by its name; give a snapshot's folder, or a file that ends "
-            f"in .npy, {', '.join(openers)}"
+            f"source={str(path)!r}: its suffix is unknown; give the folder of a snapshot, or a file that ends in "
+            f" .npy, {', '.join(openers)}"
         )
     return partial(openers[path.suffix], path)
 
@@ -184,17 +184,17 @@ def _by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
             f"it holds {', '.join(sorted(shapes)) or 'nothing'}; {KEY!r} and {EMBEDDING!r} are needed, or the name of "
             "a dense table by tensor="
         )
-    return [SourceTable({name: name for name, (_, shape) in shapes.items() if shape})]  # a 0-d array is no column
+    return [SourceTable({name: name for name, (_, shape) in shapes.items() if shape})]  # a 0-d array is not a column
 
 
 def _dense(tensor: Any, extra: Mapping[str, Column], table: Any) -> Callable[[Mapping[str, Shape]], list[SourceTable]]:
-    """The parts of one array, or of a list of arrays, each of them a table."""
+    """The table of one array, or the tables of a list of arrays."""
 
     def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
         names = [tensor] if isinstance(tensor, str) else list(tensor)
         for name in names:
             if name not in shapes:
-                raise InputError(f"tensor={name!r} is not there; there are {', '.join(sorted(shapes))}")
+                raise InputError(f"tensor={name!r} does not exist; there are {', '.join(sorted(shapes))}")
         own = {name: name for name in extra}
         if isinstance(tensor, str):
             return [SourceTable({EMBEDDING: tensor, **own}, table)]
@@ -206,7 +206,7 @@ def _dense(tensor: Any, extra: Mapping[str, Column], table: Any) -> Callable[[Ma
 
 
 def _torchrec_table(tensor: str) -> str | None:
-    """The table of a tensor of TorchRec's state_dict(); None of any other tensor."""
+    """The table of a tensor of TorchRec's state_dict(); None for any other tensor."""
     found = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return found[1] if found is not None and is_table_name(found[1]) else None
 
@@ -247,11 +247,11 @@ def _npy(path: Path) -> Column:
 
 
 @contextmanager
-def _opened_state_dict(path: Path) -> Iterator[NamedArrays]:
-    """The tensors of a `torch.save`, which stay on the disk. No code runs: what is not plain data is refused."""
+def _open_state_dict(path: Path) -> Iterator[NamedArrays]:
+    """The tensors of a `torch.save`, mapped from the disk. No code is run: anything but plain data is refused."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:  # torch's message advises running its code
+    except pickle.UnpicklingError:  # the message of torch recommends to run its code
         raise InputError(
             f"{str(path)!r} holds more than tensors, or is damaged: save the state_dict() of a module, not the module"
         ) from None
@@ -292,7 +292,7 @@ def _parsed(metadata: str, what: str) -> dict[str, Any]:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turns what libraries raise for a damaged or foreign file into SnapshotError."""
+    """Converts errors of libraries for a damaged or foreign file to SnapshotError."""
     try:
         yield
     except TierbedError as error:

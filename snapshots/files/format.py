@@ -1,4 +1,4 @@
-"""The manifest of a snapshot of format 2, 3 or 4, and its files of rows; docs/snapshots.md describes both."""
+"""The manifest of a snapshot of format 2, 3 or 4, and its row files. docs/snapshots.md describes both."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MAX_SHARDS = 1024
 
 _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
-_PLACES = 1 << 16  # the values that the bits of a hash which choose a part can have
-FORMAT = 3  # of a snapshot in parts, or of rows that are not all float32; any other is of format 2
-OF_GROUP = 4  # of a snapshot of a store that is trained together with others
+_HASH_SLOTS = 1 << 16  # values of the bits of a hash that choose a shard
+FORMAT = 3  # of sharded snapshots and of rows that are not all float32; others have format 2
+GROUP_FORMAT = 4  # of snapshots of stores that are trained together
 MANIFEST = "manifest.msgpack"
-ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
+ROCKSDB = "rocksdb"  # the folder of RocksDB's files in a checkpoint
 Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 _MAX_WIDTH = 1 << 20
@@ -41,120 +41,120 @@ _MAX_DIM = 1 << 16  # of an embedding
 LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
-_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or a mark has room for its other fields
-INSTANT = "instant"  # the field of a manifest that `Saved` has
-OWN = ("base", "place", GROUP, AT)  # fields of MARK that the store folder itself keeps
-SHARE = "share"  # the field of MARK that says which rank has its rows
-OF_THE_MARK = (
+_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for its other fields
+INSTANT = "instant"  # the field of a manifest for `Saved`
+FOLDER_FIELDS = ("base", "place", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
+SHARE = "share"  # the field of MARK that names the rank of a shard
+MARKER_FIELDS = (
     "live",
     "rows",
     "shards",
     TABLE_ROWS,
     SHARE,
     LIVE,
-)  # fields of a mark beside the description of a snapshot
+)  # fields of MARK in addition to the description of a snapshot
 _MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
-_MAX_NAMED = 16  # states that are NumPy fields, whose names a header has
+_MAX_NAMED = 16  # states that are NumPy fields, named in the header
 _OWN_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "step")
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class HashShard(NamedTuple):
-    """One of the parts that all rows fall into, by an interval of their hashes: part `number`, from 0, of `of`."""
+    """The rows whose hashes are in one of `of` equal intervals: shard `number`, from 0."""
 
     number: int
     of: int
 
     @property
     def begin(self) -> int:
-        """The first of 2^16 places that belongs to the part."""
-        return -(-self.number * _PLACES // self.of)
+        """The first of 2^16 hash slots of the shard."""
+        return -(-self.number * _HASH_SLOTS // self.of)
 
     @property
     def end(self) -> int:
-        """The place behind the last of the part."""
+        """The slot after the last one of the shard."""
         return HashShard(self.number + 1, self.of).begin
 
     def meets(self, other: HashShard) -> bool:
-        """Whether a row may be in both parts."""
+        """Whether a row may be in both shards."""
         return max(self.begin, other.begin) < min(self.end, other.end)
 
     def rows(self, rows: RowArray) -> RowArray:
-        """Those of rows, or of names of rows, that are in the part."""
+        """The rows, or row keys, that are in the shard."""
         owners = _core.owners(rows["table"].copy(), rows["key"].copy(), self.of)
         return rows[owners == self.number]
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of rows, or of keys of deleted rows: how many, its bytes with the header, the crc32 behind the header."""
+    """A file of rows or of keys of deleted rows: their count, its bytes with the header, the crc32 after the header."""
 
     rows: int
     bytes: int
     crc32: int
 
 
-def bucket_file(bucket: int, part: int | None = None) -> str:
-    """The name of the file of a bucket's rows, or of those in one part."""
-    return f"bucket-{bucket:02d}.npy" if part is None else f"bucket-{bucket:02d}-{part:04d}.npy"
+def bucket_file(bucket: int, shard: int | None = None) -> str:
+    """The name of the file of a bucket's rows, or of those of one shard."""
+    return f"bucket-{bucket:02d}.npy" if shard is None else f"bucket-{bucket:02d}-{shard:04d}.npy"
 
 
-def deleted_file(bucket: int, part: int | None = None) -> str:
-    """The name of the file of the keys of a bucket's deleted rows, or of those in one part."""
-    return bucket_file(bucket, part).replace("bucket", "deleted")
+def deleted_file(bucket: int, shard: int | None = None) -> str:
+    """The name of the file of the keys of a bucket's deleted rows, or of those of one shard."""
+    return bucket_file(bucket, shard).replace("bucket", "deleted")
 
 
 def is_deleted(name: str) -> bool:
-    """Whether a file that a manifest names holds keys of deleted rows, not rows."""
+    """Whether a file of a manifest holds keys of deleted rows."""
     return name.startswith("deleted")
 
 
 def bucket_of(name: str) -> int:
-    """The bucket of a file that a manifest names."""
+    """The bucket of a file of a manifest."""
     return int(name.split("-")[1][:2])
 
 
 def shard_number(name: str) -> int | None:
-    """The number of the part that a file which a manifest names is of; None where there are no parts."""
+    """The number of the shard that a file of a manifest is of; None if it is not sharded."""
     words = name.removesuffix(".npy").split("-")
     return int(words[2]) if len(words) > 2 else None
 
 
 def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowFile:
-    """What a manifest says of a file, of so many parts. Raises ValueError."""
+    """The entry of a file in a manifest with that many parts. Raises ValueError."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) >= BUCKETS or (parts is None) != (match[3] is None):
         raise ValueError(f"it names a foreign file {name!r}")
     if match[3] is not None and parts is not None and int(match[3]) >= parts:
         raise ValueError(f"it names {name!r}, and it has {parts} parts")
     if type(entry) is not dict or entry.keys() != {"rows", "bytes", "crc32"}:
-        raise ValueError(f"the entry of {name} is not one")
+        raise ValueError(f"the entry of {name} is invalid")
     if not all(type(number) is int and 0 <= number < _MAX_COUNT for number in entry.values()):
-        raise ValueError(f"the entry of {name} is not made of counts")
+        raise ValueError(f"the entry of {name} has values that are not counts")
     file = RowFile(**entry)
     if file.rows == 0 or file.bytes != file_bytes(dtype_of(name, form), file.rows):
         raise ValueError(f"rows and bytes of {name} disagree")
     return file
 
 
-def row_check(description: dict[str, Any], bucket: int, part: HashShard | None = None) -> _core.RowCheck:
-    """The check that finds rows of a bucket, or keys of deleted rows, which no table of a description can have.
+def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowCheck:
+    """The check that finds rows of a bucket, or keys of deleted rows, that no table of a description can have.
 
-    With `part`, rows of another part as well.
+    With `shard`, rows of other shards as well.
     """
-    number, of = part or (0, 1)
+    number, of = shard or (0, 1)
     return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
 
 
 def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
-    """The dtype of the array in a file that a manifest names."""
+    """The dtype of the array in a file of a manifest."""
     return KEY if is_deleted(name) else form.dtype
 
 
 def header_bytes(dtype: np.dtype[np.void]) -> int:
-    """The bytes of the header of a row file, whatever the count of its rows: 256 where all numbers are float32."""
+    """The bytes of the header of a row file, for any number of rows: 256 if all numbers are float32."""
     return -(-(len(_description(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
 
 
@@ -176,7 +176,7 @@ def _description(dtype: np.dtype[np.void], rows: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Parent:
-    """The snapshot that an incremental snapshot goes over. It lies beside it, with this name and this id."""
+    """The parent of an incremental snapshot: the snapshot in the same folder with this name and id."""
 
     name: str
     id: str
@@ -184,7 +184,7 @@ class Parent:
 
 @dataclasses.dataclass(frozen=True)
 class RocksDBFiles:
-    """The files of a checkpoint, of `shards` databases: `bytes` and `crc32c` of each file `shard-N/<file>`."""
+    """The files of a checkpoint of `shards` RocksDB databases: `bytes` and `crc32c` of each file `shard-N/<file>`."""
 
     shards: int
     files: dict[str, dict[str, int]]
@@ -194,11 +194,11 @@ class RocksDBFiles:
 class Manifest:
     """What a snapshot holds.
 
-    `rows`: how many rows the whole table has when the snapshot is loaded. `deleted`: how many keys of deleted rows the
-    snapshot's own files have. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
-    the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: how many parts all rows fall into,
-    each with files of its own; None for one writer that knows of no others. `instant`: the versions of the rows, and of
-    the stores that are trained together with theirs; None for a store that trains alone.
+    `rows`: the number of rows of the table once the snapshot is loaded. `deleted`: the number of keys of deleted rows
+    in the snapshot's own files. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
+    the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: the number of shards, each with its
+    own files; None for a snapshot of one writer. `instant`: the versions of the rows and of the stores that are trained
+    together with theirs; None for a store that trains alone.
     """
 
     kind: Kind
@@ -215,8 +215,8 @@ class Manifest:
     instant: Saved | None = None
 
     def __repr__(self) -> str:
-        held = {} if self.rocksdb is None else self.rocksdb.files
-        files = f"{len(self.files) + len(held)} files of {self.total_bytes:,} bytes"
+        rocksdb = {} if self.rocksdb is None else self.rocksdb.files
+        files = f"{len(self.files) + len(rocksdb)} files of {self.total_bytes:,} bytes"
         step = self.description["step"]
         return f"<{self.kind} snapshot of {self.description['name']!r}: {self.rows:,} rows at step {step:,}, {files}>"
 
@@ -227,14 +227,14 @@ class Manifest:
 
     @property
     def own_rows(self) -> int:
-        """How many rows the snapshot's own files have, keys of deleted rows included."""
+        """The number of rows in the snapshot's own files, keys of deleted rows included."""
         return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all files but the manifest."""
-        held = [] if self.rocksdb is None else [file["bytes"] for file in self.rocksdb.files.values()]
-        return sum(file.bytes for file in self.files.values()) + sum(held)
+        """The bytes of all files except the manifest."""
+        rocksdb = [] if self.rocksdb is None else [file["bytes"] for file in self.rocksdb.files.values()]
+        return sum(file.bytes for file in self.files.values()) + sum(rocksdb)
 
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
@@ -242,7 +242,7 @@ class Manifest:
         del fields[INSTANT]
         format = FORMAT
         if self.instant is not None:
-            format, fields[INSTANT] = OF_GROUP, self.instant.plain()
+            format, fields[INSTANT] = GROUP_FORMAT, self.instant.plain()
         elif self.parts is None and not self.form.is_narrow:
             format = FORMAT - 1
             del fields["parts"]
@@ -252,13 +252,13 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Read a manifest file, trusting nothing in it. Raises ValueError saying what is wrong."""
+        """Read a manifest file that may be forged. Raises ValueError naming the error."""
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]
         _require(
-            FORMAT - 1 <= format <= OF_GROUP,
-            f"its format is {format}, and this tierbed reads {FORMAT - 1} to {OF_GROUP}: use the version that wrote it",
+            FORMAT - 1 <= format <= GROUP_FORMAT,
+            f"its format is {format}, and this tierbed reads {FORMAT - 1} to {GROUP_FORMAT}: use the one that wrote it",
         )
         lacking = {FORMAT - 1: {"parts", INSTANT}, FORMAT: {INSTANT}}.get(format, set())
         fields = {field.name for field in dataclasses.fields(Manifest)} - lacking
@@ -272,19 +272,19 @@ class Manifest:
         )
         _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
         instant = Saved.parse(value.get(INSTANT))
-        _require(format < OF_GROUP or instant is not None, f"{INSTANT} is not that of a store in a group")
+        _require(format < GROUP_FORMAT or instant is not None, f"{INSTANT} is invalid")
         kind = value["kind"]
         _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "id is not 32 hex digits")
         _check_room(value["description"])
         for field in ("rows", "deleted", "created", "sequence"):
             _require(_is_count(value[field]), f"{field} is not a count")
-        _require(
-            value["sequence"] <= LAST_SEQUENCE, f"its sequence is beyond {LAST_SEQUENCE}, and no save reaches that"
-        )
+        _require(value["sequence"] <= LAST_SEQUENCE, f"its sequence is beyond {LAST_SEQUENCE}, which no save reaches")
         parent, rocksdb = _decode_parent(value["parent"]), _decode_rocksdb(value["rocksdb"])
-        _require((parent is not None) == (kind == "incremental"), "an incremental snapshot has a parent, and no other")
-        _require((rocksdb is not None) == (kind == "checkpoint"), "a checkpoint has RocksDB's files, and no other")
+        _require(
+            (parent is not None) == (kind == "incremental"), "incremental snapshots, and only these, have a parent"
+        )
+        _require((rocksdb is not None) == (kind == "checkpoint"), "checkpoints, and only these, have RocksDB's files")
         files = value["files"]
         _require(type(files) is dict and all(type(name) is str for name in files), "files is not a map of names")
         files = {name: decode_file(name, entry, form, parts) for name, entry in sorted(files.items())}
@@ -294,7 +294,7 @@ class Manifest:
         if kind == "full":
             _require(rows == value["rows"], "rows is not the sum over the files")
         else:
-            _require(kind == "incremental" or not (files or parts), "a checkpoint has no files of rows, and no parts")
+            _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
         return Manifest(
             kind,
             value["id"],
@@ -329,13 +329,15 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
     for name, entry in files.items():
         match = _ROCKSDB_FILE.fullmatch(name)
         _require(match is not None and int(match[1]) < shards, f"it names a foreign file {name!r}")
-        _require(type(entry) is dict and entry.keys() == {"bytes", "crc32c"}, f"the entry of {name} is not one")
-        _require(all(_is_count(number) for number in entry.values()), f"the entry of {name} is not made of counts")
+        _require(type(entry) is dict and entry.keys() == {"bytes", "crc32c"}, f"the entry of {name} is invalid")
+        _require(
+            all(_is_count(number) for number in entry.values()), f"the entry of {name} has values that are not counts"
+        )
     return RocksDBFiles(shards, dict(sorted(files.items())))
 
 
 def check_description(value: Any) -> None:
-    """Raises ValueError naming the field of a description that is missing or not valid. More fields may be there."""
+    """Raises ValueError naming a field of a description that is missing or invalid. Other fields are allowed."""
     _require(type(value) is dict, "description is not a map")
     valid = {
         "name": lambda x: type(x) is str,
@@ -356,22 +358,22 @@ def check_description(value: Any) -> None:
     for field, check in valid.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
     named = FIELD not in value or are_names(value[FIELD], len(value["tables"]))
-    _require(named, f"description has {FIELD!r} that are not a name of its own, or none, for each of its tables")
-    _require(_is_plain(value, _MAX_DEPTH), "description holds what JSON cannot")
+    _require(named, f"description has {FIELD!r} that are not a unique name or None for each of its tables")
+    _require(_is_plain(value, _MAX_DEPTH), "description holds values that JSON cannot store")
     dim, widths = sum(value["columns"]), value["state_widths"]
     for field in ("state_widths", "initial"):
         _require(len(value[field]) == len(value["states"]), f"description has no {field!r} for each of its states")
     _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the columns'")
     _check_types(value, dim)
     width = RowForm.described(value).width
-    _require(width == value["width"], "description has a 'width' that is not that of its columns and states")
+    _require(width == value["width"], "description has a 'width' that does not follow from its columns and states")
     _check_rule(value, dim)
 
 
 def _check_types(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError where the types of states are not valid, or are there although all numbers are float32."""
+    """Raises ValueError if the types of states are invalid, or are given although all numbers are float32."""
     if STATE_TYPES not in value:
-        _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which go with its 'dtype'")
+        _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which its 'dtype' needs")
         return
     types, widths = value[STATE_TYPES], value["state_widths"]
     valid = type(types) is list and len(types) == len(widths) and all(t in ("float32", "bfloat16") for t in types)
@@ -381,7 +383,7 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
     first = types == ["bfloat16"] * len(narrow) + ["float32"] * (len(types) - len(narrow))
     _require(first and all(w == dim for w in narrow), f"description has {STATE_TYPES!r} of other than the first states")
     names = value["states"]
-    _require(len(names) <= _MAX_NAMED, f"description has more than {_MAX_NAMED} 'states' beside numbers in 2 bytes")
+    _require(len(names) <= _MAX_NAMED, f"description has more than {_MAX_NAMED} 'states' next to numbers of 2 bytes")
     _require(
         len({*names}) == len(names) and all(_STATE.fullmatch(name) and name not in _OWN_FIELDS for name in names),
         "description has 'states' that cannot name fields of a row",
@@ -389,16 +391,16 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
 
 
 def _check_room(description: dict[str, Any]) -> None:
-    """Raises ValueError where a description takes the room or the names of a mark's and a manifest's other fields."""
-    taken = description.keys() & {*OF_THE_MARK, *OWN}
-    _require(not taken, f"description has fields of a mark: {', '.join(sorted(taken))}")
+    """Raises ValueError if a description leaves no space for other fields of MARK or a manifest, or has their names."""
+    taken = description.keys() & {*MARKER_FIELDS, *FOLDER_FIELDS}
+    _require(not taken, f"description has fields of MARK: {', '.join(sorted(taken))}")
     _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")
     size = len(seal(description))
     _require(size <= _MAX_DESCRIPTION, f"description has {size} bytes, more than {_MAX_DESCRIPTION}")
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether JSON holds `value` as it is: it has no bytes and no NaN."""
+    """Whether JSON can store `value` unchanged: it has no bytes and no NaN."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(name, str) and _is_plain(item, depth - 1) for name, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -407,7 +409,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def _check_rule(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError where states or `hyper` do not fit a known rule. `hyper` is empty before the first update."""
+    """Raises ValueError if states or `hyper` do not fit a known rule. `hyper` is empty before the first update."""
     name = value["optimizer"]
     try:
         kernel = kernels()[name]
@@ -417,22 +419,25 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     found = list(zip(value["states"], value["state_widths"], strict=True))
     _require(found == states, f"description has 'states' and 'state_widths' {found}, and rule {name!r} has {states}")
     types = value.get(STATE_TYPES, [])[: len(kernel.element_states)]
-    _require(len({*types}) <= 1, f"description has {STATE_TYPES!r} {types}, and rule {name!r} has one of all of them")
+    _require(len({*types}) <= 1, f"description has {STATE_TYPES!r} {types}, and rule {name!r} has one for all of them")
     of_rows = value.get(STATE_TYPES, [])[len(kernel.element_states) :]
-    _require({*of_rows} <= {"float32"}, f"description has {STATE_TYPES!r} {of_rows} of states that rows have")
-    given, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is left out where it is none
+    _require({*of_rows} <= {"float32"}, f"description has {STATE_TYPES!r} {of_rows} of states with one number a row")
+    given, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is omitted if it is None
     _require(
         given in (0, most - 1, most), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {most - 1}"
     )
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
-    """The description with `hyper` as numbers by name; the stored list stays where the rule is not known."""
+    """The description with `hyper` as numbers by name, or as the stored list if the rule is unknown."""
     try:
         names = (*kernels()[description["optimizer"]].all_hypers, *LIMITS)
     except KeyError:
         return description
-    return {**description, "hyper": dict(zip(names, description["hyper"], strict=False))}  # of no number yet, or all
+    return {
+        **description,
+        "hyper": dict(zip(names, description["hyper"], strict=False)),
+    }  # the list has no number yet, or all
 
 
 def _is_count(value: Any) -> bool:
@@ -449,7 +454,7 @@ def _require(condition: bool, problem: str) -> None:
 
 
 def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
-    """Whether rows of a table described by `older` are rows of the table described by `newer`."""
+    """Whether rows of a table with description `older` are valid in one with description `newer`."""
     same = all(older[field] == newer[field] for field in ("key_type", "columns"))
     of_one_form = RowForm.described(older).dtype == RowForm.described(newer).dtype
     return same and of_one_form and len(older["tables"]) <= len(newer["tables"])
@@ -465,7 +470,7 @@ def check_name(name: str) -> None:
 
 
 def saved_with(folder: Path) -> tuple[Saved | None, int]:
-    """What a snapshot says of its store's group, and its sequence; (None, -1) where no snapshot can be read."""
+    """The field `instant` of a snapshot, and its sequence; (None, -1) if no snapshot can be read."""
     try:
         content = unseal(read_record(folder / MANIFEST))
         return Saved.parse(content.get(INSTANT)), int(content["sequence"])
@@ -474,9 +479,9 @@ def saved_with(folder: Path) -> tuple[Saved | None, int]:
 
 
 def snapshot_id(folder: Path) -> str:
-    """The id of a snapshot; "" where there is no snapshot, or none that can be read.
+    """The id of a snapshot; "" if there is no snapshot that can be read.
 
-    Raises StoreError where this process lacks descriptors or memory, since the id is unknown then.
+    Raises StoreError if this process lacks descriptors or memory, since the id is unknown then.
     """
     try:
         content = unseal(read_record(folder / MANIFEST))

@@ -1,16 +1,18 @@
-"""Work in threads beside the caller's: reading a source ahead of its user, and doing tasks behind their giver.
+"""Reads rows ahead of the code that uses them, and writes files behind the code that makes them, each in a thread.
 
-Reading, checksums and writing let other threads of Python run, so that disk, checksum and table work at one time. At
-the end of the interpreter, where no thread can be started any more, the caller does all of it.
+Reading, checksums and writing release the GIL, so that disk, checksums and the table work at the same time. At the end
+of the interpreter, when no thread can be started any more, the caller does all of it.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from queue import Empty, Queue, SimpleQueue
-from threading import Semaphore
+from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import finalize
@@ -18,82 +20,87 @@ from weakref import finalize
 from ...engine.threads import POLL_SECONDS, Thread
 
 T = TypeVar("T")
+Task = Callable[[], Any]
 
 _END = object()
 
 
 @contextmanager
-def read_ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Iterator[T]]:
+def read_ahead(source: Generator[T, None, None], items: int = 3) -> Iterator[Iterator[T]]:
     """The items of `source`. A thread takes `items` of them ahead; it ends when the block ends.
 
-    An exception of the source is raised where its item would have come.
+    An exception of the source is raised instead of the item that it prevented.
     """
-    taken: Queue[Any] = Queue(items)
-    wanted = True
+    thread, take = TaskThread("tierbed-ahead"), partial(next, source, _END)
 
-    def take() -> None:
-        error = None
-        try:
-            for item in source:
-                taken.put((item, None))
-                if not wanted:
-                    break
-            source.close()
-        except BaseException as raised:
-            error = raised
-        taken.put((_END, error))
-
-    def next_taken() -> Any:
-        while True:
-            alive = thread.is_alive()
-            with suppress(Empty):
-                return taken.get(timeout=POLL_SECONDS) if alive else taken.get_nowait()
-            if not alive:
-                raise MemoryError("the thread that reads ahead ended without a word")
-
-    def given() -> Iterator[T]:
-        while True:
-            item, error = next_taken()
-            if error is not None:
-                raise error
-            if item is _END:
-                return
+    def take_items() -> Iterator[T]:
+        while (item := thread.next_result()) is not _END:
+            thread.add(take)
             yield item
 
-    thread = Thread(target=take, name="tierbed-ahead", daemon=True)
-    if not _starts(thread):
-        yield source
-        return
     try:
-        yield given()
+        for _ in range(items):
+            thread.add(take)
+        yield take_items()
     finally:
-        wanted = False
-        while thread.is_alive():
-            with suppress(Empty):
-                taken.get(timeout=0.01)
-        thread.join()
+        thread.cancel()
+        thread.add(source.close)  # in the thread, which may be running it
+        thread.end()
 
 
-class WriterThread:
-    """Does tasks in a thread, in the order in which they are given. Few tasks wait at a time.
+class TaskThread:
+    """Does tasks in a thread, in the order in which they are added, and none after one that failed.
 
-    An exception of a task is raised by a later `do` or by the end of the block, and no task after it is begun.
+    An executor of one thread, but no wait for it hangs if the thread dies, as it may if memory runs out.
     """
 
-    def __init__(self, waiting: int = 2) -> None:
-        self._tasks = _Tasks(waiting)
-        # Ctrl-C may cut off the block's beginning or end; no cycle with an error, whose traceback holds this object
-        finalize(self, self._tasks.queue.put, None).atexit = False
-        self._thread = Thread(target=self._tasks.run, name="tierbed-behind", daemon=True)
+    def __init__(self, name: str, waiting: int = 2) -> None:
+        """waiting: how many tasks wait at most before `do` waits for one."""
+        self._waiting = waiting
+        self._pending: deque[Future[Any]] = deque()
+        self._errors: list[BaseException] = []
+        self._queue: SimpleQueue[tuple[Task, Future[Any]] | None] = SimpleQueue()  # may be used by a finalizer
+        # Ctrl-C may interrupt __enter__ or __exit__: the thread also ends when this object is collected
+        finalize(self, self._queue.put, None).atexit = False
+        self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
         self._has_thread = _starts(self._thread)
 
-    def do(self, task: Callable[[], None]) -> None:
-        if self._tasks.error is not None:
-            raise self._tasks.error
+    def add(self, task: Task) -> None:
+        """Add a task, whose result `next_result` returns after those of earlier tasks."""
+        future: Future[Any] = Future()
+        self._pending.append(future)
         if self._has_thread:
-            self._tasks.add(task, self._thread)
+            self._queue.put((task, future))
         else:
-            task()
+            _do(task, future, self._errors)
+
+    def next_result(self) -> Any:
+        """Wait for the earliest task whose result was not returned yet. Raises what the task, or one before it, did."""
+        future = self._pending.popleft()
+        while not future.done() and self._thread.is_alive():
+            with suppress(TimeoutError):  # of this wait: a TimeoutError of the task is returned
+                future.exception(POLL_SECONDS)
+        if not future.done():
+            raise MemoryError(f"thread {self._thread.name} died without raising an error")
+        return future.result()
+
+    def do(self, task: Task) -> None:
+        """Add a task that has no result. Raises what an earlier one did."""
+        if len(self._pending) > self._waiting:
+            self.next_result()
+        self.add(task)
+
+    def cancel(self) -> None:
+        """Drop the tasks that have not begun."""
+        for future in self._pending:
+            future.cancel()
+        self._pending.clear()
+
+    def end(self) -> None:
+        """Wait until all tasks are done and the thread has ended. Raises nothing of theirs."""
+        if self._has_thread:
+            self._queue.put(None)
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -102,48 +109,33 @@ class WriterThread:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._tasks.error = error
-        if self._has_thread:
-            self._tasks.queue.put(None)
-            self._thread.join()
-            if not self._tasks.ended and self._tasks.error is None:
-                self._tasks.error = _silent()
-        if self._tasks.error is not None and error is None:
-            raise self._tasks.error
+            self.cancel()
+        self.end()
+        while self._pending:
+            self.next_result()
 
 
-class _Tasks:
-    """The tasks of a `WriterThread`. Its thread holds them and not the `WriterThread`, which can be let go."""
-
-    def __init__(self, waiting: int) -> None:
-        self.error: BaseException | None = None
-        self.ended = False  # whether all tasks are done
-        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # garbage may be collected in the midst
-        self._room = Semaphore(waiting)
-
-    def add(self, task: Callable[[], None], thread: Thread) -> None:
-        while not self._room.acquire(timeout=POLL_SECONDS):
-            if not thread.is_alive():
-                raise self.error or _silent()
-        self.queue.put(task)
-
-    def run(self) -> None:
-        while (task := self.queue.get()) is not None:
-            self._room.release()
-            if self.error is None:
-                try:
-                    task()
-                except BaseException as error:
-                    self.error = error
-        self.ended = True
+def _run(queue: SimpleQueue[tuple[Task, Future[Any]] | None], errors: list[BaseException]) -> None:
+    """The thread. It holds no reference to its `TaskThread`, which can be collected while it runs."""
+    while (item := queue.get()) is not None:
+        _do(*item, errors)
+        del item
 
 
-def _silent() -> MemoryError:
-    return MemoryError("the thread that writes behind ended without a word")
+def _do(task: Task, future: Future[Any], errors: list[BaseException]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        if errors:
+            raise errors[0]
+        future.set_result(task())
+    except BaseException as error:
+        errors.append(error)
+        future.set_exception(error)
 
 
 def _starts(thread: Thread) -> bool:
-    if sys.is_finalizing():  # a close that Ctrl-C put off until here: Python 3.11 would wait for a thread for ever
+    if sys.is_finalizing():  # a close that Ctrl-C delayed until here: Python 3.11 would wait for a thread forever
         return False
     try:
         thread.start()

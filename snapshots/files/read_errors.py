@@ -1,4 +1,4 @@
-"""What a failed read says of a snapshot: that a file is not as it was saved, or nothing."""
+"""Classifies failed reads of a snapshot: a damaged file, or an error that says nothing about the snapshot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ...engine.durable import MORE_FILES
-from ...engine.errors import SnapshotError as SnapshotError  # a face is made of names below it
+from ...engine.errors import SnapshotError as SnapshotError  # exported by the package face
 
 _OF_PROCESS = {
     errno.EMFILE: MORE_FILES,
@@ -27,7 +27,7 @@ _OF_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class ReadIOError(SnapshotError):
-    """Nothing is known of the snapshot: this process lacks a resource, or another snapshot took its place."""
+    """The snapshot may be sound: this process lacks a resource, or another snapshot replaced it."""
 
 
 def read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
@@ -39,11 +39,11 @@ def read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
         return damaged(path, problem, folder)
     remedy = _OF_SYSTEM.get(error.errno, "check the disk")
     kind = ReadIOError if error.errno in _OF_PROCESS else SnapshotError
-    return kind(f"{str(path)!r} cannot be read: {problem}. Nothing says that it is not whole: {remedy}, then try again")
+    return kind(f"{str(path)!r} cannot be read: {problem}. The snapshot may be sound: {remedy}, then try again")
 
 
 def damaged(path: Path, problem: str, folder: Path) -> SnapshotError:
-    """The error for a file of the snapshot `folder` that is not as it was saved."""
+    """The error for a file of the snapshot `folder` that differs from what was saved."""
     return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
 
 
@@ -53,5 +53,5 @@ def remedy_of(folder: Path) -> str:
 
 
 def os_error_in(error: Exception) -> OSError | None:
-    """The system's error behind an error of another library, which may tell it in words only."""
+    """The system's error behind an error of another library, which may have it only as text."""
     return next((OSError(code, os.strerror(code)) for code in _OF_SYSTEM if os.strerror(code) in str(error)), None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -42,56 +42,57 @@ from .read_errors import ReadIOError, damaged, read_error, remedy_of
 _CHUNK_BYTES = 1 << 25
 
 Piece = tuple[str, RowArray]  # file, rows
-Progress = Callable[[int], None]
-LONGEST_CHAIN = 100  # the most snapshots of one table; each is read by files and threads of its own
+ProgressCallback = Callable[[int], None]
+MAX_CHAIN = 100  # of snapshots; each is read by its own files and threads
 
 
 class RowReader:
-    """The rows in the files of a snapshot's folder, or those of them that one part has."""
+    """The rows in the files of a snapshot's folder, or those of one shard."""
 
-    def __init__(self, folder: Path, manifest: Manifest, part: HashShard | None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, shard: HashShard | None) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._part = part
+        self._shard = shard
 
     @property
     def files(self) -> dict[str, RowFile]:
-        """The files that may have rows of the part."""
-        return {name: file for name, file in self._manifest.files.items() if self._meets(self._part_of(name))}
+        """The files that may have rows of the shard."""
+        return {name: file for name, file in self._manifest.files.items() if self._meets(self._shard_of(name))}
 
     def read(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
-        """The rows in some of the manifest's files, as `Snapshot.chunks` has them."""
+        """The rows in some of the manifest's files, as `Snapshot.chunks` yields them."""
         for name, entry in files.items():
             with self._open(name, entry):
                 pass
         if self._manifest.parts is None:
             with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._sums(pieces)) as chunks:
-                yield from self.in_part(chunks)
+                yield from self.in_shard(chunks)
         else:
             with read_ahead(self._merged(files, max_rows)) as chunks:
                 yield from chunks
 
-    def in_part(self, chunks: Chunks) -> Chunks:
-        """The rows of the part among those of files."""
-        part = self._part
+    def in_shard(self, chunks: Chunks) -> Chunks:
+        """The rows of the shard among those of files."""
+        shard = self._shard
         for bucket, rows in chunks:
-            yield bucket, rows if part is None or part.of == self._manifest.parts else part.rows(rows)
+            yield bucket, rows if shard is None or shard.of == self._manifest.parts else shard.rows(rows)
 
     def _merged(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, RowArray], None, None]:
-        """The rows of buckets in parts."""
-        for bucket, names in groupby(files, key=bucket_of):
-            entries = {name: files[name] for name in names}
-            most = max_rows // len(entries), _CHUNK_BYTES // (2 * len(entries))  # each holds two chunks
-            parts = [self.in_part(self._sums(self._read({name: entries[name]}, *most))) for name in entries]
-            for rows in merge_sorted([(rows for _, rows in part) for part in parts]):
-                for begin in range(0, len(rows), max_rows):
-                    yield bucket, rows[begin : begin + max_rows]
+        """The rows of all shards, merged."""
+        by_shard: dict[int | None, dict[str, RowFile]] = {}
+        for name, entry in files.items():
+            by_shard.setdefault(shard_number(name), {})[name] = entry
+        most = max_rows // (len(by_shard) or 1), _CHUNK_BYTES // (2 * len(by_shard) or 1)  # each holds two chunks
+        shards = [self.in_shard(self._sums(self._read(entries, *most))) for entries in by_shard.values()]
+        for bucket, rows in merge_sorted(shards):
+            for begin in range(0, len(rows), max_rows):
+                yield bucket, rows[begin : begin + max_rows]
 
     def _sums(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
         """The rows of files as (bucket, rows). A file's checksum is compared before its last chunk is passed on."""
         for name, group in groupby(pieces, key=itemgetter(0)):
             entry, count, checksum = self._manifest.files[name], 0, 0
-            check = row_check(self._manifest.description, bucket_of(name), self._part_of(name))
+            check = row_check(self._manifest.description, bucket_of(name), self._shard_of(name))
             for _, rows in group:
                 data = rows.view(np.uint8)
                 checksum = zlib.crc32(data.data, checksum)
@@ -112,7 +113,9 @@ class RowReader:
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
                 data = rows.view(np.uint8).data
-                with self._open(name, entry) as file:  # for each piece: a bucket may have as many files as ranks wrote
+                with self._open(
+                    name, entry
+                ) as file:  # opened for each piece: a snapshot may have a file of each bucket and rank
                     try:
                         file.seek(header_bytes(dtype) + begin * dtype.itemsize)
                         got = file.readinto(data)  # type: ignore[attr-defined]
@@ -123,7 +126,7 @@ class RowReader:
                 yield name, rows
 
     def _open(self, name: str, entry: RowFile) -> BinaryIO:
-        """The open file, whose header was checked."""
+        """The open file. Its header is checked."""
         try:
             file = open_regular(self._folder / name)
         except OSError as error:
@@ -132,127 +135,118 @@ class RowReader:
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
         elif file.read(header_bytes(dtype)) != npy_header(dtype, entry.rows):
-            problem = "its header is not that of these rows"
+            problem = "its header does not fit these rows"
         else:
             return file
         file.close()
         raise self._damaged(name, problem)
 
-    def _part_of(self, name: str) -> HashShard | None:
-        """The part that a file is of; None without parts."""
+    def _shard_of(self, name: str) -> HashShard | None:
+        """The shard that a file is of; None without shards."""
         number, of = shard_number(name), self._manifest.parts
         return None if number is None or of is None else HashShard(number, of)
 
-    def _meets(self, part: HashShard | None) -> bool:
-        return part is None or self._part is None or self._part.meets(part)
+    def _meets(self, shard: HashShard | None) -> bool:
+        return shard is None or self._shard is None or self._shard.meets(shard)
 
     def _damaged(self, name: str, problem: str) -> SnapshotError:
         return damaged(self._folder / name, problem, self._folder)
 
 
-class ChainElement(Protocol):
-    """What a chain needs of a `Snapshot`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    def parts(self, max_rows: int = ...) -> tuple[Chunks, Chunks]:
-        """The rows, and the keys of deleted rows."""
-
-    def counted(self, rows: int) -> None:
-        """Take the number of rows of the table up to here. Raises SnapshotError."""
-
-    def named_twice(self, bucket: int) -> SnapshotError: ...
-
-
-Watch = Callable[[ChainElement, Chunks], Chunks]
+Watch = Callable[["Snapshot", Chunks], Chunks]
 
 
 def table_of(
-    chain: Sequence[ChainElement], max_rows: int = 65536, progress: Progress | None = None, watch: Watch | None = None
+    chain: Sequence[Snapshot],
+    max_rows: int = 65536,
+    progress: ProgressCallback | None = None,
+    watch: Watch | None = None,
 ) -> Chunks:
-    """The rows of the table that a chain makes, each snapshot counted when its last row is known.
+    """The rows of the table that a chain of snapshots makes. The row count of each snapshot is checked at its end.
 
-    progress: called with the rows that were read from files; with it, a chain of several snapshots gives the names of
-    rows alone. watch: called with each snapshot and the table up to it. Raises SnapshotError naming what is damaged.
+    progress: called with the number of rows read from files; with it, a chain of several snapshots yields row keys
+    only. watch: called with each snapshot and the table up to it. Raises SnapshotError naming what is damaged.
     """
     table: Chunks = iter(())
     for snapshot in chain:
-        rows, deleted = (told(part, progress, len(chain) > 1) for part in snapshot.parts(max_rows))
-        table = rows if snapshot.manifest.parent is None else changed(table, rows, deleted, snapshot.named_twice)
-        table = _counted(snapshot, table)
+        rows, deleted = (count_progress(of, progress, len(chain) > 1) for of in snapshot.parts(max_rows))
+        table = (
+            rows if snapshot.manifest.parent is None else changed(table, rows, deleted, snapshot.conflicting_key_error)
+        )
+        table = _check_counts(snapshot, table)
         if watch is not None:
             table = watch(snapshot, table)
     return table
 
 
-def verify_chain(chain: Sequence[ChainElement], progress: Progress | None = None, watch: Watch | None = None) -> None:
-    """Read all files of a chain. Raises SnapshotError where a load of its rows would."""
-    read_all(table_of(chain, progress=progress or _untold, watch=watch))
+def verify_chain(
+    chain: Sequence[Snapshot], progress: ProgressCallback | None = None, watch: Watch | None = None
+) -> None:
+    """Read all files of a chain. Raises SnapshotError if a load of its rows would."""
+    read_all(table_of(chain, progress=progress or ignore_progress, watch=watch))
 
 
-def _counted(snapshot: ChainElement, chunks: Chunks) -> Chunks:
+def _check_counts(snapshot: Snapshot, chunks: Chunks) -> Chunks:
     count = 0
     for bucket, rows in chunks:
         count += len(rows)
         yield bucket, rows
-    snapshot.counted(count)
+    snapshot.check_rows_so_far(count)
 
 
-def told(chunks: Chunks, progress: Progress | None, names: bool) -> Chunks:
-    """The chunks, with their rows counted to `progress`. With `progress` and `names`, chunks of keys alone."""
+def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool) -> Chunks:
+    """The chunks. `progress` is called with the rows of each; then, if `keys_only`, the chunks are keys."""
     for bucket, rows in chunks:
         if progress is None:
             yield bucket, rows
         else:
             progress(len(rows))
-            yield bucket, keys_of(rows) if names else rows
+            yield bucket, keys_of(rows) if keys_only else rows
 
 
 def read_all(chunks: Chunks) -> None:
-    """Read chunks to their end, and keep nothing."""
+    """Read all chunks and drop them."""
     deque(chunks, maxlen=0)
 
 
-def _untold(count: int) -> None:
+def ignore_progress(count: int) -> None:
     pass
 
 
 class Snapshot:
-    """A finished snapshot. Opening reads its manifest; rows are read, and checked, by `chunks` and `verify`.
+    """A finished snapshot. Opening reads its manifest; `chunks` and `verify` read and check the rows.
 
-    part: the part of all rows that is read, None for every row. Of a part no manifest tells the number of rows; `found`
-    has them, by the name of each snapshot in the chain, when `chunks` came to its end.
+    shard: the shard of the rows that is read, None for every row. Manifests do not have the row count of a shard:
+    `shard_rows` has it, by the name of each snapshot in the chain, after `chunks` has yielded its last chunk.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, part: HashShard | None = None, found: dict[str, int] | None = None
+        self, folder: Path, manifest: Manifest, shard: HashShard | None = None, shard_rows: dict[str, int] | None = None
     ) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.part = part
-        self.found = {} if found is None else found
-        self._rows = RowReader(folder, manifest, part)
+        self.shard = shard
+        self.shard_rows = {} if shard_rows is None else shard_rows
+        self._rows = RowReader(folder, manifest, shard)
 
     @classmethod
     def open(cls, folder: Path) -> Snapshot:
-        """Open a snapshot. SnapshotError: it is missing, foreign, of an unknown format, or its manifest damaged."""
+        """Open a snapshot. Raises SnapshotError if it is missing, foreign, damaged or of an unknown format."""
         folder = Path(folder)
         if not os.path.isdir(folder):
             if _leads_nowhere(folder):
-                problem = f"it is a link to {str(folder.readlink())!r}, which is not there or cannot be reached"
+                problem = f"it is a link to {str(folder.readlink())!r}, which does not exist or cannot be reached"
                 raise damaged(folder, problem, folder)
             names = ", ".join(repr(name) for name in _names(folder.parent)) or "none"
-            raise SnapshotError(f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; those there: {names}")
+            raise SnapshotError(
+                f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; existing ones: {names}"
+            )
         try:
             return cls(folder, Manifest.decode(read_record(folder / MANIFEST)))
         except FileNotFoundError as error:
             raise SnapshotError(
-                f"{str(folder)!r} has no {MANIFEST}: it is no snapshot, or it is damaged, and then to be restored from "
-                "a copy; give <persistent_path>/<embedding name>/snapshots/<name>"
+                f"{str(folder)!r} has no {MANIFEST}: it is not a snapshot, or it is damaged and has to be restored "
+                "from a copy; give <persistent_path>/<embedding name>/snapshots/<name>"
             ) from error
         except OSError as error:
             raise read_error(folder / MANIFEST, error, folder) from error
@@ -270,101 +264,100 @@ class Snapshot:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The table that the rows belong to, as the engine described it."""
+        """The table of the rows, as the engine described it."""
         return self.manifest.description
 
-    def of_part(self, part: HashShard) -> Snapshot:
-        """The same snapshot, of whose rows, and of those that it goes over, one part is read."""
-        return Snapshot(self.folder, self.manifest, part)
+    def of_shard(self, shard: HashShard) -> Snapshot:
+        """The same snapshot, of whose chain one shard of the rows is read."""
+        return Snapshot(self.folder, self.manifest, shard)
 
     @property
     def parent(self) -> Snapshot | None:
-        """The snapshot that an incremental one goes over. Raises SnapshotError where it is not there."""
+        """The parent of an incremental snapshot. Raises SnapshotError if it is missing."""
         wanted = self.manifest.parent
         if wanted is None:
             return None
-        remedy = f"put {wanted.name!r} back beside {self.name!r}, by that name, or use another snapshot"
+        remedy = f"put {wanted.name!r} back next to {self.name!r}, with that name, or use another snapshot"
         try:
             parent = Snapshot.open(self.folder.parent / wanted.name)
         except ReadIOError:
             raise
         except SnapshotError as error:
-            raise SnapshotError(f"snapshot {self.name!r} goes over another: {error}; {remedy}") from error
+            raise SnapshotError(f"snapshot {self.name!r} lacks its parent: {error}; {remedy}") from error
         if parent.manifest.id != wanted.id:
             raise SnapshotError(
-                f"snapshot {self.name!r} goes over a {wanted.name!r} that another snapshot has taken the place of; "
-                f"{remedy}"
+                f"the parent {wanted.name!r} of snapshot {self.name!r} was replaced by another snapshot; {remedy}"
             )
         if parent.manifest.sequence >= self.manifest.sequence or not fits(parent.description, self.description):
-            raise SnapshotError(f"snapshot {self.name!r} does not fit {wanted.name!r}, which it goes over; {remedy}")
-        return Snapshot(parent.folder, parent.manifest, self.part, self.found)
+            raise SnapshotError(f"snapshot {self.name!r} does not fit its parent {wanted.name!r}; {remedy}")
+        return Snapshot(parent.folder, parent.manifest, self.shard, self.shard_rows)
 
     @property
     def chain(self) -> list[Snapshot]:
-        """The snapshots that the rows are read from, from the full one to this one. Raises SnapshotError."""
+        """The snapshots that the rows are read from: the full one first, this one last. Raises SnapshotError."""
         chain = [self]
         while (parent := chain[-1].parent) is not None:  # the loop ends: sequences descend
             chain.append(parent)
-        if len(chain) > LONGEST_CHAIN:
+        if len(chain) > MAX_CHAIN:
             raise SnapshotError(
-                f"snapshot {self.name!r} goes over {len(chain) - 1} others, which are too many to read at once "
-                f"({LONGEST_CHAIN - 1}): make a full one of an earlier one, by `tierbed snapshot merge`, and use that"
+                f"snapshot {self.name!r} has a chain of {len(chain) - 1} parents, and at most {MAX_CHAIN - 1} can be "
+                "read: merge an earlier snapshot into a full one with `tierbed snapshot merge`, and use that"
             )
         return chain[::-1]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read all files of the chain, and check what a load checks. Raises SnapshotError naming the file.
+        """Read all files of the chain and check what a load checks. Raises SnapshotError naming the file.
 
-        progress: called with the rows that each chunk added, `own_rows` of each snapshot in the chain in all.
+        progress: called with the rows of each chunk; their sum is that of `own_rows` over the chain.
         """
         verify_chain(self.chain, progress)
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Every row of the table as (bucket, rows [n] of its `RowForm.dtype`), ordered as by `Tier.scan`.
 
-        n is at most `max_rows`, and a chunk at most about 32 MiB, for each snapshot in the chain. Every file's
-        presence, size and header is checked before the first chunk, its checksum before its last chunk, and the number
-        of rows after the last: a consumer that must not be left with damaged rows calls `verify` first, or keeps what
-        it builds aside until the end. Raises SnapshotError naming the file.
+        n is at most `max_rows`, and a chunk at most about 32 MiB, for each snapshot in the chain. The existence, size
+        and header of every file are checked before the first chunk, its checksum before its last chunk, and the number
+        of rows after the last. A caller that must not keep damaged rows calls `verify` first, or uses what it builds
+        only after the end. Raises SnapshotError naming the file.
         """
         return table_of(self.chain, max_rows)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
-        """What this snapshot holds itself: rows as `chunks` has them, and in the same order keys [n] of deleted rows.
+        """The rows in its own files, as `chunks` yields them, and keys [n] of deleted rows in the same order.
 
-        Both are read to the end before their checksums are known.
+        The checksums of both are known at their ends only.
         """
         if self.manifest.rocksdb is not None:
-            from .rocksdb_files import checkpoint_chunks  # only where RocksDB wrote it
+            from .rocksdb_files import checkpoint_chunks  # only for snapshots of RocksDB
 
             chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
-            return self._unless_replaced(self._rows.in_part(self._checked(chunks))), iter(())
+            return self._unless_replaced(self._rows.in_shard(self._checked(chunks))), iter(())
         files = self._rows.files
         rows = {name: file for name, file in files.items() if not is_deleted(name)}
         keys = {name: file for name, file in files.items() if is_deleted(name)}
         return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
 
-    def counted(self, rows: int) -> None:
-        """Take the rows that a chain up to this snapshot turned out to have. SnapshotError where they are not as many.
+    def check_rows_so_far(self, rows: int) -> None:
+        """Compare the row count of the chain up to this snapshot with the manifest. Raises SnapshotError.
 
-        Those of a part alone are noted in `found`.
+        The count of a shard is stored in `shard_rows` instead.
         """
-        if self.part is not None:
-            self.found[self.name] = rows
+        if self.shard is not None:
+            self.shard_rows[self.name] = rows
         else:
             self.check_count(rows)
 
     def check_count(self, rows: int) -> None:
-        """Raises SnapshotError where the table of this snapshot should have another number of rows."""
+        """Raises SnapshotError if the manifest has another number of rows."""
         if rows != self.manifest.rows:
             raise self.damaged(None, f"it has {rows} rows instead of {self.manifest.rows}")
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
-        """The rows in some of the manifest's files, as `chunks` has them. Raises SnapshotError naming the file."""
+        """The rows in some of the manifest's files, as `chunks` yields them. Raises SnapshotError naming the file."""
         return self._unless_replaced(self._rows.read(files, max_rows))
 
     def _checked(self, chunks: Chunks) -> Chunks:
-        """The rows of a checkpoint as they are."""
+        """The rows of a RocksDB checkpoint, checked."""
         for bucket, group in groupby(chunks, key=itemgetter(0)):
             check = row_check(self.description, bucket)
             for _, rows in group:
@@ -373,7 +366,7 @@ class Snapshot:
                 yield bucket, rows
 
     def _unless_replaced(self, chunks: Chunks) -> Chunks:
-        """The chunks. If another snapshot has the name by now, ReadIOError replaces what is wrong with them."""
+        """The chunks. If another snapshot has replaced this one meanwhile, their errors become a ReadIOError."""
         try:
             yield from chunks
         except ReadIOError:
@@ -385,29 +378,29 @@ class Snapshot:
                 f"snapshot {str(self.folder)!r} was replaced by another while it was read: read it again"
             ) from error
 
-    def named_twice(self, bucket: int) -> SnapshotError:
-        """The error for a bucket with a key of both a written row and a deleted row."""
+    def conflicting_key_error(self, bucket: int) -> SnapshotError:
+        """The error for a bucket that has a key both of a written and of a deleted row."""
         rows, keys = bucket_file(bucket), deleted_file(bucket)
         if self.manifest.parts is None:
             return self.damaged(keys, f"it has keys of rows that {rows} has")
         return self.damaged(None, f"parts of {keys} have keys of rows that parts of {rows} have")
 
     def damaged(self, name: str | None, problem: str) -> SnapshotError:
-        """The error for damage to the file `name`, or with None to the whole snapshot, with the remedy."""
+        """The error for damage to the file `name`, or if None to the snapshot, with the remedy."""
         return damaged(self.folder if name is None else self.folder / name, problem, self.folder)
 
 
 class Listing(NamedTuple):
-    """What a folder holds: its readable snapshots from the oldest to the latest, and an error for each other name."""
+    """The snapshots of a folder: the readable ones from the oldest to the latest, and an error for each other name."""
 
     snapshots: list[Snapshot]
     damaged: dict[str, SnapshotError]
 
 
 def list_snapshots(folder: Path) -> Listing:
-    """Open every snapshot in a folder, reading manifests alone; none if it does not exist.
+    """Open every snapshot in a folder, reading only manifests; none if the folder does not exist.
 
-    Raises SnapshotError where the folder cannot be listed, or this process has no descriptors or memory to read any.
+    Raises SnapshotError if the folder cannot be listed, or if this process lacks descriptors or memory.
     """
     listing = Listing([], {})
     for name in _names(Path(folder)):
@@ -422,10 +415,10 @@ def list_snapshots(folder: Path) -> Listing:
 
 
 def latest_snapshot(folder: Path) -> Snapshot | None:
-    """The latest snapshot in a folder, verified; None where there is none.
+    """The latest snapshot in a folder, verified; None if there is none.
 
-    An older snapshot never takes the place of a damaged one: SnapshotError is raised if the latest does not verify, or
-    if a manifest cannot be read, since that snapshot might be the latest.
+    An older snapshot never replaces a damaged one: SnapshotError is raised if the latest does not verify, or if any
+    manifest cannot be read, since that snapshot might be the latest.
     """
     snapshots, damaged = list_snapshots(folder)
     for error in damaged.values():

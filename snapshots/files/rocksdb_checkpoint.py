@@ -1,4 +1,4 @@
-"""Writing checkpoints: snapshots of an SSD store that share RocksDB's files with it by hard links."""
+"""Writes RocksDB checkpoints: snapshots that share the files of a store on SSD by hard links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...engine.errors import SnapshotError
 from ...engine.store.rocksdb import LiveFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .rocksdb_files import checksum_of, pieces_of
-from .writer import Progress, Together, finish, new_snapshot
+from .writer import ProgressCallback, Together, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
 
@@ -28,32 +28,32 @@ def write_checkpoint(
     description: dict[str, Any],
     rows: int,
     tier: RocksDB,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     overwrite: bool = False,
     together: Together | None = None,
 ) -> Manifest:
-    """Write the rows that `tier` holds, `rows` of them, as the snapshot `folder`, in the way of `write_snapshot`.
+    """Write all `rows` rows of `tier` as the snapshot `folder`, as `write_snapshot` does.
 
-    Files of rows are linked, so the time does not grow with their size. Their checksums are the ones that RocksDB kept
-    when it wrote them. Where the file system cannot link, files are copied, and a warning says so. A file without a
-    checksum, from a version of tierbed that kept none, is read once. Raises SnapshotError, StoreError.
+    Row files are linked, so the time does not depend on their size. Their checksums are those that RocksDB stored when
+    it wrote them; a file of an older tierbed, which stored none, is read once. If the file system cannot link, files
+    are copied and a warning is logged. Raises SnapshotError, StoreError.
     """
     folder = Path(folder)
     with new_snapshot(folder, description, overwrite, together) as place, tier.live_files() as files:
-        told = _in_rows(progress, rows, sum(file.size for file in files))
-        entries, refusal = _place(files, tier.folder, place / ROCKSDB, told)
+        advance = _in_rows(progress, rows, sum(file.size for file in files))
+        entries, refusal = _place(files, tier.folder, place / ROCKSDB, advance)
         if refusal is not None:
             other = refusal.errno == errno.EXDEV
             reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
-            log.warning("snapshot %r: copied, not linked, as %s %s", folder.name, folder.parent, reason)
-        held = RocksDBFiles(tier.shards, entries)
-        return finish(place, "checkpoint", description, rows, rocksdb=held, together=together)
+            log.warning("snapshot %r: copied, not linked, because %s %s", folder.name, folder.parent, reason)
+        rocksdb = RocksDBFiles(tier.shards, entries)
+        return finish(place, "checkpoint", description, rows, rocksdb=rocksdb, together=together)
 
 
 def _place(
-    files: list[LiveFile], source: Path, place: Path, told: Progress
+    files: list[LiveFile], source: Path, place: Path, advance: ProgressCallback
 ) -> tuple[dict[str, dict[str, int]], OSError | None]:
-    """Put files into the new folder `place`, durably. Returns their entries, and why files could not be linked."""
+    """Put files durably into the new folder `place`. Returns their entries, and the error if a file was not linked."""
     entries: dict[str, dict[str, int]] = {}
     refusal = None
     for file in files:
@@ -66,16 +66,16 @@ def _place(
         else:
             refusal, crc32c = refused, _copy(source / file.name, target, file)
         entries[file.name] = {"bytes": file.size, "crc32c": crc32c}
-        told(file.size)
+        advance(file.size)
     for folder in (*place.iterdir(), place):
         fsync_dir(folder)
     return entries, refusal
 
 
 def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
-    """Link a file of rows, which RocksDB made durable. Returns why the file system cannot, or None."""
+    """Link a row file, which RocksDB made durable. Returns the error of a file system that cannot link, else None."""
     try:
-        os.link(source.resolve(), target)  # links the file that a symbolic link leads to
+        os.link(source.resolve(), target)  # follows a symbolic link
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -86,7 +86,7 @@ def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
 
 
 def _copy(source: Path, target: Path, file: LiveFile) -> int:
-    """Copy a file durably, or write its `content`. Returns the checksum, which RocksDB's own has to equal."""
+    """Copy a file durably, or write its `content`. Returns the checksum, which must equal that of RocksDB."""
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:
         content = file.content
@@ -102,16 +102,16 @@ def _copy(source: Path, target: Path, file: LiveFile) -> int:
     return crc32c
 
 
-def _in_rows(progress: Progress | None, rows: int, size: int) -> Progress:
-    """A function that takes counts of bytes, `size` in all, and calls `progress` with rows, `rows` in all."""
-    read = told = 0
+def _in_rows(progress: ProgressCallback | None, rows: int, size: int) -> ProgressCallback:
+    """A function that takes counts of bytes, `size` in total, and calls `progress` with rows, `rows` in total."""
+    read = reported = 0
 
     def take(count: int) -> None:
-        nonlocal read, told
+        nonlocal read, reported
         read += count
-        if progress is not None and (due := rows * read // size) > told:
-            progress(due - told)
-            told = due
+        if progress is not None and (due := rows * read // size) > reported:
+            progress(due - reported)
+            reported = due
 
     return take
 

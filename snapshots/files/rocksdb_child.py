@@ -1,4 +1,4 @@
-"""The script of the process that `rocksdb_files.py` starts. It loads the native core alone, to start soon."""
+"""The script of the process that `rocksdb_files.py` starts. It loads only the native core, to start fast."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 HEADER = struct.Struct("<BI")  # a bucket and how many of its rows follow, or one of the codes below
-READY = 253  # comes first: output without it is of a Python that cannot run this script
+READY = 253  # comes first: without it, the Python cannot run this script
 END = 254  # no more rows
-FAILED = 255  # RocksDB refused the files: so many bytes of text follow
+FAILED = 255  # RocksDB refused the files: that many bytes of text follow
 
-_ROW_BYTES = 20  # bytes of a row beside its words
+_ROW_BYTES = 20  # bytes of a row in addition to its words
 
 
 def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
-    """Write the rows of RocksDB's files in `folder` to stdout, at most `most` behind each header."""
+    """Write the rows of RocksDB's files in `folder` to stdout, at most `most` after each header."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = spec_from_file_location("_core", core)
     assert spec is not None
@@ -49,7 +49,7 @@ def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
             _write(HEADER.pack(bucket, count))
             _write(rows[: count * (_ROW_BYTES + 4 * width)])
     except BrokenPipeError:
-        os._exit(1)  # nobody wants the rest
+        os._exit(1)  # the parent has stopped reading
     except Exception as error:
         text = (os.strerror(errno.ENOMEM) if isinstance(error, MemoryError) else str(error)).encode()
         _write(HEADER.pack(FAILED, len(text)))

@@ -1,6 +1,6 @@
-"""RocksDB's files in a checkpoint: their names, sizes and checksums, and the rows in them.
+"""Reads RocksDB's files in a checkpoint: checks names, sizes and checksums, and scans the rows.
 
-A separate process reads the rows, since forged files may end the process that reads them.
+A separate process scans the rows, since forged files may crash it.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from .read_errors import ReadIOError, damaged, os_error_in, read_error
 from .rocksdb_child import END, FAILED, HEADER, READY
 
 _PIPE_BYTES = 1 << 20
-_SAID_BYTES = 500
+_STDERR_BYTES = 500
 _PIECE_BYTES = 4 << 20
 
 
 class SubprocessError(Exception):
-    """The other process did not reach the end of the rows: RocksDB refused the files, or the files ended it."""
+    """The subprocess did not reach the end of the rows: RocksDB refused the files, or the files crashed it."""
 
 
 class SubprocessStartError(Exception):
-    """The other process could not begin to read."""
+    """The subprocess could not start to read."""
 
 
 def scan_in_subprocess(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
-    """The rows of `form` in `folder`, as `RocksDB.scan` yields their words, `max_rows` at a time.
+    """The rows of `form` in `folder`, as `RocksDB.scan` yields their 4-byte words, `max_rows` at a time.
 
     Raises SubprocessError, SubprocessStartError, OSError.
     """
     dtype = form.dtype
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
-    with _child(folder, form.width, shards, most) as (rows_from, said_to, process):
-        if rows_from.read(HEADER.size) != HEADER.pack(READY, 0):
-            rows_from.close()  # a process that is not our reader may write for ever
+    with _child(folder, form.width, shards, most) as (stdout, stderr, process):
+        if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
+            stdout.close()  # a process that is not our script may write forever
             status = _status_of(process)
-            raise SubprocessStartError(f"{_python()!r} {_end_of(status)}{_last_words(said_to)}")
+            raise SubprocessStartError(f"{_python()!r} {_end_of(status)}{_last_words(stderr)}")
         while True:
-            header = rows_from.read(HEADER.size)
+            header = stdout.read(HEADER.size)
             if len(header) < HEADER.size:
                 break
             bucket, count = HEADER.unpack(header)
             if bucket == END:
                 return
             if bucket == FAILED:
-                text = rows_from.read(count).decode("utf-8", "replace")
-                raise SubprocessError(text.rpartition("; ")[0] or text)  # without the advice, which is for a store
+                text = stdout.read(count).decode("utf-8", "replace")
+                raise SubprocessError(text.rpartition("; ")[0] or text)  # without the remedy, which is for a store
             rows = np.empty(min(count, most), dtype)
-            if rows_from.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
+            if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
         status = _status_of(process)
-        raise SubprocessError(f"the process that reads it {_end_of(status)}{_last_words(said_to)}")
+        raise SubprocessError(f"the process that reads it {_end_of(status)}{_last_words(stderr)}")
 
 
 @contextlib.contextmanager
@@ -79,41 +79,41 @@ def _child(
     script = str(Path(__file__).with_name("rocksdb_child.py"))
     assert _core.__file__ is not None
     arguments = [_core.__file__, str(Path(folder).absolute()), str(width), str(shards), str(most)]
-    said_to = os.memfd_create("tierbed")
+    stderr = os.memfd_create("tierbed")
     try:
         try:
             process = subprocess.Popen(
                 [_python(), "-I", "-S", script, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=said_to,
-                process_group=0,  # Ctrl-C goes to this process, which then ends the other
+                stderr=stderr,
+                process_group=0,  # Ctrl-C goes to this process only, which then kills the subprocess
             )
         except OSError as error:
-            if error.filename is None:  # raised by the fork
+            if error.filename is None:  # raised by fork
                 raise
             raise SubprocessStartError(str(error)) from error
         assert process.stdout is not None
         try:
-            with contextlib.suppress(OSError):  # a user may have no more room for pipes
+            with contextlib.suppress(OSError):  # the user may have reached the limit of pipe memory
                 fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            yield process.stdout, said_to, process
+            yield process.stdout, stderr, process
         finally:
             process.kill()
             process.stdout.close()
             process.wait()
     finally:
-        os.close(said_to)
+        os.close(stderr)
 
 
 def _python() -> str:
-    """The Python that `multiprocessing` starts. A program that embeds Python can set it there."""
+    """The Python that `multiprocessing` starts. A program that embeds Python can set it with `set_executable`."""
     return os.fsdecode(get_executable() or "")
 
 
 def _status_of(process: subprocess.Popen[bytes]) -> int:
     status = process.wait()
-    if status == -signal.SIGKILL:  # by the system where memory runs out, or by a user
+    if status == -signal.SIGKILL:  # by the system if memory runs out, or by a user
         raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
     return status
 
@@ -126,9 +126,9 @@ def _end_of(status: int) -> str:
     return f"was ended by signal {-status}"
 
 
-def _last_words(said_to: int) -> str:
-    size = os.fstat(said_to).st_size
-    lines = os.pread(said_to, _SAID_BYTES, max(0, size - _SAID_BYTES)).decode("utf-8", "replace").split("\n")
+def _last_words(stderr: int) -> str:
+    size = os.fstat(stderr).st_size
+    lines = os.pread(stderr, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f": {last}" if last else ""
 
@@ -136,8 +136,8 @@ def _last_words(said_to: int) -> str:
 def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
     """The rows of a checkpoint as `Snapshot.chunks` yields them. Every file is compared before the first chunk.
 
-    A process of its own reads the rows, since RocksDB may end the process where files are forged. Nothing is written
-    into the folder. A link shares the bytes of a file, so damage to the running store's file is found too. Raises
+    A separate process reads the rows, since RocksDB may crash on forged files. Nothing is written into the folder. Hard
+    links share the bytes of a file, so damage to the file of the running store is found as well. Raises
     SnapshotError naming a file that is missing, changed, or foreign.
     """
     assert manifest.rocksdb is not None
@@ -154,8 +154,8 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
         raise _damaged(folder, folder / ROCKSDB, str(error)) from error
     except SubprocessStartError as error:
         raise ReadIOError(
-            f"{str(folder / ROCKSDB)!r} cannot be read: the Python that is to read it did not start: {error}. Nothing "
-            "says that it is not whole: free memory, or give the path of a Python to multiprocessing.set_executable(), "
+            f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {error}. The snapshot "
+            "may be sound: free memory, or give the path of a Python to multiprocessing.set_executable(), "
             "then try again"
         ) from error
     except OSError as error:
@@ -172,7 +172,7 @@ def checksum_of(path: Path, size: int) -> int:
 
 
 def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
-    """The first `size` bytes in pieces, each in the memory of the piece before. OSError where there are fewer."""
+    """The first `size` bytes of a file in pieces, which share one buffer. Raises OSError if there are fewer."""
     memory = np.empty(min(size, _PIECE_BYTES), np.uint8)
     while size:
         piece = memory[: min(size, len(memory))]
@@ -183,17 +183,17 @@ def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Raises SnapshotError unless the files in the folder are these, with their sizes."""
-    place = folder / ROCKSDB
+    """Raises SnapshotError unless the folder has exactly these files with these sizes."""
+    top = folder / ROCKSDB
     try:
-        found = {str(path.relative_to(place)): path for path in _files_in(place)}
+        found = {str(path.relative_to(top)): path for path in _files_in(top)}
     except OSError as error:
-        raise read_error(place, error, folder) from error
+        raise read_error(top, error, folder) from error
     for name in sorted(found.keys() - files.keys()):
-        raise SnapshotError(f"{str(place / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
+        raise SnapshotError(f"{str(top / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
     for name, entry in files.items():
         if name not in found:
-            raise _damaged(folder, place / name, "it is missing")
+            raise _damaged(folder, top / name, "it is missing")
         try:
             check_regular(found[name])
             size = found[name].stat().st_size
@@ -204,7 +204,7 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """The files in a folder and in its folders, which may be links."""
+    """The files in a folder and in its subfolders, which may be links."""
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from (folder / entry.name / inner for inner in os.listdir(entry))

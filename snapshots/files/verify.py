@@ -1,4 +1,4 @@
-"""Which snapshots of a folder are sound: each chain is read once for all snapshots in it."""
+"""Finds the damaged snapshots of a folder. A chain is read once for all snapshots in it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
 from .merging import changed
 from .read_errors import ReadIOError
-from .reader import ChainElement, Progress, Snapshot, read_all, told, verify_chain
+from .reader import ProgressCallback, Snapshot, count_progress, read_all, verify_chain
 
 Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
 
 
 def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
-    """The chain of each snapshot, by name, and why others have none. Raises ReadIOError."""
+    """The chain of each snapshot by name, and errors for those without one. Raises ReadIOError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
         try:
@@ -27,64 +27,64 @@ def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]
     return chains, damaged
 
 
-def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: Progress) -> Damaged:
-    """Why snapshots, and the snapshots that they go over, are not sound, by name: `damaged` and what is found.
+def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCallback) -> Damaged:
+    """The errors of damaged snapshots and parents by name: those of `damaged`, and those that reading finds.
 
-    A chain is read once for all snapshots in it. Where a snapshot goes over a damaged one, its own files are checked.
+    A chain is read once for all snapshots in it. Of a snapshot with a damaged parent, its own files are checked.
     Raises ReadIOError.
     """
     verified = _Verified(damaged, progress)
     for chain in sorted(chains.values(), key=len, reverse=True):
-        verified.take(chain)
+        verified.verify(chain)
     found = dict(verified.damaged)
     for name, chain in chains.items():
-        for link in chain:
-            if link.name in verified.damaged and name not in found:
-                found[name] = SnapshotError(f"it goes over {link.name!r}, which is damaged")
+        for snapshot in chain:
+            if snapshot.name in verified.damaged and name not in found:
+                found[name] = SnapshotError(f"its parent {snapshot.name!r} is damaged")
     return found
 
 
 class _Verified:
-    def __init__(self, damaged: Damaged, progress: Progress) -> None:
+    def __init__(self, damaged: Damaged, progress: ProgressCallback) -> None:
         self.damaged = dict(damaged)
-        self._sound: set[str] = set()  # snapshots over a damaged one, whose own files are sound
+        self._sound: set[str] = set()  # includes children of damaged ones whose own files are sound
         self._progress = progress
 
-    def take(self, chain: Chain) -> None:
-        """Verify the snapshots of a chain that were not verified yet."""
-        if all(link.name in self._sound or link.name in self.damaged for link in chain):
+    def verify(self, chain: Chain) -> None:
+        """Verify the snapshots of a chain that are not verified yet."""
+        if all(snapshot.name in self._sound or snapshot.name in self.damaged for snapshot in chain):
             return
-        if not any(link.name in self.damaged for link in chain):
+        if not any(snapshot.name in self.damaged for snapshot in chain):
             try:
-                verify_chain(chain, self._progress, self._blaming)
+                verify_chain(chain, self._progress, self._recording_damage)
             except ReadIOError:
                 raise
             except SnapshotError:
                 pass
             else:
-                self._sound.update(link.name for link in chain)
+                self._sound.update(snapshot.name for snapshot in chain)
                 return
-        first = next(place for place, link in enumerate(chain) if link.name in self.damaged)
-        self.take(chain[:first])
-        for link in chain[first + 1 :]:
-            if link.name not in self._sound and link.name not in self.damaged:
-                self._take_alone(link)
+        first = next(number for number, snapshot in enumerate(chain) if snapshot.name in self.damaged)
+        self.verify(chain[:first])
+        for snapshot in chain[first + 1 :]:
+            if snapshot.name not in self._sound and snapshot.name not in self.damaged:
+                self._verify_alone(snapshot)
 
-    def _take_alone(self, link: Snapshot) -> None:
+    def _verify_alone(self, snapshot: Snapshot) -> None:
         try:
-            rows, deleted = (told(part, self._progress, True) for part in link.parts())
-            read_all(changed(iter(()), rows, deleted, link.named_twice))
+            rows, deleted = (count_progress(part, self._progress, True) for part in snapshot.parts())
+            read_all(changed(iter(()), rows, deleted, snapshot.conflicting_key_error))
         except ReadIOError:
             raise
         except SnapshotError as error:
-            self.damaged[link.name] = error
+            self.damaged[snapshot.name] = error
         else:
-            self._sound.add(link.name)
+            self._sound.add(snapshot.name)
 
-    def _blaming(self, link: ChainElement, table: Chunks) -> Chunks:
+    def _recording_damage(self, snapshot: Snapshot, table: Chunks) -> Chunks:
         try:
             yield from table
         except SnapshotError as error:
-            if error not in self.damaged.values():  # found at an earlier snapshot
-                self.damaged[link.name] = error
+            if error not in self.damaged.values():  # the error of a parent
+                self.damaged[snapshot.name] = error
             raise

@@ -1,11 +1,11 @@
-"""Versions of a store's rows, and the instants at which stores that train together had them.
+"""Versions of the rows of a store, and the instants of stores that are trained together.
 
-A *version* is (epoch, writes): a random name for each time that rows were opened, and how many updates, puts and
-erasures came since. Rows that were opened or loaded whole keep the version of their source until their first write.
-Equal versions are equal rows.
+A *version* is (epoch, writes): a random name, drawn each time that rows are opened, and the number of updates, puts and
+erasures since then. Rows that were opened or loaded completely keep the version of their source until their first
+write. Equal versions are equal rows.
 
-An *instant* is a moment when no store of a group was in a step: a number larger than all before, and the versions of
-all stores at it, by their ids. docs/snapshots.md says how recovery chooses among them.
+An *instant* is a moment when no store of a group was in a step: a number larger than all earlier ones, and the versions
+of all stores at that moment, by their ids. docs/snapshots.md describes how recovery chooses one.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import Any, NamedTuple
 
 Version = tuple[str, int]
 
-EMPTY: Version = ("", 0)  # of rows never written
+EMPTY: Version = ("", 0)  # of a store without written rows
 LIVE = "version"  # the field of a clean marker with the version of the live rows
-GROUP, AT = "group", "at"  # fields of MARK: the group of a store, and the version of rows not written since
+GROUP, AT = "group", "at"  # fields of MARK: `GroupRecord`, `At`
 _MAX_PAST = 1000
 
 
 class Rows(NamedTuple):
-    """The version of a store's rows, and its past: the last versions of the epochs before, from the newest on."""
+    """The version of a store's rows, and its past: the last version of each earlier epoch, the newest first."""
 
     now: Version
     past: tuple[Version, ...] = ()
 
     def went_through(self, version: Version) -> bool:
-        """Whether the rows were of this version once, or are."""
+        """Whether the rows have, or once had, this version."""
         return any(version[0] == epoch and version[1] <= writes for epoch, writes in (self.now, *self.past))
 
     def began(self, epochs: Iterable[str]) -> tuple[Version, ...]:
-        """The past of rows that are written from here on. epochs: those of which there are snapshots."""
+        """The past of the rows after their next write. epochs: those of which snapshots exist."""
         known = {*epochs, "", self.now[0]}
         return tuple(version for version in (self.now, *self.past) if version[0] in known)[:_MAX_PAST]
 
     @classmethod
     def parse(cls, value: Any) -> Rows | None:
-        """From a record; None for anything else."""
+        """From a stored value; None if it is invalid."""
         match value:
             case [now, list(past)] if (version := parse_version(now)) is not None:
                 known = [parse_version(other) for other in past]
@@ -60,7 +60,7 @@ def parse_version(value: Any) -> Version | None:
 
 
 class Instant(NamedTuple):
-    """The versions of all stores of a group at one moment, by their ids; None for one that was not known."""
+    """The versions of all stores of a group at one moment, by their ids; None for an unknown one."""
 
     number: int
     versions: dict[str, Version | None]
@@ -70,14 +70,14 @@ class Instant(NamedTuple):
 
     @property
     def digest(self) -> str | None:
-        """Of the versions, by which a state_dict names the instant; None if one is not known."""
+        """A hash of the versions, by which a state_dict names the instant; None if a version is unknown."""
         if None in self.versions.values():
             return None
         return hashlib.sha256(json.dumps(sorted(self.versions.items())).encode()).hexdigest()[:16]
 
     @classmethod
     def parse(cls, value: Any) -> Instant | None:
-        """From `plain`; None for anything else."""
+        """From `plain`; None if it is invalid."""
         match value:
             case {"number": int(number), "versions": dict(versions)}:
                 return cls(number, {str(id): parse_version(version) for id, version in versions.items()})
@@ -85,7 +85,7 @@ class Instant(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """Another store of a group: its embedding, and its folder from this store's folder, and from the root."""
+    """Another store of a group: the name of its embedding, and its folder, relative to this store and absolute."""
 
     name: str
     relative: str
@@ -96,18 +96,18 @@ class Peer(NamedTuple):
         return cls(name, os.path.relpath(other, store), str(other))
 
     def places(self, store: Path) -> list[Path]:
-        """Where the folder may be, for that of the store which names it."""
+        """Where the folder may be. store: the folder of the store that names it."""
         return [Path(os.path.normpath(store / self.relative)), Path(self.absolute)]
 
 
 @dataclass
 class GroupRecord:
-    """What a store notes of the embeddings that it is trained together with.
+    """What MARK stores about the embeddings that a store is trained together with.
 
-    `id`: of this store, drawn when its rows began or joined. `joined`: the version with which it came to the others: an
-    instant that lacks it had that. `instant`: that of the last join, load or recovery before the store was written.
-    `number`: the largest that the store knows of. `cut`: the numbers of the last recovery's instant and of the latest
-    before it: snapshots in between were left behind. `began`: the rows that a run of ranks began with.
+    `id`: of this store, drawn when its rows were created or joined. `joined`: the version with which it joined, which
+    it also has in instants that lack it. `instant`: of the last join, load or recovery before a write.
+    `number`: the largest that the store knows. `cut`: the numbers of the instant of the last recovery and of the latest
+    one before it: recovery undid the snapshots in between. `began`: the rows with which a run of ranks began.
     """
 
     id: str
@@ -123,7 +123,7 @@ class GroupRecord:
 
     @classmethod
     def parse(cls, value: Any) -> GroupRecord | None:
-        """From `plain`; None for anything else."""
+        """From `plain`; None if it is invalid."""
         match value:
             case {"id": str(id), "peers": dict(peers), "number": int(number), "cut": [int(low), int(high)], **more}:
                 joined, instant = parse_version(more.get("joined")) or EMPTY, Instant.parse(more.get("instant"))
@@ -142,14 +142,14 @@ def parse_peers(value: Mapping[Any, Any]) -> dict[str, Peer]:
 
 
 class Before(NamedTuple):
-    """The rows before a load of one store alone, and the number that the load got."""
+    """The rows before a load of only one store, and the number of the load."""
 
     rows: Rows
     number: int
 
     @classmethod
     def parse(cls, value: Any) -> Before | None:
-        """From a record; None for anything else."""
+        """From a stored value; None if it is invalid."""
         match value:
             case [plain, int(number)] if (rows := Rows.parse(plain)) is not None:
                 return cls(rows, number)
@@ -157,11 +157,11 @@ class Before(NamedTuple):
 
 
 class At(NamedTuple):
-    """Rows that are of `version` until their first write, `by` "recovery" or "load".
+    """Rows that have `version` until their first write, by a "recovery" or a "load".
 
-    all: of a load of several stores, the instant to which it moves them all. before: of a load of this store alone; a
-    kill takes the store back there until it is written or saved, or another store notes an instant with these rows: no
-    kill leaves half of the loads that a user makes one after the other.
+    all: for a load of several stores, the instant that all of them get. before: for a load of only this store. A kill
+    undoes that load until the store is written or saved, or another store records an instant with these rows. So a kill
+    undoes all of the loads that a user makes one after the other, not half of them.
     """
 
     version: Version
@@ -175,7 +175,7 @@ class At(NamedTuple):
 
     @classmethod
     def parse(cls, value: Any) -> At | None:
-        """From `plain`; None for anything else."""
+        """From `plain`; None if it is invalid."""
         match value:
             case {"version": version, "by": "recovery" | "load" as by, "all": all_, **more} if parse_version(version):
                 before = Before.parse(more.get("before"))
@@ -184,10 +184,10 @@ class At(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a snapshot of a store in a group says of it: the field `instant` of its manifest.
+    """The field `instant` of the manifest of a snapshot of a store in a group.
 
-    id: of the store. rows: the version of these rows, and their past. peers: as of GroupRecord. first: of a save of
-    several stores, the snapshot whose rename commits it: the place of its store, its name and its id.
+    id: of the store. rows: the version of these rows, and their past. peers: as in GroupRecord. first: for a save of
+    several stores, the snapshot whose rename commits it: its store, its name and its id.
     """
 
     id: str
@@ -201,7 +201,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def parse(cls, value: Any) -> Saved | None:
-        """From `plain`; None for anything else."""
+        """From `plain`; None if it is invalid."""
         match value:
             case {"id": str(id), "rows": plain, "peers": dict(peers), "first": begin} if (
                 rows := Rows.parse(plain)
@@ -215,13 +215,13 @@ class Saved(NamedTuple):
 
 
 class Versions:
-    """The versions that the rows of an open store go through."""
+    """The versions of the rows of an open store."""
 
     def __init__(self, opened: Rows, epochs: Iterable[str] = ()) -> None:
-        """opened: of the rows as they are. epochs: those of which the store has snapshots."""
-        self._opened, self._began = opened, opened.began(epochs)
+        """opened: of the rows at the open. epochs: those of which the store has snapshots."""
+        self._initial, self._began = opened, opened.began(epochs)
         self._epoch, self.writes = secrets.token_hex(8), 0
 
     @property
     def rows(self) -> Rows:
-        return self._opened if self.writes == 0 else Rows((self._epoch, self.writes), self._began)
+        return self._initial if self.writes == 0 else Rows((self._epoch, self.writes), self._began)

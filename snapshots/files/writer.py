@@ -1,9 +1,9 @@
-"""Writing a snapshot: streamed into a temporary folder, synced, renamed into place.
+"""Writes a snapshot: streamed into a temporary folder, synced, renamed into place.
 
-Several writers can share one snapshot, each with its own part of all rows, in a folder that all of them see. One of
-them begins it by `new_snapshot`, and holds that block while each writer calls `write_shard`, or `write_shard_delta`,
-for `place_of` the snapshot. When all have returned, it calls `commit` and ends the block. If a writer fails, it lets
-the block raise, which removes what all have written.
+Several writers can write one snapshot, each its shard of the rows, in a folder that all of them see. One of them enters
+`new_snapshot`, and each calls `write_shard` or `write_shard_delta` in the `temporary_folder` of the snapshot. When all
+have returned, the first calls `commit` and leaves the block. If a writer fails, the block has to raise, which removes
+all files.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .format import (
     row_check,
     snapshot_id,
 )
-from .pipeline import WriterThread
-from .reader import Progress as Progress
+from .pipeline import TaskThread
+from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 from .versions import Saved
 
@@ -58,28 +58,28 @@ def write_rows(
     folder: Path,
     description: dict[str, Any],
     chunks: Iterable[tuple[int, RowArray]],
-    progress: Progress | None = None,
-    part: HashShard | None = None,
+    progress: ProgressCallback | None = None,
+    shard: HashShard | None = None,
 ) -> dict[str, RowFile]:
-    """Write rows, as `write_snapshot` takes them, to files in `folder`, or those of one part. They are durable.
+    """Write rows, as `write_snapshot` takes them, or those of one shard, durably to files in `folder`.
 
-    Their names are not, until the folder is synced. Raises SnapshotError for rows that are not valid, OSError.
+    The names of the files are durable once the folder is synced. Raises SnapshotError for invalid rows, OSError.
     """
-    return _write_files(folder, bucket_file, description, chunks, progress, part)
+    return _write_files(folder, bucket_file, description, chunks, progress, shard)
 
 
 def write_changes(
     folder: Path,
     description: dict[str, Any],
     changes: Iterable[Change],
-    progress: Progress | None = None,
-    part: HashShard | None = None,
+    progress: ProgressCallback | None = None,
+    shard: HashShard | None = None,
 ) -> dict[str, RowFile]:
-    """Write changes, as `write_incremental` takes them, in the way of `write_rows`."""
+    """Write changes, as `write_incremental` takes them, like `write_rows`."""
     deleted: dict[int, list[RowArray]] = {}
-    files = write_rows(folder, description, _without_deleted(changes, deleted), progress, part)
-    keys = ((bucket, held) for bucket in sorted(deleted) for held in deleted[bucket])
-    return files | _write_files(folder, deleted_file, description, keys, progress, part)
+    files = write_rows(folder, description, _without_deleted(changes, deleted), progress, shard)
+    keys = ((bucket, chunk) for bucket in sorted(deleted) for chunk in deleted[bucket])
+    return files | _write_files(folder, deleted_file, description, keys, progress, shard)
 
 
 def _without_deleted(changes: Iterable[Change], deleted: dict[int, list[RowArray]]) -> Iterator[tuple[int, RowArray]]:
@@ -95,21 +95,21 @@ def _write_files(
     name_of: Callable[[int, int | None], str],
     description: dict[str, Any],
     chunks: Iterable[tuple[int, RowArray]],
-    progress: Progress | None,
-    part: HashShard | None,
+    progress: ProgressCallback | None,
+    shard: HashShard | None,
 ) -> dict[str, RowFile]:
-    """Write each bucket's rows to its file. The next chunk is made while earlier ones are written and synced."""
+    """Write each bucket's rows to its file. The next chunk is made while earlier ones are being written and synced."""
     files: dict[str, _File] = {}
     previous, form = -1, RowForm.described(description)
-    with ExitStack() as opened, WriterThread() as syncing, WriterThread() as writing:
+    with ExitStack() as opened, TaskThread("tierbed-sync") as syncing, TaskThread("tierbed-write") as writing:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not previous < bucket < BUCKETS:
                 raise SnapshotError(
                     f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}"
                 )
-            previous, name = bucket, name_of(bucket, None if part is None else part.number)
+            previous, name = bucket, name_of(bucket, None if shard is None else shard.number)
             file = None
-            for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, part), group):
+            for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
                 if file is None:
                     file = files[name] = opened.enter_context(closing(_File(folder / name, rows.dtype)))
                 writing.do(partial(file.write, rows))
@@ -121,12 +121,12 @@ def _write_files(
 
 
 class _File:
-    """A file of rows that is being written: `write` each part, then `finish`."""
+    """A row file that is being written: `write` each chunk, then `finish`."""
 
     def __init__(self, path: Path, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
         self._file = path.open("xb")
-        self._file.write(bytes(header_bytes(dtype)))  # room for the header, which needs the count
+        self._file.write(bytes(header_bytes(dtype)))  # replaced by the header once the count is known
         self._count = self._checksum = 0
 
     def write(self, rows: RowArray) -> None:
@@ -135,8 +135,8 @@ class _File:
         self._checksum = zlib.crc32(data, self._checksum)
         self._count += len(rows)
 
-    def finish(self, syncing: WriterThread) -> None:
-        """Write the header, and let `syncing` make the file durable."""
+    def finish(self, syncing: TaskThread) -> None:
+        """Write the header, and have `syncing` make the file durable."""
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, self._count))
         self._file.flush()
@@ -157,10 +157,10 @@ class _File:
 def _checked(
     bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, RowArray]]
 ) -> Iterator[RowArray]:
-    """The non-empty chunks of a bucket, contiguous, their rows checked."""
+    """The non-empty chunks of a bucket, contiguous and checked."""
     for _, rows in group:
         if rows.dtype != dtype or rows.ndim != 1:
-            raise SnapshotError(f"bucket {bucket} came as {rows.dtype} {rows.shape}, not as {dtype}")
+            raise SnapshotError(f"bucket {bucket} has {rows.dtype} {rows.shape} instead of {dtype}")
         if len(rows) == 0:
             continue
         whole = np.ascontiguousarray(rows)
@@ -170,14 +170,16 @@ def _checked(
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises SnapshotError where `folder` is no snapshot, or others go over it, or it cannot be exchanged."""
+    """Raises SnapshotError if `folder` is not a snapshot, has children, or cannot be exchanged."""
     if not os.path.lexists(folder / MANIFEST):
-        raise SnapshotError(f"{str(folder)!r} is no snapshot, and nothing else is overwritten: choose another name")
-    over = ", ".join(map(repr, children_of(folder)))
-    if over:
         raise SnapshotError(
-            f"snapshot {str(folder)!r} cannot be overwritten: {over} would lack what it goes over. Choose another "
-            f"name, or remove {over} first"
+            f"{str(folder)!r} is not a snapshot, and only snapshots are overwritten: choose another name"
+        )
+    children = ", ".join(map(repr, children_of(folder)))
+    if children:
+        raise SnapshotError(
+            f"snapshot {str(folder)!r} cannot be overwritten: it is the parent of {children}. Choose another name, "
+            f"or remove {children} first"
         )
     try:
         check_exchange(folder)
@@ -186,20 +188,20 @@ def check_replaceable(folder: Path) -> None:
 
 
 def children_of(folder: Path) -> list[str]:
-    """Names of the snapshots beside `folder` that go over it. SnapshotError where a snapshot there cannot be read."""
-    held, listing = snapshot_id(folder), list_snapshots(folder.parent)
+    """Names of the snapshots whose parent is `folder`. Raises SnapshotError if a snapshot next to it cannot be read."""
+    own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
         if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):
-            raise SnapshotError(f"it is unknown whether {name!r} goes over {folder.name!r}: {error}") from error
+            raise SnapshotError(f"it is unknown whether {folder.name!r} is the parent of {name!r}: {error}") from error
     parents = ((snapshot.name, snapshot.manifest.parent) for snapshot in listing.snapshots)
-    return [name for name, over in parents if over and over.name == folder.name and held in ("", over.id)]
+    return [name for name, one in parents if one and one.name == folder.name and own_id in ("", one.id)]
 
 
 class Together(NamedTuple):
-    """What a snapshot has beside its rows.
+    """What the manifest of a snapshot has for its group.
 
-    id: the snapshot's. saved: of a store in a group; None for one that trains alone. commit: of a save of several
-    stores, when each of them gets its name; None for one by itself.
+    id: of the snapshot. saved: of a store in a group; None for one that trains alone. commit: of a save of several
+    stores, which decides when each snapshot gets its name; None for a save of one.
     """
 
     id: str
@@ -211,20 +213,20 @@ def write_snapshot(
     folder: Path,
     description: dict[str, Any],
     chunks: Iterable[tuple[int, RowArray]],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     overwrite: bool = False,
     together: Together | None = None,
 ) -> Manifest:
-    """Write the full snapshot `folder`, its last part the name; parents are created. One writer at a time in a parent.
+    """Write the full snapshot `folder`, and create its parent folders. One writer at a time in a parent folder.
 
-    `chunks` are (bucket, rows [n] of `RowForm.dtype`): buckets ascending, within one (table, key) strictly
-    ascending, as `Tier.scan` yields them; a few are held while they are written. `progress` is told how many rows each
-    chunk added. When this returns, the snapshot is durable; when it raises, nothing of it is left, or the error says
-    that it is there and may not outlive a power loss. With `overwrite` it takes the place of a snapshot of that name,
-    at one instant and when it is durable. together: of a store in a group.
+    `chunks` are (bucket, rows [n] of `RowForm.dtype`): buckets ascending, within one (table, key) strictly ascending,
+    as `Tier.scan` yields them; a few are in memory while they are written. `progress` is called with the number of rows
+    of each chunk. When this returns, the snapshot is durable. When it raises, it leaves no files behind, or the error
+    says that the snapshot exists and may be lost in a power loss. With `overwrite` it atomically replaces a snapshot of
+    that name once it is durable. together: of a store in a group.
 
-    Raises SnapshotError if the name cannot be used or is taken, or what has it cannot be replaced, the description or a
-    chunk is not valid, or the device fails; what `chunks` raises passes through.
+    Raises SnapshotError if the name is invalid or taken, if what has it cannot be replaced, if the description or a
+    chunk is invalid, or if the device fails; and what `chunks` raises.
     """
     with new_snapshot(folder, description, overwrite, together) as place:
         files = write_rows(place, description, chunks, progress)
@@ -238,34 +240,34 @@ def write_incremental(
     description: dict[str, Any],
     rows: int,
     changes: Iterable[Change],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     overwrite: bool = False,
     together: Together | None = None,
 ) -> Manifest:
-    """Write what changed since `parent`, which lies beside `folder`, as `write_snapshot`. rows: of the whole table.
+    """Write what changed since `parent`, a snapshot next to `folder`, as `write_snapshot`. rows: of the whole table.
 
-    changes: (bucket, rows [n] as they are now, keys [m] of `KEY` of deleted rows). Rows and keys are each ordered as
-    `chunks` of `write_snapshot`, and no row is in both.
+    changes: (bucket, rows [n] in their present state, keys [m] of `KEY` of deleted rows). Rows and keys are each
+    ordered as `chunks` of `write_snapshot`, and no row is in both.
     """
     folder = Path(folder)
     check_parent(folder, parent, description)
     with new_snapshot(folder, description, overwrite, together) as place:
         files = write_changes(place, description, changes, progress)
-        over = Parent(parent.name, parent.manifest.id)
-        return finish(place, "incremental", description, rows, files=files, parent=over, together=together)
+        of = Parent(parent.name, parent.manifest.id)
+        return finish(place, "incremental", description, rows, files=files, parent=of, together=together)
 
 
 def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
-    """Raises SnapshotError where the new snapshot `folder` cannot go over `parent`."""
+    """Raises SnapshotError if `parent` cannot be the parent of the new snapshot `folder`."""
     if RowForm.described(description).dtype != parent.manifest.form.dtype:
         raise SnapshotError(
-            f"snapshot {folder.name!r} cannot go over {parent.name!r}, whose rows have another form: its optimizer "
-            'has another state, or numbers another dtype. Save it with kind="full"'
+            f"snapshot {folder.name!r} cannot be based on {parent.name!r}, whose rows have other optimizer state or "
+            'another dtype. Save it with kind="full"'
         )
     if folder.name == parent.name:
         raise SnapshotError(
-            f'snapshot {folder.name!r} cannot go over the one that it replaces: save it with kind="full", or choose '
-            "another name"
+            f'snapshot {folder.name!r} cannot be based on the one that it replaces: save it with kind="full", or '
+            "choose another name"
         )
 
 
@@ -288,14 +290,14 @@ def new_snapshot(
     except OSError as error:
         if together is not None and together.commit is not None and together.commit.is_made:
             raise SnapshotError(
-                f"snapshot {folder.name!r} is saved, and not in {str(folder.parent)!r} yet: {error}. The next open, "
-                "save or prune puts it there"
+                f"snapshot {folder.name!r} is saved, but not moved to {str(folder.parent)!r} yet: {error}. The next "
+                "open, save or prune moves it"
             ) from error
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
 
 
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
-    """Raises SnapshotError where a snapshot's name cannot be used, or is taken by one that is not to be replaced.
+    """Raises SnapshotError if a snapshot's name is invalid, or taken by one that must not be replaced.
 
     overwrite: True raises as `check_replaceable`; None is for callers that cannot replace a snapshot.
     """
@@ -321,9 +323,9 @@ def finish(
     parts: int | None = None,
     together: Together | None = None,
 ) -> Manifest:
-    """Write the manifest of the files in `place`, which are durable already. Raises OSError, SnapshotError.
+    """Write the manifest of the files in `place`, which must be durable. Raises OSError, SnapshotError.
 
-    parts: how many writers shared the buckets, None for one that knows of no others.
+    parts: the number of shards, None for a snapshot of one writer.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
@@ -331,8 +333,8 @@ def finish(
     sequence = 1 if latest is None else latest.manifest.sequence + 1
     if latest is not None and sequence > LAST_SEQUENCE:
         raise SnapshotError(
-            f"snapshot {latest.name!r} has the last sequence that there is, {LAST_SEQUENCE}, so that none can come "
-            f"after it: no save of tierbed made it. Move {str(latest.folder)!r} elsewhere, or remove it"
+            f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it: "
+            f"tierbed did not write it. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
     identity, instant = (secrets.token_hex(16), None) if together is None else (together.id, together.saved)
     created = time.time_ns()
@@ -350,34 +352,34 @@ def finish(
     return manifest
 
 
-def place_of(folder: Path) -> Path:
-    """Where the parts of the snapshot `folder` are written until it has all of them."""
+def temporary_folder(folder: Path) -> Path:
+    """The temporary folder in which the shards of the snapshot `folder` are written."""
     return temporary_path(folder)
 
 
 def write_shard(
     place: Path,
     description: dict[str, Any],
-    part: HashShard,
+    shard: HashShard,
     chunks: Iterable[tuple[int, RowArray]],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Files:
-    """Write the rows of a part, durably. `chunks`, `progress`: as of `write_snapshot`. Returns the files, for `commit`.
+    """Write the rows of a shard durably. `chunks`, `progress`: as in `write_snapshot`. Returns the files for `commit`.
 
-    Raises SnapshotError, also for rows of another part; what `chunks` raises passes through.
+    Raises SnapshotError, also for rows of another shard; and what `chunks` raises.
     """
-    return _written(place, part, lambda: write_rows(place, description, chunks, progress, part))
+    return _written(place, shard, lambda: write_rows(place, description, chunks, progress, shard))
 
 
 def write_shard_delta(
     place: Path,
     description: dict[str, Any],
-    part: HashShard,
+    shard: HashShard,
     changes: Iterable[Change],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Files:
-    """Write the changes of a part, durably, as `write_shard`. `changes`: as of `write_incremental`."""
-    return _written(place, part, lambda: write_changes(place, description, changes, progress, part))
+    """Write the changes of a shard durably, as `write_shard`. `changes`: as in `write_incremental`."""
+    return _written(place, shard, lambda: write_changes(place, description, changes, progress, shard))
 
 
 def commit(
@@ -388,22 +390,22 @@ def commit(
     parent: Snapshot | None = None,
     together: Together | None = None,
 ) -> Manifest:
-    """Write the manifest of a snapshot whose parts are all durable. It goes over `parent`, or is full without one.
+    """Write the manifest of a snapshot whose shards are all durable. It is full if `parent` is None.
 
-    rows: of the whole table. parts: the files of each part, in order. Raises OSError, SnapshotError.
+    rows: of the whole table. parts: the files of each shard, in order. Raises OSError, SnapshotError.
     """
     files = dict(sorted((name, file) for part in parts for name, file in part.items()))
-    over = None if parent is None else Parent(parent.name, parent.manifest.id)
+    of = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "full" if parent is None else "incremental"
-    return finish(place, kind, description, rows, files=files, parent=over, parts=len(parts), together=together)
+    return finish(place, kind, description, rows, files=files, parent=of, parts=len(parts), together=together)
 
 
-def _written(place: Path, part: HashShard, write: Callable[[], Files]) -> Files:
+def _written(place: Path, shard: HashShard, write: Callable[[], Files]) -> Files:
     try:
         files = write()
         fsync_dir(place)
         return files
     except OSError as error:
         raise SnapshotError(
-            f"part {part.number} of {part.of} of a snapshot was not written to {str(place.parent)!r}: {error}"
+            f"shard {shard.number} of {shard.of} of a snapshot was not written to {str(place.parent)!r}: {error}"
         ) from error

@@ -1,1 +1,1 @@
-"""Looking into snapshots: rows, summaries, differences and plots."""
+"""Inspects snapshots: rows, summaries, differences and plots."""

@@ -1,4 +1,4 @@
-"""How two snapshots differ: in which rows, by how much, and in the descriptions of their tables."""
+"""Compares two snapshots: which rows differ, by how much, and the descriptions of their tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MUST_AGREE = ("key_type", "columns")
 
 
 class RowDiff(NamedTuple):
-    """A row that differs. `key`: as users have it. `largest`: of the embedding, None where one side lacks the row."""
+    """A row that differs. `key`: in the key type. `largest`: of the embedding, None if one side lacks the row."""
 
     sort: Sort
     table: int
@@ -35,12 +35,11 @@ class RowDiff(NamedTuple):
 class Comparison:
     """The differences from one snapshot to another.
 
-    `added`, `changed`, `gone`: rows by table id. A row is changed where any of its bytes is, state, updates and step
-    included. `same`: how many rows are not. `largest`: by "embedding" and state, the greatest absolute difference over
-    the rows of both, infinite where a number met NaN; states are compared where both snapshots have the same states.
-    Numbers of several dtypes are compared as float32.
-    `fields`: the fields in which the descriptions differ, with both values; of `hyper` the differing numbers. `names`:
-    of the tables. `first`: the first rows that differ.
+    `added`, `changed`, `gone`: rows by table id. A row is changed if any of its bytes is, state, updates and step
+    included. `same`: the number of equal rows. `largest`: by "embedding" and state, the greatest absolute difference
+    over the rows of both, infinite between a number and NaN; states are compared if both snapshots have the same
+    states. Numbers of different dtypes are compared as float32. `fields`: the fields in which the descriptions differ,
+    with both values; of `hyper` the differing numbers. `names`: of the tables. `first`: the first rows that differ.
     """
 
     fields: dict[str, tuple[Any, Any]]
@@ -61,7 +60,7 @@ class Comparison:
 def compare(
     before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
 ) -> Comparison:
-    """How `after` differs from `before`; keeps the `first` differences. progress: called with rows read, of both.
+    """How `after` differs from `before`, with the `first` differing rows. progress: called with the rows read of both.
 
     Raises SnapshotError for snapshots of tables that cannot share rows, and for damaged snapshots.
     """
@@ -142,12 +141,12 @@ class _Counter:
 
 
 def _largest(old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[n], the greatest absolute difference in each row; rows that differ in a bit are noted in `changed`."""
+    """[n]: the greatest absolute difference in each row. Sets `changed` [n] for rows that differ in any bit."""
     differ = np.ascontiguousarray(old).view(np.uint32) != np.ascontiguousarray(new).view(np.uint32)
     changed |= differ.any(axis=1)
     with np.errstate(invalid="ignore"):
-        apart = np.abs(new.astype(np.float64) - old.astype(np.float64))
-    apart[np.isnan(apart)] = np.inf
-    apart[~differ] = 0.0  # the same NaN, the same infinity
-    largest: NDArray[np.float64] = apart.max(axis=1, initial=0.0)
+        distance = np.abs(new.astype(np.float64) - old.astype(np.float64))
+    distance[np.isnan(distance)] = np.inf
+    distance[~differ] = 0.0  # equal NaN or infinity
+    largest: NDArray[np.float64] = distance.max(axis=1, initial=0.0)
     return largest

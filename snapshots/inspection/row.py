@@ -1,4 +1,4 @@
-"""One row of a closed store or of a snapshot, without reading the rest."""
+"""Reads one row of a closed store or of a snapshot, without the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from ..files.format import SHARE, bucket_file, deleted_file
 from ..files.reader import Snapshot
-from ..store.closed_store import marked
+from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
 from ..store.folder_state import shard_folder
 
@@ -26,33 +26,33 @@ Row = NDArray[np.void]  # [1] of the `RowForm.dtype` of its description
 
 
 def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
-    """The live row of a store that was closed cleanly, or None where it was never written, and the description.
+    """A live row of a store that was closed cleanly, None if it was never written, and the description.
 
-    key: as users have it. Raises StoreError, SnapshotError where the rows cannot be read or the share of another rank
-    has the row, InputError for a key that the store cannot have.
+    key: as users pass it. Raises StoreError, SnapshotError if the rows cannot be read or if another rank owns the row,
+    InputError for a key that the store cannot have.
     """
-    mark = marked(store)
-    number, bits = place_of(mark, table, key)
-    if SHARE in mark:
-        rank, ranks = mark[SHARE]["rank"], mark[SHARE]["ranks"]
+    marker = require_clean_marker(store)
+    number, bits = row_key_of(marker, table, key)
+    if SHARE in marker:
+        rank, ranks = marker[SHARE]["rank"], marker[SHARE]["ranks"]
         owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
         if owner != rank:
             place = shard_folder(store.path.parent.parent, owner, ranks)
-            raise StoreError(f"rank {owner} of {ranks} has that row, if it was written: give its share, {str(place)!r}")
-    if mark["live"] == "rows":
-        return _find(Snapshot.open(store.live), number, bits), mark
-    return _find_in_rocksdb(store.live, RowForm.described(mark), mark["shards"], number, bits), mark
+            raise StoreError(f"rank {owner} of {ranks} owns that row: give its shard, {str(place)!r}")
+    if marker["live"] == "rows":
+        return _find(Snapshot.open(store.live), number, bits), marker
+    return _find_in_rocksdb(store.live, RowForm.described(marker), marker["shards"], number, bits), marker
 
 
 def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
-    """The row in a snapshot, None where the snapshot lacks it. Raises as `live_row`."""
-    return _find(snapshot, *place_of(snapshot.description, table, key))
+    """The row in a snapshot, None if the snapshot lacks it. Raises as `live_row`."""
+    return _find(snapshot, *row_key_of(snapshot.description, table, key))
 
 
-def place_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
+def row_key_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
     """The number of a table, given by number or name, and the 64 bits of a key.
 
-    Raises InputError for a key that is not of the key type, or a table that is not there.
+    Raises InputError for a key that is not of the key type, or a table that does not exist.
     """
     names = names_in(description)
     number = table_number(table, names)
@@ -65,7 +65,7 @@ def place_of(description: dict[str, Any], table: int | str, key: int) -> tuple[i
 
 
 def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
-    """A row as plain values: `table`, its name if any, `key`, `embedding`, `states` by name, `updates`, `step`."""
+    """A row as plain values: `table`, any name of it, `key`, `embedding`, `states` by name, `updates`, `step`."""
     parts = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
     return {
         **with_table_name(int(parts[TABLE]), names_in(description)),
@@ -78,23 +78,23 @@ def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_floats(values: NDArray[np.float32]) -> list[float | str]:
-    """The shortest decimals that give these float32. NaN and infinities come as text, since JSON has none."""
+    """The shortest decimals that give these float32 numbers. NaN and infinities are text, since JSON has none."""
     return [float(str(value)) if np.isfinite(value) else str(value) for value in values]
 
 
 def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
-    """The row in the file of the key's bucket, of the latest snapshot in the chain that has the key."""
+    """The row in the file of the key's bucket, in the latest snapshot of the chain that has the key."""
     name = np.array([table], np.uint32), np.array([key], np.uint64)
     bucket = int(_core.buckets(*name)[0])
-    for link in reversed(snapshot.chain):
-        if link.manifest.rocksdb is not None:
-            return _among(link.parts()[0], table, key)
-        parts = link.manifest.parts
-        part = None if parts is None else int(_core.owners(*name, parts)[0])
-        found = _among(_file(link, bucket_file(bucket, part)), table, key)
+    for one in reversed(snapshot.chain):
+        if one.manifest.rocksdb is not None:
+            return _among(one.parts()[0], table, key)
+        parts = one.manifest.parts
+        shard = None if parts is None else int(_core.owners(*name, parts)[0])
+        found = _among(_file(one, bucket_file(bucket, shard)), table, key)
         if found is not None:
             return found
-        if _among(_file(link, deleted_file(bucket, part)), table, key) is not None:
+        if _among(_file(one, deleted_file(bucket, shard)), table, key) is not None:
             return None
     return None
 
@@ -107,7 +107,7 @@ def _file(snapshot: Snapshot, name: str) -> Chunks:
 def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
     """The row of the key among chunks, or None."""
     found = None
-    for _, rows in chunks:  # to the end: damage may be known only there
+    for _, rows in chunks:  # to the end: damage may be detected only there
         matches = rows[(rows["table"] == table) & (rows["key"] == key)]
         if len(matches):
             found = matches.copy()
@@ -115,17 +115,19 @@ def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
 
 
 def _find_in_rocksdb(folder: Path, form: RowForm, shards: int, table: int, key: int) -> Row | None:
-    from ...engine.store.rocksdb import RocksDB  # loaded only where RocksDB holds the rows
+    from ...engine.store.rocksdb import RocksDB  # only if RocksDB has the rows
 
     with closing(RocksDB(folder, form.width, shards, read_only=True)) as tier:
         return read_row(tier, form, table, key)
 
 
 def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> Row | None:
-    """The row of a tier, or of a stack of them, whose rows are of that form; None if it was never written."""
+    """The row of a tier, or of a stack of tiers, with rows of that form; None if it was never written."""
     row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key
-    line = np.zeros(-(-row.dtype.itemsize // 16) * 2, np.uint64)  # no shorter than a line: it lacks table and key
+    line = np.zeros(
+        -(-row.dtype.itemsize // 16) * 2, np.uint64
+    )  # at least as long as a line, which lacks table and key
     address = np.array([line.ctypes.data], np.uint64)
     if not tier.read(row["table"].copy(), row["key"].copy(), address, touch=False)[0]:
         return None

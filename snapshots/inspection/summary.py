@@ -1,4 +1,4 @@
-"""Figures of a snapshot that take a pass over its rows."""
+"""Figures of a snapshot that need a pass over its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...engine.options.table_names import Names, labels_of
 from ...engine.row_format import EMBEDDING, RowForm
 from ..files.reader import Snapshot
 
-NORM_EDGES = np.concatenate([[0.0], np.logspace(-20, 20, 80_001)])  # each edge 0.12 % over the one before
+NORM_EDGES = np.concatenate([[0.0], np.logspace(-20, 20, 80_001)])  # each edge is 0.12 % above the previous one
 _BARS = 60
 
 
@@ -27,9 +27,9 @@ _BARS = 60
 class Summary:
     """Figures of rows.
 
-    `tables`, `updates`: how many rows have each value. `norms` [80,001]: how many rows have a Euclidean norm of the
-    embedding between two of `NORM_EDGES`. `not_finite`: how many have NaN or an infinity in the embedding, and no norm.
-    `first`: the first rows, of the snapshot's `RowForm.dtype`.
+    `tables`, `updates`: the number of rows with each value. `norms` [80,001]: the number of rows whose Euclidean norm
+    of the embedding is between two of `NORM_EDGES`. `not_finite`: the number of rows with NaN or an infinity, without
+    norm. `first`: the first rows, of the snapshot's `RowForm.dtype`.
     """
 
     tables: Counter[int] = field(default_factory=Counter)
@@ -43,9 +43,9 @@ class Summary:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Plain values: rows by table id; least, lower median and largest `updates`; norms; `not_finite`.
+        """Plain values: rows by table id; smallest, lower median and largest `updates`; norms; `not_finite`.
 
-        A figure that needs rows is None without them.
+        Figures of no rows are None.
         """
         finite = int(self.norms.sum())
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
@@ -98,20 +98,20 @@ def _spread(counter: Counter[int]) -> dict[str, int] | None:
 
 
 def check_plot(path: Path) -> None:
-    """Raises OptionError where no picture can be drawn to `path`."""
+    """Raises OptionError if no picture can be drawn to `path`."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise OptionError(f"a plot needs matplotlib: pip install 'tierbed[plot]' ({error})") from None
     formats = sorted(Figure().canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in formats:
-        raise OptionError(f"{str(path)!r} names no picture: give one that ends with .{', .'.join(formats)}")
+        raise OptionError(f"{str(path)!r} is not a picture: give a file that ends with .{', .'.join(formats)}")
     if not path.absolute().parent.is_dir():
-        raise OptionError(f"{str(path)!r} is in a folder that is not there: make it first")
+        raise OptionError(f"{str(path)!r} is in a folder that does not exist: create it first")
 
 
 def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
-    """Draw row norms, update counts and rows of each table, side by side. Raises OptionError where it cannot.
+    """Draw row norms, update counts and rows of each table. Raises OptionError if the file cannot be written.
 
     names: of the tables.
     """
@@ -133,7 +133,7 @@ def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
         path.write_bytes(picture.getvalue())
     except OSError as error:
         with suppress(OSError):
-            path.unlink()  # a part of the picture
+            path.unlink()  # an incomplete picture
         raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
 
 
@@ -158,7 +158,7 @@ def _norms(axes: Any, summary: Summary) -> None:
 
 
 def _bars(axes: Any, counter: Any, label: str, title: str) -> None:
-    """Draw a bar for each value, or for each range of values where there are many."""
+    """Draw a bar for each value, or for each range of values if there are many."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=label, title=title)

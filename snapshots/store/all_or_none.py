@@ -1,7 +1,7 @@
-"""Snapshots of several stores that get their names together: the rename of the first decides over all of them.
+"""Saves snapshots of several stores, all or none: the rename of the first one commits all of them.
 
-Each is written and durable beside its place before the first gets its name. A process that is killed before that leaves
-none, and after it all: whoever takes the lock of a store puts what is left in place, or removes it
+Each snapshot is durable in a temporary folder before the first one is renamed. A process that is killed before that
+leaves none of them, and after it all: the next process that locks a store renames what is left, or removes it
 (`StoreFolder.clear_snapshots`).
 """
 
@@ -19,7 +19,7 @@ from ..files.versions import Peer
 
 
 class Decided(Commit):
-    """One of the snapshots. first, id: the place and the id of the first. before: what it waits for."""
+    """The commit of one snapshot. first, id: folder and id of the first one. before: called before its rename."""
 
     def __init__(self, first: Path, id: str, before: Callable[[], object]) -> None:
         self.id, self._first, self._before = id, first, before
@@ -33,26 +33,26 @@ class Decided(Commit):
 
 
 class OfAll(NamedTuple):
-    """A save of several stores as snapshots `name`: once that of the store `first` has its name, all are there."""
+    """A save of several stores as snapshots `name`. Once that of the store `first` has its name, all are committed."""
 
     name: str
     first: Path
     commit: Decided
-    stores: int = 1  # how many there are, where they are saved in the background
+    stores: int = 1  # their number, if they are saved in the background
 
     def of(self, store: Path) -> tuple[str, tuple[Peer, str, str] | None]:
-        """The id of the snapshot of a store, and what it says of the first."""
+        """The id for the snapshot of a store, and its field `first`."""
         if os.path.realpath(store) == os.path.realpath(self.first):
             return self.commit.id, None
         return secrets.token_hex(16), (Peer.of(self.first.name, store, self.first), self.name, self.commit.id)
 
 
 def all_or_none(first: Path, saves: Sequence[Callable[[Decided], object]]) -> None:
-    """Make snapshots, each by a function that is given its `Commit`, of which the first saves the snapshot `first`."""
+    """Make snapshots, each by a function that takes its `Commit`. The first function saves the snapshot `first`."""
     id = secrets.token_hex(16)
 
     def save(number: int) -> None:
-        """Make that one, and let those before it have their names first."""
+        """Make one of them. Those before it get their names first."""
         saves[number](Decided(first, id, lambda: save(number - 1) if number else None))
 
     save(len(saves) - 1)

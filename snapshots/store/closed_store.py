@@ -1,4 +1,4 @@
-"""Saves and loads the live rows of a closed store, of one process or of ranks: `tierbed snapshot save` and `load`."""
+"""Saves, loads and compacts closed stores, of one process or of ranks, for `tierbed snapshot` and `tierbed store`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.row_format import BUCKETS, Chunks, RowArray, RowForm
+from ...engine.row_format import Chunks, RowForm
 from ...engine.store.table_counts import FIELD
-from ..files.format import OF_THE_MARK, SHARE, Manifest, check_name
+from ..files.format import MARKER_FIELDS, SHARE, Manifest, check_name
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.versions import GroupRecord, Instant
-from ..files.writer import Progress, Together, write_snapshot
+from ..files.writer import ProgressCallback, Together, write_snapshot
 from .all_or_none import OfAll
 from .folder import StoreFolder
 from .folder_state import (
@@ -39,109 +37,87 @@ from .selection import ALL, LoadReport, Selection, types_of
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
 
-# files tell how they are read; only a run with the options of their making should merge them
+# files store how to read them, but only a run with the options of the store should merge them
 _AS_IS = "disable_auto_compactions=true"
 
 
-def mark_of_ranks(state: FolderState) -> dict[str, Any] | None:
-    """One mark for the shares of ranks, as of a table that has all their rows; None where they are not whole.
+def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
+    """The clean marker of all shards of ranks, as for one table with all their rows; None if they are not all clean.
 
-    It lacks `rows` where other hosts have some of the shares. Raises StoreError.
+    It lacks `rows` if other hosts have some of the shards. Raises StoreError.
     """
-    record = state.keeper.of_ranks
+    record = state.snapshot_store.of_ranks
     if record is None:
         return None
-    marks = clean_markers(state.path, record.ranks)
-    if common_version(record, live_of(marks, record.ranks).values()) is None:
+    markers = clean_markers(state.path, record.ranks)
+    if common_version(record, live_of(markers, record.ranks).values()) is None:
         return None
-    found = [mark for mark in marks.values() if mark is not None]
+    found = [marker for marker in markers.values() if marker is not None]
     common = {field: value for field, value in found[0].items() if field not in (SHARE, "rows", "shards", FIELD)}
-    return common | ({"rows": sum(mark["rows"] for mark in found)} if len(found) == record.ranks else {})
+    return common | ({"rows": sum(marker["rows"] for marker in found)} if len(found) == record.ranks else {})
 
 
 @contextmanager
-def held_ranks(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, Any], Chunks]]:
-    """What the shares have in common, one mark for them, and their rows in order, while this process holds them all.
+def locked_shards(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, Any], Chunks]]:
+    """The common version of the shards, their merged clean marker, and their rows in order. Locks all shards.
 
-    Raises StoreError where they are not whole, or not all here.
+    Raises StoreError if they are not all clean, or not all on this host.
     """
-    record = store.keeper.of_ranks
+    record = store.snapshot_store.of_ranks
     assert record is not None
-    with ExitStack() as holding:
-        places = (shard_folder(store.path, rank, record.ranks) for rank in range(record.ranks))
-        shares = [holding.enter_context(StoreFolder(place)) for place in places if place.is_dir()]
-        mark = mark_of_ranks(store)
-        if mark is None or "rows" not in mark:
+    with ExitStack() as locks:
+        folders = (shard_folder(store.path, rank, record.ranks) for rank in range(record.ranks))
+        shards = [locks.enter_context(StoreFolder(folder)) for folder in folders if folder.is_dir()]
+        marker = merged_clean_marker(store)
+        if marker is None or "rows" not in marker:
             raise StoreError(
-                f"the live rows of {str(store.path)!r} are those of {record.ranks} ranks, which did not all close "
-                "them, or are not all on this host. Open the embedding with as many ranks, or load a snapshot with "
+                f"the live rows of {str(store.path)!r} are shards of {record.ranks} ranks, which were not all closed "
+                "or are not all on this host. Open the embedding with that many ranks, or load a snapshot with "
                 "`tierbed snapshot load`"
             )
-        marks = [share.read_mark() or {} for share in shares]
-        live = live_in(marks[0], 0, record.ranks)
+        markers = [shard.read_clean_marker() or {} for shard in shards]
+        live = live_in(markers[0], 0, record.ranks)
         assert live is not None
-        rows = [holding.enter_context(live_rows(*pair)) for pair in zip(shares, marks, strict=True)]
-        yield live, mark, _in_order(rows)
+        rows = [locks.enter_context(scan_live_rows(*pair)) for pair in zip(shards, markers, strict=True)]
+        yield live, marker, merge_sorted(rows)
 
 
-def _in_order(parts: list[Chunks]) -> Chunks:
-    """The rows of all parts, by bucket."""
-    groups = [_Buckets(part) for part in parts]
-    for bucket in range(BUCKETS):
-        for rows in merge_sorted([group.rows_of(bucket) for group in groups]):
-            yield bucket, rows
-
-
-class _Buckets:
-    """Chunks in the order of buckets, taken a bucket at a time."""
-
-    def __init__(self, chunks: Chunks) -> None:
-        self._groups = groupby(chunks, key=itemgetter(0))
-        self._next = next(self._groups, None)
-
-    def rows_of(self, bucket: int) -> Iterator[RowArray]:
-        if self._next is None or self._next[0] != bucket:
-            return
-        yield from (rows for _, rows in self._next[1])
-        self._next = next(self._groups, None)
-
-
-def save_closed(
+def save_closed_store(
     store: StoreFolder,
     name: str,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     kind: str = "full",
     overwrite: bool = False,
     of_all: OfAll | None = None,
 ) -> Manifest:
-    """Write the live rows of a closed store, also those of ranks, as snapshot `name`. The live rows stay as they are.
+    """Write the live rows of a closed store, also of ranks, as snapshot `name`. The live rows are unchanged.
 
-    Raises StoreError if the store carries no mark, SnapshotError and OptionError as `save_snapshot_of` does.
+    Raises StoreError if the store has no clean marker, SnapshotError and OptionError as `save_snapshot_of` does.
     """
     check_name(name)
-    if store.read_mark() is not None or store.keeper.of_ranks is None:
-        with held_live(store, of_all) as held:
-            return save_snapshot_of(store, name, kind, held, progress, overwrite)
-    with held_ranks(store) as (live, mark, chunks):
+    if store.read_clean_marker() is not None or store.snapshot_store.of_ranks is None:
+        with locked_source(store, of_all) as source:
+            return save_snapshot_of(store, name, kind, source, progress, overwrite)
+    with locked_shards(store) as (live, marker, chunks):
         together, record = together_with(store, of_all)
-        held = SaveSource(described(mark), mark["rows"], lambda: chunks, together=together, record=record)
-        manifest = save_snapshot_of(store.keeper, name, kind, held, progress, overwrite)
-        store.keeper.note_saved(live.writes)
+        source = SaveSource(described(marker), marker["rows"], lambda: chunks, together=together, record=record)
+        manifest = save_snapshot_of(store.snapshot_store, name, kind, source, progress, overwrite)
+        store.snapshot_store.note_saved(live.writes)
     return manifest
 
 
 @contextmanager
-def held_live(store: StoreFolder, of_all: OfAll | None) -> Iterator[SaveSource]:
-    """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it carries no mark."""
-    _check_whole(store)
-    mark = marked(store)
+def locked_source(store: StoreFolder, of_all: OfAll | None) -> Iterator[SaveSource]:
+    """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it has no clean marker."""
+    _check_not_shard(store)
+    marker = require_clean_marker(store)
     together, record = together_with(store, of_all)
-    with _live(store, mark) as (scan, tier):
-        yield SaveSource(described(mark), mark["rows"], scan, tier, together=together, record=record)
+    with _live(store, marker) as (scan, tier):
+        yield SaveSource(described(marker), marker["rows"], scan, tier, together=together, record=record)
 
 
 def together_with(store: StoreFolder, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:
-    """What a snapshot of a closed store's live rows, and its MARK, have of the stores that are trained with it."""
+    """What a snapshot of a closed store and its MARK store about the stores that are trained together with it."""
     closed = ClosedStore(store)
     if closed.record is None and of_all is None:
         return None, None
@@ -149,161 +125,162 @@ def together_with(store: StoreFolder, of_all: OfAll | None) -> tuple[Together | 
     return Together(id, closed.saved(id, first), None if of_all is None else of_all.commit), closed.record
 
 
-def load_live(
+def load_into_store(
     store: StoreFolder,
     snapshot: Snapshot,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     selection: Selection = ALL,
     together: Instant | None = None,
 ) -> tuple[Manifest, LoadReport]:
-    """Make the rows of a snapshot the live rows, so that the next training run resumes from it. They are checked.
+    """Verify the rows of a snapshot and make them the live rows, from which the next training run resumes.
 
-    After a kill, rows go back to the snapshot; a selection of its rows, and one that converts numbers to the dtype of
-    the live rows, goes back to the snapshot of before. together: of a load of several stores, the instant to which all
-    go. Returns what the live rows are now. A process killed here leaves the old live rows or the new ones. Raises
-    SnapshotError if the snapshot is damaged, of another table or, where they are not converted, of other numbers; live
-    rows with a mark stay as they were. StoreError for a folder that has the snapshots of other store folders, and no
-    live rows.
+    The snapshot becomes the recovery snapshot, unless only a selection of its rows or converted numbers are loaded.
+    together: for a load of several stores, the instant that all of them get. Returns the manifest of the new live rows.
+    A kill leaves the old live rows or the new ones. Raises SnapshotError if the snapshot is damaged, of another table,
+    or of another dtype without `convert`; clean live rows are unchanged then. Raises StoreError for a folder that has
+    only the snapshots of other store folders.
     """
     selection = check_load(store, snapshot, selection)
-    if store.read_mark() is None:
-        store.discard_live()  # this makes room: no run uses these rows again
+    if store.read_clean_marker() is None:
+        store.discard_live()  # frees space: no run uses these rows again
     report = LoadReport()
     chosen = selection.rows_of(snapshot, report, progress)
     description = selection.description(snapshot.description)
     try:
         manifest = write_snapshot(store.incoming, description, chosen)
-        base = snapshot.name if selection.is_whole else store.noting.base
+        recovery_snapshot = snapshot.name if selection.is_whole else store.recovery_folder.recovery_snapshot
         closed = ClosedStore(store)
         rows = rows_of(snapshot) if selection.is_whole else closed.written()
         of_rows, of_group = closed.loaded(rows, together)
         live = {**description, "live": "rows", "rows": manifest.rows, **of_rows}
-        store.replace_live(store.incoming, live, base, of_group=of_group)
-        store.keeper.end_ranks()
+        store.replace_live(store.incoming, live, recovery_snapshot, of_group=of_group)
+        store.snapshot_store.end_ranks()
     finally:
-        remove_folder(store.incoming)  # not there where the rows were replaced
+        remove_folder(store.incoming)  # missing once it has replaced the live rows
     return manifest, report
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-    """What `load_live` selects of a snapshot, with the types that it converts to. Raises what it raises at once."""
-    mark = store.read_mark()
-    _check_for_rows(store)
+    """The selection that `load_into_store` loads, with the types to convert to. Raises its errors that need no row."""
+    marker = store.read_clean_marker()
+    _check_has_live_rows(store)
     theirs = snapshot.description
     for field in ("key_type", "columns"):
-        if mark is not None and mark.get(field) != theirs[field]:
+        if marker is not None and marker.get(field) != theirs[field]:
             raise SnapshotError(
                 f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
-                f"is {theirs[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
+                f"is {theirs[field]!r} instead of {marker.get(field)!r}. Load it into the store that it was saved from"
             )
-    return _fitting(store, mark, snapshot, selection)
+    return _with_types(store, marker, snapshot, selection)
 
 
-def _fitting(store: StoreFolder, mark: Mapping[str, Any] | None, snapshot: Snapshot, selection: Selection) -> Selection:
-    """The selection, with the types of the live rows where numbers are converted. Raises SnapshotError."""
-    if mark is None:
+def _with_types(
+    store: StoreFolder, marker: Mapping[str, Any] | None, snapshot: Snapshot, selection: Selection
+) -> Selection:
+    """The selection, with the types of the live rows if numbers are converted. Raises SnapshotError."""
+    if marker is None:
         if selection.convert:
             raise SnapshotError(
-                f"convert=True: the live rows of {str(store.path)!r} are not there, or not consistent, and do not tell "
-                "their dtype; load the snapshot as it is"
+                f"convert=True: {str(store.path)!r} has no clean live rows, so their dtype is unknown; load the "
+                "snapshot without it"
             )
         return selection
-    ours, theirs = types_of(mark), types_of(selection.description(snapshot.description))
-    of_states = theirs[1] if None in (ours[1], theirs[1]) else ours[1]  # rows without states take any
+    ours, theirs = types_of(marker), types_of(selection.description(snapshot.description))
+    of_states = theirs[1] if None in (ours[1], theirs[1]) else ours[1]  # rows without states accept any
     if (ours[0], of_states) == theirs:
         return selection
     if not selection.convert:
         raise SnapshotError(
-            f"snapshot {snapshot.name!r} is of rows of dtype {_said(theirs)}, and the rows in {str(store.path)!r} are "
-            f"of {_said(ours)}. Convert them: convert=True (--convert in a shell), load_snapshot(name, convert=True) "
-            "of the embedding, or import_snapshot with dtype= (--dtype in a shell)"
+            f"snapshot {snapshot.name!r} is of rows of dtype {_describe_types(theirs)}, and the rows in "
+            f"{str(store.path)!r} are of {_describe_types(ours)}. Convert them: convert=True (--convert in a shell), "
+            "load_snapshot(name, convert=True) of the embedding, or import_snapshot with dtype= (--dtype in a shell)"
         )
     return replace(selection, types=(ours[0], of_states or "float32"))
 
 
-def _said(types: tuple[str, str | None]) -> str:
+def _describe_types(types: tuple[str, str | None]) -> str:
     dtype, of_states = types
     return dtype if of_states is None else f"{dtype} with states of {of_states}"
 
 
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
-    """Merge the RocksDB files of a closed store. Returns their bytes before and after; None for a store without any.
+    """Merge the RocksDB files of a closed store. Returns their bytes before and after; None if it has none.
 
-    options: the store's `rocksdb_options`, with which files are written. A kill leaves every row. Raises StoreError,
+    options: the store's `rocksdb_options`, with which files are written. A kill loses no row. Raises StoreError,
     OptionError.
     """
-    mark = marked(store)
-    if mark["live"] != "rocksdb":
+    marker = require_clean_marker(store)
+    if marker["live"] != "rocksdb":
         return None
-    from ...engine.options.store_options import options_text  # only where it holds the rows
-    from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
+    from ...engine.options.store_options import options_text  # only if it has the rows
+    from ...engine.store.rocksdb import RocksDB  # only if it has the rows
 
-    def held() -> int:
+    def file_bytes() -> int:
         return sum(file.stat().st_size for file in store.live.glob("shard-*/*.sst"))
 
-    before = held()
-    with closing(RocksDB(store.live, mark["width"], mark["shards"], options=options_text(options))) as tier:
+    before = file_bytes()
+    with closing(RocksDB(store.live, marker["width"], marker["shards"], options=options_text(options))) as tier:
         tier.compact()
-    return before, held()
+    return before, file_bytes()
 
 
 @contextmanager
-def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
-    """The live rows that a mark describes, as `Tier.scan` yields them. Raises SnapshotError, StoreError."""
-    with _live(store, mark) as (scan, _):
+def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunks]:
+    """The live rows of a clean marker, as `Tier.scan` yields them. Raises SnapshotError, StoreError."""
+    with _live(store, marker) as (scan, _):
         yield scan()
 
 
 @contextmanager
-def _live(store: StoreFolder, mark: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
-    """A scan of the live rows, and what holds them where that is RocksDB."""
-    if mark.get("live") == "rows":
+def _live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
+    """A scan of the live rows, and their RocksDB if they have one."""
+    if marker.get("live") == "rows":
         yield Snapshot.open(store.live).chunks, None
-    elif mark.get("live") == "rocksdb":
-        from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
+    elif marker.get("live") == "rocksdb":
+        from ...engine.store.rocksdb import RocksDB  # only if it has the rows
 
-        with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
-            yield lambda: RowForm.described(mark).of_words(tier.scan()), tier
+        with closing(RocksDB(store.live, marker["width"], marker["shards"], options=_AS_IS)) as tier:
+            yield lambda: RowForm.described(marker).of_words(tier.scan()), tier
     else:
-        raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")
+        raise StoreError(f"MARK of {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
 
 
-def _check_whole(store: StoreFolder) -> None:
-    """Raises StoreError for the folder of a rank's share, which has not all rows."""
+def _check_not_shard(store: StoreFolder) -> None:
+    """Raises StoreError for the shard of a rank, which does not have all rows."""
     if store.path.parent.name == RANKS:
         raise StoreError(
-            f"{str(store.path)!r} has the share of one rank alone: give the store folder, "
+            f"{str(store.path)!r} has only the shard of one rank: give the store folder, "
             f"{str(store.path.parent.parent)!r}"
         )
 
 
-def _check_for_rows(store: StoreFolder) -> None:
-    """Raises StoreError for a folder where no run looks for live rows."""
+def _check_has_live_rows(store: StoreFolder) -> None:
+    """Raises StoreError for a folder that has only the snapshots of other stores."""
     others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
     if others:
         raise StoreError(
-            f"{str(store.path)!r} has the snapshots of other store folders, and no run looks there for live rows: give "
-            f"the store folder, {' or '.join(repr(str(other)) for other in others)}, on the host that has it"
+            f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give the store "
+            f"folder, {' or '.join(repr(str(other)) for other in others)}, on the host that has it"
         )
 
 
-def described(mark: dict[str, Any]) -> dict[str, Any]:
-    """The description of the rows in a mark, as a snapshot has it."""
-    return {field: value for field, value in mark.items() if field not in OF_THE_MARK}
+def described(marker: dict[str, Any]) -> dict[str, Any]:
+    """The description in a clean marker, as a snapshot has it."""
+    return {field: value for field, value in marker.items() if field not in MARKER_FIELDS}
 
 
-def marked(store: StoreFolder) -> dict[str, Any]:
-    """The mark of a store. Raises StoreError where the live rows carry none."""
-    mark = store.read_mark()
-    if mark is None and (record := store.keeper.of_ranks) is not None:
+def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
+    """The clean marker of a store. Raises StoreError if it has none."""
+    marker = store.read_clean_marker()
+    if marker is None and (record := store.snapshot_store.of_ranks) is not None:
         raise StoreError(
-            f"the live rows of {str(store.path)!r} are in shares of {record.ranks} ranks, each in a store folder of "
-            f"its own: give {str(shard_folder(store.path, 0, record.ranks))!r} or another, or a snapshot"
+            f"the live rows of {str(store.path)!r} are shards of {record.ranks} ranks, each in its own store folder: "
+            f"give {str(shard_folder(store.path, 0, record.ranks))!r} or another, or a snapshot"
         )
-    if mark is None:
+    if marker is None:
         raise StoreError(
-            f"the live rows of {str(store.path)!r} are not consistent: the last process did not close the embedding. "
-            "Load a snapshot with `tierbed snapshot load`, or open and close the embedding, which goes back to the "
-            "snapshot that it saved or loaded last"
+            f"the live rows of {str(store.path)!r} are not clean: the last process did not close the embedding. Load "
+            "a snapshot with `tierbed snapshot load`, or open and close the embedding, which recovers from the "
+            "snapshot that was saved or loaded last"
         )
-    return mark
+    return marker

@@ -1,4 +1,4 @@
-"""The folder of a live store: who holds it, whether its rows are consistent, and where they are."""
+"""The folder of a store: its lock, its live rows, and whether these are clean."""
 
 from __future__ import annotations
 
@@ -25,79 +25,79 @@ from ...engine.durable import (
 )
 from ...engine.errors import StoreError
 from ...engine.signals import uninterrupted
-from ..files.format import OWN, saved_with, snapshot_id
+from ..files.format import FOLDER_FIELDS, saved_with, snapshot_id
 from ..files.versions import AT, GROUP, At, GroupRecord
-from .folder_state import LOCK, PLACES, FolderState, RanksRecord, link_to
+from .folder_state import LIVE_FOLDERS, LOCK, FolderState, RanksRecord, link_to
 
-_held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
+_locked: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
 
-def _let_go_after_fork() -> None:
-    # a child that outlives its parent must not keep the parent's lock
-    for folder in list(_held):
+def _close_after_fork() -> None:
+    # a forked child that outlives its parent must not keep the lock
+    for folder in list(_locked):
         folder._close_descriptor()
 
 
-os.register_at_fork(after_in_child=_let_go_after_fork)
+os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class StoreFolder(FolderState):
-    """A store folder, `<persistent_path>/<embedding name>`, held exclusively until `release` or the end of the process.
+    """A store folder, `<persistent_path>/<embedding name>`, locked until `release` or the end of the process.
 
-    `path` is created, parents included. The folder holds:
+    `path` and its parents are created. The folder holds:
 
-    - `LOCK`: locked by the holder, with its process id inside;
-    - `SOCKET`: where other processes ask the holder for snapshots while it trains; dead where it was killed;
-    - `MARK`: the mark. It describes the live rows while they are all of one step; once a run has begun to write them,
-      it names the snapshot to go back to;
-    - `STEP`: the step that the live rows came to, while they carry no mark;
-    - `live` or `live-2`, as the mark says: the rows of the running table, scratch without the mark;
-    - `incoming`: live rows being prepared; what a killed process left there is removed here;
-    - `snapshots`: a folder for each snapshot, or a link to where these are; what killed saves left there is removed
-      here.
+    - `LOCK`: locked by the lock holder, with its process id as content;
+    - `SOCKET`: the control socket of the lock holder; dead if that was killed;
+    - `MARK`: the recovery snapshot, and the clean marker, which describes the live rows if all of them are at one step
+      and durable. It is cleared before a run writes the first row;
+    - `STEP`: the step of live rows without a clean marker;
+    - `live` or `live-2`, as MARK says: the live rows, which are never served without a clean marker;
+    - `incoming`: live rows being prepared; remains of killed processes are removed here;
+    - `snapshots`: a folder for each snapshot, or a link to the folder that has them; remains of killed saves are
+      removed here.
 
-    `user`: who in this process holds the folder; error messages name it. `snapshots`: the folder that snapshots are to
-    be in, `<snapshot_path>/<embedding name>/snapshots`; it becomes a store folder's as well, held like this one. None
-    leaves them where they are. Raises StoreError if the path or a parent is a file, cannot be written, or has another
-    holder.
+    `user`: what in this process has locked the folder, for error messages. `snapshots`: the folder for snapshots,
+    `<snapshot_path>/<embedding name>/snapshots`, whose parent becomes a store folder that is locked like this one. None
+    leaves them where they are. Raises StoreError if the path or a parent is a file or cannot be written, or if another
+    process has the lock.
     """
 
-    remedy = "persistent_path must be a folder that this user can write, with room on its device"
+    remedy = "persistent_path must be a folder that this user can write, on a device with free space"
 
     def __init__(self, path: Path, user: str = "a StoreFolder", snapshots: Path | None = None) -> None:
         self.user = user
-        self.shared: StoreFolder | None = None  # the holder of the snapshots, where they are elsewhere
+        self.shared: StoreFolder | None = None  # the store folder with the snapshots, if it is another one
         self._lock: int | None = None
         self._step_file: int | None = None
-        super().__init__(Path(path).absolute())  # since the working directory may change
+        super().__init__(Path(path).absolute())  # the working directory may change
         self.incoming = self.path / "incoming"
         with self._errors("open"), uninterrupted():
             make_folder(self.path)
             self._lock = self._acquire()
-        _held.add(self)
+        _locked.add(self)
         try:
             self.check()
-            self._share(snapshots)
+            self._lock_snapshot_store(snapshots)
             self.clear_incoming()
-            with contextlib.suppress(OSError):  # the next save tries again, and says why it cannot
+            with contextlib.suppress(OSError):  # the next save tries again, and raises if it cannot
                 self.clear_snapshots()
-            self._settle_base()
+            self._forget_unwritten_snapshot()
         except StoreError:
             self.release()
             raise
 
-    def _share(self, snapshots: Path | None) -> None:
-        """Hold the store folder that the snapshots are in, where it is another one."""
-        place = FolderState(self.path).keeper.path if snapshots is None else snapshots.parent
-        if os.path.realpath(place) == os.path.realpath(self.path):
+    def _lock_snapshot_store(self, snapshots: Path | None) -> None:
+        """Lock the store folder that has the snapshots, if it is another one."""
+        path = FolderState(self.path).snapshot_store.path if snapshots is None else snapshots.parent
+        if os.path.realpath(path) == os.path.realpath(self.path):
             return
-        self.shared = StoreFolder(place, self.user)
+        self.shared = StoreFolder(path, self.user)
         if snapshots is not None:
-            with self._errors("lead to other snapshots from"), uninterrupted():
+            with self._errors("link to other snapshots from"), uninterrupted():
                 link_to(self.snapshots, snapshots)
 
     @property
-    def keeper(self) -> StoreFolder:
+    def snapshot_store(self) -> StoreFolder:
         return self if self.shared is None else self.shared
 
     def _acquire(self) -> int:
@@ -116,33 +116,33 @@ class StoreFolder(FolderState):
 
     def _in_use(self, holder: str) -> str:
         used = f"store folder {str(self.path)!r} is in use by process {holder or 'unknown'}"
-        place = os.path.realpath(self.path)
-        for other in list(_held) if holder == str(os.getpid()) else ():
-            if other._lock is not None and os.path.realpath(other.path) == place:
+        path = os.path.realpath(self.path)
+        for other in list(_locked) if holder == str(os.getpid()) else ():
+            if other._lock is not None and os.path.realpath(other.path) == path:
                 return f"{used}, this one, where {other.user} has it open: close that first"
         return f"{used}: close the embedding there, or end that process, or choose another persistent_path or name"
 
     def release(self) -> None:
-        """Let the folder go. The files stay as they are. May be called again."""
+        """Release the lock. Files are unchanged. May be called again."""
         if self.shared is not None:
             self.shared.release()
         if self._lock is not None:
             _note_holder(self._lock, b"")
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that is just being forked may have a copy
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # explicitly: a child that is being forked may have a copy
             self._close_descriptor()
 
     def check(self) -> None:
-        """Raises StoreError where the folder was removed since it was opened, even if another is in its place."""
+        """Raises StoreError if the folder was removed since it was opened, even if another one has its path."""
         assert self._lock is not None
         with self._errors("find"):
             try:
-                there = os.stat(self.path / LOCK)
+                lock = os.stat(self.path / LOCK)
             except (FileNotFoundError, NotADirectoryError):
-                there = None
-        if there is None or not os.path.samestat(there, os.fstat(self._lock)):
+                lock = None
+        if lock is None or not os.path.samestat(lock, os.fstat(self._lock)):
             raise StoreError(
-                f"store folder {str(self.path)!r} was {'removed' if there is None else 'replaced by another'} while "
-                "it was open: nothing more is written there, and its rows are lost but for copies of its snapshots; "
+                f"store folder {str(self.path)!r} was {'removed' if lock is None else 'replaced by another'} while "
+                "it was open: nothing is written there any more, and its rows are lost except copied snapshots; "
                 "create the embedding again"
             )
 
@@ -164,21 +164,23 @@ class StoreFolder(FolderState):
         self.release()
 
     def clear_incoming(self) -> None:
-        """Remove `incoming`, and what was being written to become it. Raises StoreError."""
+        """Remove `incoming` and its temporary folder. Raises StoreError."""
         with self._errors("prepare"):
             remove_folder(self.incoming)
             remove_leftovers(self.path)
 
     def clear_snapshots(self) -> None:
-        """Remove what killed or failed saves left, but for what a save of several stores has yet to put in place.
+        """Remove the remains of killed or failed saves, and finish a committed save of several stores.
 
-        The snapshots of such a save are there, all of them, once the first of them is: `Saved.first`. Where the store
-        of that is not to be found, they wait. OSError.
+        Such a save is committed once its first snapshot, `Saved.first`, has its name. If the store of that is not
+        found, the snapshots are kept in their temporary folders. Raises OSError.
         """
         for place in self.snapshots.glob(f"{TEMPORARY}[!.]*/"):
             folder = self.snapshots / place.name.removeprefix(TEMPORARY)
             saved, sequence = saved_with(place)
-            if saved is None or saved.first is None or sequence <= saved_with(folder)[1]:  # no such, or a replaced one
+            if (
+                saved is None or saved.first is None or sequence <= saved_with(folder)[1]
+            ):  # of one store, or replaced meanwhile
                 remove_temporary([place])
                 continue
             peer, name, identity = saved.first
@@ -191,28 +193,28 @@ class StoreFolder(FolderState):
         remove_temporary(list(self.snapshots.glob(f"{TEMPORARY}.*/")))
 
     def note_group(self, record: GroupRecord | None, **more: Any) -> None:
-        """Note the group, and fields of MARK beside it; None takes a field away. Raises StoreError."""
-        noted = {GROUP: record and record.plain(), **more}
-        content = self._read() | noted
-        self._write({field: value for field, value in content.items() if value is not None or field not in noted})
+        """Write the group and other fields to MARK; None removes a field. Raises StoreError."""
+        fields = {GROUP: record and record.plain(), **more}
+        content = self._read() | fields
+        self._write({field: value for field, value in content.items() if value is not None or field not in fields})
 
-    def set_mark(self, description: dict[str, Any], closed: bool = False) -> None:
-        """Declare the live rows consistent. They must be durable already. `live` says how they are kept. StoreError.
+    def write_clean_marker(self, description: dict[str, Any], closed: bool = False) -> None:
+        """Write the clean marker. The live rows must be durable. `live`: their kind. Raises StoreError.
 
-        closed: by the close of the store, after which they are no more `at` a version.
+        closed: by the close of the store, which drops the field `at`.
         """
         self._write({**description, **self._own(closed)})
         self._forget_step()
 
-    def clear_mark(self, record: GroupRecord | None = None) -> None:
-        """Declare the live rows scratch, durably. Called before any of them is written. Raises StoreError.
+    def clear_clean_marker(self, record: GroupRecord | None = None) -> None:
+        """Clear the clean marker durably. Called before any live row is written. Raises StoreError.
 
-        record: of the group, if the rows are about to be written, and are no longer `at` a version.
+        record: of the group, if the rows are about to be written, which drops the field `at`.
         """
         self._write(self._own_scratch() if record is None else {**self._own(closed=True), GROUP: record.plain()})
 
     def note_step(self, step: int) -> None:
-        """Remember the step that the live rows came to, for messages after a kill. Costs a write of the page cache."""
+        """Store the step of the live rows, for messages after a kill. Costs a write to the page cache."""
         with contextlib.suppress(OSError):
             if self._step_file is None:
                 self._step_file = os.open(self.path / "STEP", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -225,106 +227,105 @@ class StoreFolder(FolderState):
         with contextlib.suppress(OSError):
             (self.path / "STEP").unlink()
 
-    def drop_marks(self) -> None:
-        """Declare the live rows scratch, and let them be no more `at` the version of a recovery. Raises StoreError."""
+    def drop_clean_markers(self) -> None:
+        """Clear the clean marker and the version of a recovery in `at`. Raises StoreError."""
         own = self._own_scratch()
         if (ranks := self.of_ranks) is not None:
-            own["ranks"] = ranks._replace(run=secrets.token_hex(8))  # no share is of this run
+            own["ranks"] = ranks._replace(run=secrets.token_hex(8))  # no shard is from this run
         self._write(own)
 
-    def set_base(self, name: str, at: At | None = None, record: GroupRecord | None = None) -> None:
-        """Let the live rows go back to snapshot `name` from here on, or to nothing for "". Raises StoreError.
+    def set_recovery_snapshot(self, name: str, at: At | None = None, record: GroupRecord | None = None) -> None:
+        """Make `name` the recovery snapshot; "" for none. Raises StoreError.
 
-        at, record: of a store in a group, noted at the same instant.
+        at, record: of a store in a group, written atomically with it.
         """
         of_group = {} if at is None or record is None else {GROUP: record.plain(), AT: at.plain()}
         self._write({**self._read(), "base": [name], **of_group})
 
-    def expect_base(self, name: str, record: GroupRecord | None = None) -> None:
-        """Let the live rows go back to snapshot `name` once it is written. Called before that. Raises StoreError.
+    def expect_recovery_snapshot(self, name: str, record: GroupRecord | None = None) -> None:
+        """Make `name` the recovery snapshot once it is written. Called before that. Raises StoreError.
 
-        record: of the group of the store, where it has one.
-
-        Where a snapshot of that name is there already, they go back to it once it has been replaced.
+        If a snapshot of that name exists, it counts once it has been replaced. record: of the store's group, if any.
         """
-        current, place = self.base, self.snapshots / name
-        expected = [name, snapshot_id(place)] if os.path.lexists(place) else name
+        current, folder = self.recovery_snapshot, self.snapshots / name
+        expected = [name, snapshot_id(folder)] if os.path.lexists(folder) else name
         of_group = {} if record is None else {GROUP: record.plain()}
         self._write({**self._read(), "base": [expected] if current is None else [expected, current], **of_group})
 
-    def begin_ranks(self, ranks: int, run: str, base: str) -> None:
-        """Let the live rows be those of ranks, from snapshot `base` or from none for "", to go back to. StoreError."""
-        self._write({**self._of_group(), "base": [base], "ranks": RanksRecord(ranks, run, 0, base)})
+    def begin_ranks(self, ranks: int, run: str, recovery_snapshot: str) -> None:
+        """Make the live rows shards of ranks, with a recovery snapshot, "" for none. Raises StoreError."""
+        self._write(
+            {**self._of_group(), "base": [recovery_snapshot], "ranks": RanksRecord(ranks, run, 0, recovery_snapshot)}
+        )
 
     def note_saved(self, writes: int, run: str | None = None) -> None:
-        """The snapshot to go back to has the rows of ranks after so many writes. StoreError. run: a new one of them."""
+        """Store that the recovery snapshot has the shards after that many writes. run: a new one. Raises StoreError."""
         content = self._read()
         if (record := self.of_ranks) is not None:
-            noted = record._replace(run=run or record.run, saved=writes, snapshot=self.base or "")
-            self._write({**content, "ranks": noted})
+            saved = record._replace(run=run or record.run, saved=writes, snapshot=self.recovery_snapshot or "")
+            self._write({**content, "ranks": saved})
 
     def begin_empty(self) -> None:
-        """Let the live rows be those of one process, with no snapshot to go back to. Raises StoreError."""
+        """Make the live rows those of one process, without recovery snapshot. Raises StoreError."""
         self._write({**self._own(), "base": [""]})
 
     def end_ranks(self) -> None:
-        """Let the live rows be those of one process from here on. Raises StoreError."""
+        """Make the live rows those of one process. Raises StoreError."""
         content = self._read()
         if content.pop("ranks", None) is not None:
             self._write(content)
 
-    def _settle_base(self) -> None:
-        """Forget the snapshot that a killed save did not write: rows never go back to a later one of its name."""
-        there = [name for name, replaced in self._bases() if self._is_there(name, replaced)]
-        if there and there != self._read().get("base"):
+    def _forget_unwritten_snapshot(self) -> None:
+        """Drop the name of a snapshot that a killed save did not write, since a later save may use it."""
+        existing = [name for name, replaced in self._recovery_candidates() if self._exists(name, replaced)]
+        if existing and existing != self._read().get("base"):
             with contextlib.suppress(StoreError):  # on a full disk, rows can still be read
-                self._write({**self._read(), "base": there})
+                self._write({**self._read(), "base": existing})
 
     def forget(self) -> None:
-        """Make the folder new again: no mark, no live rows. Raises StoreError."""
+        """Make the folder new again: remove MARK and the live rows. Raises StoreError."""
         with self._errors("empty"):
-            for place in PLACES:
-                remove_folder(self.path / place)
-            self._mark.unlink(missing_ok=True)
+            for name in LIVE_FOLDERS:
+                remove_folder(self.path / name)
+            self._mark_file.unlink(missing_ok=True)
             self._forget_step()
 
     def discard_live(self) -> None:
-        """Clear the mark and remove the live rows. Raises StoreError."""
+        """Clear the clean marker and remove the live rows. Raises StoreError."""
         self.check()
-        if self.read_mark() is not None:  # without a mark nothing is written: a full disk has no room
-            self.clear_mark()
+        if self.read_clean_marker() is not None:  # else nothing is written: the disk may be full
+            self.clear_clean_marker()
         with self._errors("remove the live rows of"):
-            for place in PLACES:
-                remove_folder(self.path / place)
+            for name in LIVE_FOLDERS:
+                remove_folder(self.path / name)
             fsync_dir(self.path)
 
     def replace_live(
         self,
         new: Path,
         description: dict[str, Any],
-        base: str | None = None,
+        recovery_snapshot: str | None = None,
         closed: bool = False,
         of_group: dict[str, Any] | None = None,
     ) -> None:
-        """Let a durable folder of the same filesystem be the live rows, and mark them as `set_mark` does.
+        """Make a durable folder of the same file system the live rows, with a clean marker.
 
-        With `base`, the live rows go back to that snapshot from here on. A kill at any instant leaves the old rows with
-        the old mark, or the new rows with the new mark. of_group: the fields of the group, where these change. Raises
-        StoreError.
+        A kill leaves the old rows with the old marker, or the new rows with the new one. recovery_snapshot: the new
+        one, None for snapshot, None for the present one. of_group: fields of the group that change. Raises StoreError.
         """
         self.check()
         old = self.live
-        place = next(place for place in PLACES if place != old.name) if old.exists() else old.name
+        name = next(name for name in LIVE_FOLDERS if name != old.name) if old.exists() else old.name
         with self._errors("replace the live rows of"):
-            remove_folder(self.path / place)
-            new.rename(self.path / place)
+            remove_folder(self.path / name)
+            new.rename(self.path / name)
             fsync_dir(self.path)
-        own = self._own(closed) if base is None else {"base": [base], **self._of_group()}
+        own = self._own(closed) if recovery_snapshot is None else {"base": [recovery_snapshot], **self._of_group()}
         if of_group is not None:
             own = {field: value for field, value in own.items() if field not in (GROUP, AT)} | of_group
-        self._write({**description, **own, "place": place})
+        self._write({**description, **own, "place": name})
         self._forget_step()
-        if place != old.name:
+        if name != old.name:
             with self._errors("remove the replaced rows of"):
                 remove_folder(old)
 
@@ -336,22 +337,22 @@ class StoreFolder(FolderState):
 
     def _own(self, closed: bool = False) -> dict[str, Any]:
         content = self._read()
-        return {field: content[field] for field in content if field in OWN and not (closed and field == AT)}
+        return {field: content[field] for field in content if field in FOLDER_FIELDS and not (closed and field == AT)}
 
     def _write(self, content: dict[str, Any]) -> None:
         try:
             data = seal(content)
         except ValueError as error:
-            raise StoreError(f"the mark of {str(self.path)!r} cannot hold the description: {error}") from error
+            raise StoreError(f"MARK of {str(self.path)!r} cannot store the description: {error}") from error
         self.check()
-        with self._errors("mark"):
-            if self._mark.exists() and unseal(data) == self._read():
-                fsync_dir(self.path)  # a full disk has no room to write the same mark again
+        with self._errors("write MARK of"):
+            if self._mark_file.exists() and unseal(data) == self._read():
+                fsync_dir(self.path)  # a full disk has no space to write the same content again
             else:
-                write_atomically(self._mark, data)
+                write_atomically(self._mark_file, data)
 
 
 def _note_holder(lock: int, process: bytes) -> None:
-    """Write the holder's process id in place, which takes no room on a disk; without room the holder stays unknown."""
+    """Overwrite the process id of the lock holder, which takes no disk space. If it fails, the holder is unknown."""
     with contextlib.suppress(OSError):
         os.pwrite(lock, process.rjust(20) + b"\n", 0)

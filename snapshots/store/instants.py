@@ -1,9 +1,9 @@
-"""Stores that are trained together: which of their snapshots and live rows are of one instant, and the way back to it.
+"""Recovery of stores that are trained together: chooses an instant of which all of them have the rows.
 
 Each snapshot and each MARK of such a store has an instant: the versions of all of them at one moment (`versions.py`).
-After an unclean end, recovery takes the latest instant that lies in the past of every store, and of which every store
-has the rows: clean live rows, a snapshot, or none for rows never written. It moves marks alone, each by one atomic
-write, and what it chooses follows from the folders: killed anywhere, the next one comes to the same end.
+After an unclean shutdown, recovery takes the latest instant in the past of every store of which every store has the
+rows: clean live rows, a snapshot, or none if no row was ever written. It only writes MARK files, each atomically, and
+its choice depends only on the folders: after a kill, the next recovery has the same result.
 """
 
 from __future__ import annotations
@@ -39,27 +39,25 @@ from .folder_state import (
 log = logging.getLogger("tierbed")
 
 LiveVersions = Mapping[str, Rows]  # of stores that are open in this process, by their real paths
-StoreShards = Mapping[
-    str, Sequence[ShardVersion | None]
-]  # what ranks on all hosts have of stores, by the paths of these
+StoreShards = Mapping[str, Sequence[ShardVersion | None]]  # the versions of shards on all hosts, by the paths of stores
 
-_UNKNOWN: Version = ("?", 0)  # of clean live rows that an older version of tierbed wrote
+_UNKNOWN: Version = ("?", 0)  # of clean live rows of an older version of tierbed
 
 
 class Member:
-    """A store of a group, as its folder tells. `live`: of its rows where it is open in this process.
+    """A store of a group, by its folder. `live`: the version of its rows if this process has it open.
 
-    `apart`: its snapshots, where its folder is lost and they were in another place.
+    `apart`: the folder of its snapshots, if the store folder is lost and had them elsewhere.
     """
 
     def __init__(
-        self, path: Path, live: LiveVersions, shares: StoreShards | None = None, apart: Path | None = None
+        self, path: Path, live: LiveVersions, shards: StoreShards | None = None, apart: Path | None = None
     ) -> None:
         self.state, self.apart = FolderState(path), apart
-        self.is_loaded = False  # whether others note an instant with the rows of a load of this store alone
+        self.is_loaded = False  # whether others have an instant with the rows of a load of only this store
         self.path = path
         self.live = live.get(os.path.realpath(path))
-        self._shares = None if shares is None else shares.get(str(path))
+        self._shards = None if shards is None else shards.get(str(path))
 
     @cached_property
     def name(self) -> str:
@@ -76,53 +74,53 @@ class Member:
 
     @cached_property
     def record(self) -> GroupRecord | None:
-        """What the store notes of its group, or, if MARK is lost, damaged or new, what its latest snapshot says."""
-        noting = self.state.noting
-        if noting.group is not None or not noting.lacks_mark or not self.snapshots:
-            return noting.group
+        """The group in MARK, or if that is lost, damaged or new, in the latest snapshot."""
+        folder = self.state.recovery_folder
+        if folder.group is not None or not folder.lacks_marker or not self.snapshots:
+            return folder.group
         saved = self.snapshots[-1].manifest.instant
         return None if saved is None else GroupRecord(saved.id, saved.peers, number=saved.instant.number)
 
     def is_named(self, id: str) -> bool:
-        """Whether the others know the store by this id."""
+        """Whether this is the id of the store."""
         return self.record is not None and self.record.id == id
 
     @cached_property
     def number(self) -> int:
-        """The largest number of an instant that the store knows of: states have some that MARK lacks."""
+        """The largest number of an instant that the store knows: snapshots may have larger ones than MARK."""
         return max([0 if self.record is None else self.record.number, *(instant.number for instant in self.instants())])
 
     @cached_property
     def clean(self) -> Rows | None:
-        """The version of its live rows, where they carry a mark."""
-        mark, ranks = self.state.read_mark(), self.state.noting.of_ranks
-        if mark is not None:
-            return Rows.parse(mark.get(LIVE)) or Rows(_UNKNOWN)
+        """The version of its live rows, if they are clean."""
+        marker, ranks = self.state.read_clean_marker(), self.state.recovery_folder.of_ranks
+        if marker is not None:
+            return Rows.parse(marker.get(LIVE)) or Rows(_UNKNOWN)
         if ranks is None:
             return None
         here = live_of(clean_markers(self.path, ranks.ranks), ranks.ranks).values()
-        live = common_version(ranks, here if self._shares is None else self._shares)
-        return None if live is None else rows_of_ranks(live, self.record, self.state.noting)
+        live = common_version(ranks, here if self._shards is None else self._shards)
+        return None if live is None else rows_of_ranks(live, self.record, self.state.recovery_folder)
 
     @cached_property
     def at(self) -> At | None:
-        return self.state.noting.at
+        return self.state.recovery_folder.at
 
     @property
     def is_begun(self) -> bool:
-        """Whether a run has ever written rows: of ranks, MARK says it, which is where the snapshots are."""
-        return self.state.begun or self.state.noting.begun
+        """Whether a run has ever written rows. Of ranks, the folder with the snapshots has their MARK."""
+        return self.state.has_begun or self.state.recovery_folder.has_begun
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the rows that it would open with are those that it closed with, or those of a recovery."""
+        """Whether it would open with the rows of its last close or of a recovery."""
         if self.at is not None and self.at.by == "load":
             return False
         return self.clean is not None or self.at is not None or not self.is_begun
 
     @property
     def present(self) -> Version | None:
-        """The version of its rows now; None where that is not known."""
+        """The present version of its rows; None if unknown."""
         if self.live is not None:
             return self.live.now
         if self.clean is not None:
@@ -132,46 +130,46 @@ class Member:
         return None if self.is_begun else EMPTY
 
     @cached_property
-    def base(self) -> Snapshot | None:
-        """The snapshot that was saved or loaded last."""
-        base = self.state.noting.base
-        if base is None:
+    def recovery_snapshot(self) -> Snapshot | None:
+        """The recovery snapshot: the one that was saved or loaded last."""
+        recovery_snapshot = self.state.recovery_folder.recovery_snapshot
+        if recovery_snapshot is None:
             return self.snapshots[-1] if self.snapshots else None
-        return next((snapshot for snapshot in self.snapshots if snapshot.name == base), None)
+        return next((snapshot for snapshot in self.snapshots if snapshot.name == recovery_snapshot), None)
 
     @property
     def reached(self) -> int | None:
-        """The step that its live rows came to, where that is known."""
-        mark, ranks = self.state.read_mark(), self.state.noting.of_ranks
-        if mark is not None:
-            return int(mark["step"])
+        """The step of its live rows, if known."""
+        marker, ranks = self.state.read_clean_marker(), self.state.recovery_folder.of_ranks
+        if marker is not None:
+            return int(marker["step"])
         if ranks is None:
             return self.state.noted_step
-        shares = (FolderState(shard_folder(self.path, rank, ranks.ranks)) for rank in range(ranks.ranks))
-        found = [(share.read_mark() or {}).get("step", share.noted_step) for share in shares]
+        shards = (FolderState(shard_folder(self.path, rank, ranks.ranks)) for rank in range(ranks.ranks))
+        found = [(shard.read_clean_marker() or {}).get("step", shard.noted_step) for shard in shards]
         return max((step for step in found if step is not None), default=None)
 
     def rows(self, killed: bool) -> Rows:
-        """The version and the past of its rows. killed: of those that the next run finds if all are killed now."""
+        """The version and the past of its rows. killed: of those of the next run if all processes are killed now."""
         if self.live is not None and not killed:
             return self.live
         if (before := self._before) is not None:
             return before
         if self.clean is not None and not killed:
             return self.clean
-        return Rows(EMPTY) if self.base is None else rows_of(self.base)
+        return Rows(EMPTY) if self.recovery_snapshot is None else rows_of(self.recovery_snapshot)
 
     @property
     def _before(self) -> Rows | None:
-        """The rows before a load of this store alone, which nothing was written to and no snapshot was saved of."""
+        """The rows before a load of only this store, after which nothing was written or saved."""
         before = None if self.at is None else self.at.before
-        saved = None if self.base is None else self.base.manifest.instant
+        saved = None if self.recovery_snapshot is None else self.recovery_snapshot.manifest.instant
         if before is None or self.is_loaded or (saved is not None and saved.instant.number > before.number):
             return None
         return before.rows
 
     def has(self, killed: bool) -> set[Version]:
-        """The versions of which the next run can have the rows."""
+        """The versions whose rows the next run can have."""
         if self.live is not None and not killed:
             return {self.live.now}
         rows = self.rows(killed)
@@ -181,7 +179,7 @@ class Member:
         return saved if killed or self.clean is None or self._before is not None else saved | {self.clean.now}
 
     def instants(self, rows: Rows | None = None) -> Iterator[Instant]:
-        """Those that its MARK and its snapshots note. rows: leave out snapshots that these rows did not go through."""
+        """Those of its MARK and its snapshots. rows: only snapshots whose versions these rows once had."""
         for snapshot in self.snapshots:
             saved = snapshot.manifest.instant
             if saved is not None and (rows is None or rows.went_through(saved.rows.now)):
@@ -190,7 +188,7 @@ class Member:
             yield self.record.instant
 
     def snapshot_of(self, version: Version) -> Snapshot | None:
-        """The latest one of these rows."""
+        """The latest snapshot with these rows."""
         return next((snapshot for snapshot in reversed(self.snapshots) if rows_of(snapshot).now == version), None)
 
 
@@ -200,12 +198,12 @@ def rows_of(snapshot: Snapshot) -> Rows:
     return Rows((snapshot.manifest.id, 0)) if saved is None else saved.rows
 
 
-def rows_of_ranks(live: ShardVersion, record: GroupRecord | None, noting: FolderState) -> Rows:
-    """The version and the past of live rows that ranks share. noting: the folder whose MARK notes the ranks."""
-    ranks = noting.of_ranks
+def rows_of_ranks(live: ShardVersion, record: GroupRecord | None, folder: FolderState) -> Rows:
+    """The version and the past of live rows in shards. folder: the one whose MARK names the ranks."""
+    ranks = folder.of_ranks
     if ranks is not None and ranks.snapshot and live.writes == ranks.saved:
-        with contextlib.suppress(SnapshotError):  # else they are of a version of their own
-            return rows_of(Snapshot.open(noting.snapshots / ranks.snapshot))
+        with contextlib.suppress(SnapshotError):  # else they have their own version
+            return rows_of(Snapshot.open(folder.snapshots / ranks.snapshot))
     began = None if record is None else record.began
     if began is None or live.writes > 0:
         return Rows((live.run, live.writes), () if began is None else (began.now, *began.past))
@@ -213,18 +211,19 @@ def rows_of_ranks(live: ShardVersion, record: GroupRecord | None, noting: Folder
 
 
 class Group:
-    """The stores that are trained together with the one in `path`, itself included, by their ids.
+    """The stores that are trained together with the one in `path`, which is included, by their ids.
 
-    `missing`: those whose folders are not found, by id. `first`: the id of the one in `path`, "" if it trains alone.
+    `missing`: the names of those whose folders are not found, by id. `first`: the id of the store in `path`, "" if it
+    trains alone.
     """
 
     def __init__(
-        self, path: Path, live: LiveVersions, shares: StoreShards | None = None, stores: Sequence[Path] = ()
+        self, path: Path, live: LiveVersions, shards: StoreShards | None = None, stores: Sequence[Path] = ()
     ) -> None:
-        """stores: of the embeddings that this process trains together with it, which may have moved."""
+        """stores: those that this process trains together with it, which may have been moved."""
         self.members: dict[str, Member] = {}
         self.missing: dict[str, str] = {}
-        first = Member(Path(os.path.abspath(path)), live, shares)
+        first = Member(Path(os.path.abspath(path)), live, shards)
         self.first = "" if first.record is None else first.record.id
         waiting = [first] if first.record is not None else []
         while waiting:
@@ -236,15 +235,15 @@ class Group:
                     continue
                 moved = [place for place in stores if place.name == peer.name]
                 places = [*moved, *peer.places(member.path)]
-                there = [Member(place, live, shares) for place in places if place.is_dir()]
-                apart = member.state.keeper.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
-                if not there and member.state.keeper.path != member.path and apart.is_dir():
-                    there = [Member(places[0], live, apart=apart)]
-                found = next((one for one in there if one.path in moved and one.is_named(id)), None)
-                found = found or next((one for one in there if _is_mutual(member, one, id)), None)
+                existing = [Member(place, live, shards) for place in places if place.is_dir()]
+                apart = member.state.snapshot_store.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
+                if not existing and member.state.snapshot_store.path != member.path and apart.is_dir():
+                    existing = [Member(places[0], live, apart=apart)]
+                found = next((one for one in existing if one.path in moved and one.is_named(id)), None)
+                found = found or next((one for one in existing if _is_mutual(member, one, id)), None)
                 if found is not None:
                     waiting.append(found)
-                elif not there:
+                elif not existing:
                     self.missing[id] = peer.name
         self.missing = {id: name for id, name in self.missing.items() if id not in self.members}
         for id, member in self.members.items():
@@ -255,7 +254,7 @@ class Group:
 
     @property
     def number(self) -> int:
-        """The largest that a store knows of."""
+        """The largest number of an instant that a store knows."""
         return max((member.number for member in self.members.values()), default=0)
 
     @property
@@ -263,17 +262,19 @@ class Group:
         return all(member.live is not None or member.is_at_rest for member in self.members.values())
 
     def target(self, killed: bool = False) -> Instant | None:
-        """The instant that recovery goes to; None where there is none. killed: if all processes were killed now."""
+        """The instant that recovery chooses; None if there is none. killed: if all processes were killed now."""
         has = {id: member.has(killed) for id, member in self.members.items()} | {id: {EMPTY} for id in self.missing}
         loads = [member.at for member in self.members.values() if member.at is not None and member.at.all is not None]
-        begun = max((load.all for load in loads if load.all is not None), key=lambda all_: all_.number, default=None)
-        if begun is not None and any(m.record is None or m.record.number < begun.number for m in self.members.values()):
-            there = {
+        pending = max((load.all for load in loads if load.all is not None), key=lambda all_: all_.number, default=None)
+        if pending is not None and any(
+            m.record is None or m.record.number < pending.number for m in self.members.values()
+        ):
+            available = {
                 id: has[id] if m.live is not None else has[id] | {EMPTY} | {rows_of(s).now for s in m.snapshots}
                 for id, m in self.members.items()
             }
-            if all(version in there.get(id, {EMPTY}) for id, version in begun.versions.items()):
-                return begun  # the load of several stores that a kill interrupted is finished
+            if all(version in available.get(id, {EMPTY}) for id, version in pending.versions.items()):
+                return pending  # finishes the load of several stores that a kill interrupted
         known = [instant for member in self.members.values() for instant in member.instants(member.rows(killed))]
         fit = [instant for instant in known if all(self._at(instant, id) in has[id] for id in has)]
         if fit:
@@ -284,26 +285,26 @@ class Group:
         return None
 
     def _at(self, instant: Instant, id: str) -> Version | None:
-        """The version of a store at an instant, which may be of before it joined."""
+        """The version of a store at an instant, which may be before it joined."""
         if id in instant.versions:
             return instant.versions[id]
         member = self.members.get(id)
         return EMPTY if member is None or member.record is None else member.record.joined
 
     def needed(self, id: str) -> set[str]:
-        """The names of the snapshots of a store that recovery may go back to."""
+        """The names of the snapshots of a store that recovery may load."""
         member, targets = self.members[id], [self.target(killed) for killed in (True, False)]
         wanted = {target.versions.get(id) for target in targets if target is not None}
         wanted |= {one.at.all.versions.get(id) for one in self.members.values() if one.at is not None and one.at.all}
         names = {snapshot.name for snapshot in member.snapshots if rows_of(snapshot).now in wanted}
-        if self.missing:  # what they have is not known
+        if self.missing:  # their rows are unknown
             saved = ((snapshot.name, snapshot.manifest.instant) for snapshot in member.snapshots)
             names |= {name for name, said in saved if said is not None and self.missing.keys() & said.peers.keys()}
         return names
 
 
 def _is_mutual(member: Member, other: Member, id: str) -> bool:
-    """Whether `other` is the store that `member` names `id`, and names it in turn."""
+    """Whether `member` and `other`, its peer `id`, name each other."""
     if other.record is None or not other.is_named(id) or member.record is None:
         return False
     back = other.record.peers.get(member.record.id)
@@ -313,17 +314,17 @@ def _is_mutual(member: Member, other: Member, id: str) -> bool:
 
 
 def _both(state: FolderState) -> tuple[FolderState, FolderState]:
-    return state, state.keeper
+    return state, state.snapshot_store
 
 
 def with_same_rows(snapshot: Snapshot) -> Together | None:
-    """What another snapshot of the same rows says of the stores that are trained together with theirs."""
+    """The group for another snapshot of the same rows."""
     saved = snapshot.manifest.instant
     return None if saved is None else Together(secrets.token_hex(16), saved._replace(first=None))
 
 
 class ClosedStore:
-    """A closed store among those that it is trained together with. `record`: None for one that trains alone."""
+    """A closed store and those that it is trained together with. `record`: None if it trains alone."""
 
     def __init__(self, folder: StoreFolder) -> None:
         self.folder = folder
@@ -332,7 +333,7 @@ class ClosedStore:
         self.record = None if self._member is None else self._member.record
 
     def saved(self, id: str, first: tuple[Peer, str, str] | None = None) -> Saved | None:
-        """What a snapshot of its live rows, of that id, says of the others."""
+        """The field `instant` of a snapshot of its live rows with that id."""
         if self.record is None or self._member is None:
             return None
         rows = self._member.clean
@@ -345,9 +346,9 @@ class ClosedStore:
         return {id: member.present for id, member in self._group.members.items()}
 
     def loaded(self, rows: Rows, all_: Instant | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of MARK for live rows that are replaced by those of this version: of the rows, and of the group.
+        """Fields of MARK, of the rows and of the group, for live rows that are replaced by rows of this version.
 
-        all_: of a load of several stores, until `rest`.
+        all_: for a load of several stores, until `finish_load`.
         """
         if self.record is None:
             return {}, {}
@@ -357,12 +358,12 @@ class ClosedStore:
         return {LIVE: rows}, {GROUP: self.record.plain(), **at}
 
     def written(self) -> Rows:
-        """The version of live rows that are written, as by a load of a part of a snapshot."""
+        """A new version for live rows that are written, such as by a load of a part of a snapshot."""
         before = Rows(EMPTY) if self._member is None else self._member.rows(killed=False)
         return Rows((secrets.token_hex(8), 1), before.began([]))
 
-    def rest(self) -> None:
-        """After a load of several stores, of which each has its rows."""
+    def finish_load(self) -> None:
+        """Called after a load of several stores, when each has its rows."""
         if self.record is not None:
             self.folder.note_group(self.record, **{AT: None})
 
@@ -374,21 +375,21 @@ class ClosedStore:
 
 
 def check_one_instant(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
-    """Raises SnapshotError where the snapshots of embeddings of these names are known to be of different instants."""
+    """Raises SnapshotError if the snapshots of embeddings of these names are from different instants."""
     versions = {s.manifest.instant.id: rows_of(s).now for s in snapshots if s.manifest.instant is not None}
     for snapshot in snapshots:
         saved = snapshot.manifest.instant
         if saved is not None and any(saved.instant.versions.get(id, now) != now for id, now in versions.items()):
             both = zip(names, snapshots, strict=True)
-            steps = ", ".join(f"{name!r} of step {one.description['step']}" for name, one in both)
+            steps = ", ".join(f"{name!r} at step {one.description['step']}" for name, one in both)
             raise SnapshotError(
                 f"the snapshots {snapshot.name!r} were not saved together, and have rows of different steps: {steps}. "
-                "Load each by itself, or one name that a save of all has given"
+                "Load each by itself, or the name of a save of all of them"
             )
 
 
 def needed_snapshots(path: Path) -> set[str]:
-    """The names of the snapshots of a store that its group needs after a kill; none for a store that trains alone."""
+    """The names of the snapshots of a store that its group needs after a kill; empty for a store that trains alone."""
     group = Group(path, {})
     if len(group.members) + len(group.missing) < 2:
         return set()
@@ -396,7 +397,7 @@ def needed_snapshots(path: Path) -> set[str]:
 
 
 def left_behind(path: Path) -> set[str]:
-    """The names of the snapshots of a store that a recovery has cut off, which the run may then save again."""
+    """The names of the snapshots of a store that a recovery has undone, so that a run may save these names again."""
     member = Member(Path(os.path.abspath(path)), {})
     if member.record is None:
         return set()
@@ -414,21 +415,20 @@ def settle(
     mode: str,
     live: LiveVersions,
     for_load: bool = False,
-    shares: StoreShards | None = None,
+    shards: StoreShards | None = None,
     stores: Sequence[Path] = (),
 ) -> str:
-    """Bring the stores that are trained together with `first` to one instant, if a run ended uncleanly.
+    """Recover the stores that are trained together with `first` to one instant, if a run ended uncleanly.
 
-    first: locked, about to be opened. mode: its option `open`. live: of the stores that this process has open.
-    for_load: whether its rows are about to be replaced: then it may be opened by itself if there is no such instant,
-    and the error is returned, which is to be raised if it is used without that load; else "" is returned.
-    shares: of rows that ranks share, what each rank has. stores: as of `Group`.
-    Raises StoreError if there is no such instant, if a store is missing or held by another process, and as
-    `open="error"` asks.
+    first: locked, about to be opened. mode: its option `open`. live: the versions of stores that this process has open.
+    for_load: whether its rows are about to be replaced. If there is no such instant, the error is then returned, to be
+    raised if the store is used without that load; else "" is returned. shares: the versions of shards of ranks.
+    stores: as for `Group`. Raises StoreError if there is no such instant, if a store is missing or locked by another
+    process, and with `open="error"`.
     """
     if mode not in ("fresh", "mixed"):
         _check_not_lost(first, live, stores)
-    group = Group(first.path, live, shares, stores)
+    group = Group(first.path, live, shards, stores)
     if mode == "fresh" or len(group.members) + len(group.missing) < 2 or group.is_at_rest:
         return ""
     running = [member for member in group.members.values() if member.live is None and not member.is_at_rest]
@@ -438,20 +438,20 @@ def settle(
         unclean = [repr(str(m.path)) for m in running]
         raise StoreError(
             f"{', '.join(unclean)} of the store folders that are trained together were not closed by their last run, "
-            'so their live rows cannot be used; open="resume" goes back to the last instant of which all have the rows'
+            'so their live rows cannot be used; open="resume" recovers the last step of which all have the rows'
         )
-    with ExitStack() as holding:
+    with ExitStack() as locks:
         folders: dict[str, StoreFolder] = {}
         for id, member in sorted(group.members.items()):
             if member.live is None:
                 own = os.path.realpath(member.path) == os.path.realpath(first.path)
-                folders[id] = first if own else holding.enter_context(_held(member, first))
-        group = Group(first.path, live, shares, stores)  # again: now no other process changes them
+                folders[id] = first if own else locks.enter_context(_lock_member(member, first))
+        group = Group(first.path, live, shards, stores)  # again: now no other process changes them
         for member in () if for_load else group.members.values():
             for name, error in member.listing.damaged.items():
                 is_snapshot = os.path.lexists((member.apart or member.state.snapshots) / name / MANIFEST)
-                if is_snapshot and (mode != "mixed" or name == member.state.noting.base):
-                    raise SnapshotError(f"it is unknown which instant is the latest: {error}") from error
+                if is_snapshot and (mode != "mixed" or name == member.state.recovery_folder.recovery_snapshot):
+                    raise SnapshotError(f"it is unknown which step is the latest: {error}") from error
         target = group.target()
         if target is None and mode == "mixed":
             target = _accepted(group)
@@ -464,37 +464,37 @@ def settle(
 
 
 def _check_not_lost(first: StoreFolder, live: LiveVersions, stores: Sequence[Path]) -> None:
-    """Raises StoreError if a store that this process trains has lost its folder, and another one knows of its rows."""
+    """Raises StoreError if a store that this process trains has lost its folder, but another store knows its rows."""
     members = {os.path.realpath(path): Member(path, live) for path in (first.path, *stores)}
-    new = {place for place, one in members.items() if one.record is None and not one.state.begun}
+    new = {place for place, one in members.items() if one.record is None and not one.state.has_begun}
     for member in members.values():
         for id, peer in () if member.record is None else member.record.peers.items():
             here = [*(one.path for one in members.values() if one.path.name == peer.name), *peer.places(member.path)]
             known = max(member.instants(member.rows(killed=False)), key=lambda instant: instant.number, default=None)
             if known is None or known.versions.get(id, EMPTY) == EMPTY:
                 continue
-            apart = member.state.keeper.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
-            has_apart = member.state.keeper.path != member.path and apart.is_dir()
+            apart = member.state.snapshot_store.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
+            has_apart = member.state.snapshot_store.path != member.path and apart.is_dir()
             if not has_apart and any(os.path.realpath(place) in new for place in here):
                 raise StoreError(
-                    f"the rows of embedding {peer.name!r}, which was trained together with {member.name!r}, are gone: "
+                    f"the rows of embedding {peer.name!r}, which was trained together with {member.name!r}, are lost: "
                     f'{str(here[0])!r} is new. Put its folder back; or start over with the store option open="fresh" '
                     f'in {peer.name!r}; or accept it without rows with open="mixed" in both'
                 )
 
 
-def _held(member: Member, first: StoreFolder) -> StoreFolder:
+def _lock_member(member: Member, first: StoreFolder) -> StoreFolder:
     try:
         return StoreFolder(member.path, f"the recovery of {first.user}", member.apart)
     except StoreError as error:
         raise StoreError(
             f"{first.user} was trained together with embedding {member.name!r}, a run of theirs was not closed, and "
-            f"recovery has to bring both to one instant: {error}"
+            f"recovery needs both: {error}"
         ) from error
 
 
 def _accepted(group: Group) -> Instant:
-    """What each store would go back to by itself."""
+    """The versions to which each store would recover by itself."""
     versions: dict[str, Version | None] = {}
     for id, member in group.members.items():
         loaded = None if member.at is None or member.at.before is None else member.at.version
@@ -503,7 +503,7 @@ def _accepted(group: Group) -> Instant:
 
 
 def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> None:
-    """Let every store that is not open go back to its rows of the instant, one atomic write after the other."""
+    """Move every store that is not open to its rows of the instant, one atomic write after the other."""
     number = max(group.number, target.number)
     moving: list[str] = []
     staying: list[str] = []
@@ -515,11 +515,11 @@ def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> 
             member.at is not None and member.at.by == "recovery" and member.at.version == version
         )
         (staying if stays else moving).append(id)
-        said.append(_said(member, version, stays))
-    for id in moving:  # all, before the first of them arrives: no half of a recovery passes for a group at rest
+        said.append(_describe_move(member, version, stays))
+    for id in moving:  # all before the first is moved, so that half of a recovery never looks complete
         member, folder = group.members[id], folders[id]
         if member.clean is not None or (member.at is not None and member.at.by == "recovery"):
-            _noting(folder).drop_marks()
+            _recovery_folder(folder).drop_clean_markers()
     loaded = [id for id in staying if (at := group.members[id].at) is not None and (at.all or at.by == "load")]
     for id in sorted(
         [*moving, *loaded], key=lambda id: (at := group.members[id].at) is not None and at.all is not None
@@ -532,44 +532,49 @@ def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> 
         if id in moving:
             snapshot = member.snapshot_of(version)
             record = replace(record, instant=target, cut=(target.number, number))
-            _noting(folders[id]).set_base("" if snapshot is None else snapshot.name, at, record)
+            _recovery_folder(folders[id]).set_recovery_snapshot("" if snapshot is None else snapshot.name, at, record)
         else:
-            _noting(folders[id]).note_group(record, **{AT: at.plain()})
+            _recovery_folder(folders[id]).note_group(record, **{AT: at.plain()})
     log.warning("embeddings that are trained together were not closed by their last run: %s", "; ".join(sorted(said)))
 
 
-def _noting(folder: StoreFolder) -> StoreFolder:
-    """The folder, held as well, whose MARK notes the group."""
-    return folder.keeper if folder.read_mark() is None and folder.keeper.of_ranks is not None else folder
+def _recovery_folder(folder: StoreFolder) -> StoreFolder:
+    """The folder, locked as well, whose MARK has the group."""
+    return (
+        folder.snapshot_store
+        if folder.read_clean_marker() is None and folder.snapshot_store.of_ranks is not None
+        else folder
+    )
 
 
-def _said(member: Member, version: Version, stays: bool) -> str:
-    """Where a store goes, and what is lost, for the log."""
+def _describe_move(member: Member, version: Version, stays: bool) -> str:
+    """Where a store is moved, and what is lost, for the log."""
     reached = member.reached
     if stays and member.clean is not None:
         return f"{member.name!r} stays at step {reached}"
     snapshot = member.snapshot_of(version)
     step = 0 if snapshot is None else int(snapshot.description["step"])
-    to = "starts empty" if snapshot is None else f"goes back to snapshot {snapshot.name!r}, of step {step}"
+    to = "starts empty" if snapshot is None else f"rolls back to snapshot {snapshot.name!r}, at step {step}"
     if reached is None or reached < step:
-        return f"{member.name!r} {to}, and what was written since is lost"
+        return f"{member.name!r} {to}, and loses all later writes"
     lost = f"step {reached} is" if reached == step + 1 else f"steps {step + 1} to {reached} are"
     return f"{member.name!r} {to}" + (f", and {lost} lost" if reached > step else "")
 
 
 def no_instant(group: Group) -> str:
-    """The error where there is no instant of which all stores have the rows."""
+    """The error if there is no instant of which all stores have the rows."""
     has = []
     for member in group.members.values():
-        mark = member.state.read_mark()
+        marker = member.state.read_clean_marker()
         if member.live is not None:
             has.append(f"{member.name!r} is open")
-        elif mark is not None:
-            has.append(f"{member.name!r} has live rows of step {mark['step']}")
-        elif member.base is None:
+        elif marker is not None:
+            has.append(f"{member.name!r} has live rows at step {marker['step']}")
+        elif member.recovery_snapshot is None:
             has.append(f"{member.name!r} has no snapshot")
         else:
-            has.append(f"{member.name!r} has snapshot {member.base.name!r}, of step {member.base.description['step']}")
+            snapshot = member.recovery_snapshot
+            has.append(f"{member.name!r} has snapshot {snapshot.name!r}, at step {snapshot.description['step']}")
     has += [f"the folder of {name!r} is missing" for name in group.missing.values()]
     return (
         f"embeddings that are trained together were not closed by their last run, and there is no step of which all "

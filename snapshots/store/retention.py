@@ -1,4 +1,4 @@
-"""Which snapshots of a store are kept, and the removal of the rest."""
+"""Retention: which snapshots of a store to keep, and removal of the others."""
 
 from __future__ import annotations
 
@@ -24,63 +24,66 @@ log = logging.getLogger("tierbed")
 class PrunePlan(NamedTuple):
     """The snapshots that a prune keeps and removes, each from the oldest to the latest.
 
-    for_live_rows: of those kept, the ones that nothing but live rows, which go back to them, needs.
+    kept_for_recovery: those of `kept` that only recovery needs.
     """
 
     kept: list[Snapshot]
     removed: list[Snapshot]
-    for_live_rows: list[Snapshot]
+    kept_for_recovery: list[Snapshot]
 
 
 def plan_prune(
     snapshots: list[Snapshot],
     keep_last: int,
     keep_every: int | None = None,
-    bases: Collection[str | None] = (),
+    recovery_snapshots: Collection[str | None] = (),
     replaced: Collection[str] = (),
     of_states: Collection[str] = (),
 ) -> PrunePlan:
     """Which of `snapshots`, from the oldest to the latest, a prune keeps.
 
-    keep_last: how many of the latest are kept, at least 1. keep_every: of each so many steps, the first snapshot that
-    reached them is kept. bases: the snapshots that live rows go back to after a kill. replaced: snapshots whose names
-    others may take at any instant. of_states: those that saved states name, which do not count. These, and all that a
-    kept snapshot goes over, are kept as well.
-    Raises OptionError, and SnapshotError where a kept snapshot lacks a parent.
+    keep_last: how many of the latest to keep, at least 1. keep_every: also keep the first snapshot that reached each
+    multiple of this many steps. recovery_snapshots: those that recovery may load. replaced: snapshots that a running
+    save may replace at any time. of_states: those that saved states name, which are not counted in keep_last. These are
+    kept, and so are the parents of all kept snapshots. Raises OptionError, and SnapshotError if a parent is missing.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
         keep_every = int_option("keep_every", keep_every, "a whole number from 1", 1)
-    asked_for = [s for s in snapshots if s.name not in of_states]
-    wanted = {s.name for s in asked_for[-keep_last:]}.union(replaced, of_states)
+    counted = [s for s in snapshots if s.name not in of_states]
+    wanted = {s.name for s in counted[-keep_last:]}.union(replaced, of_states)
     reached = -1
-    for snapshot in asked_for:
+    for snapshot in counted:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
             reached = multiple
             wanted.add(snapshot.name)
-    asked = {held.name for snapshot in snapshots if snapshot.name in wanted for held in snapshot.chain}
-    kept = asked.union(held.name for snapshot in snapshots if snapshot.name in bases for held in snapshot.chain)
+    required = {one.name for snapshot in snapshots if snapshot.name in wanted for one in snapshot.chain}
+    kept = required.union(
+        one.name for snapshot in snapshots if snapshot.name in recovery_snapshots for one in snapshot.chain
+    )
     return PrunePlan(
         [s for s in snapshots if s.name in kept],
         [s for s in snapshots if s.name not in kept],
-        [s for s in snapshots if s.name in kept - asked],
+        [s for s in snapshots if s.name in kept - required],
     )
 
 
 def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
-    """What `prune` would do. Raises what it raises."""
-    noting = store.all_noting
-    replaced = {name for state in noting for name in state.replaced}
-    needed = {name for state in noting for name in needed_snapshots(state.path)}
-    bases = [*needed, *(state.base for state in noting)]
+    """What `prune` would do. Raises what `prune` raises."""
+    folders = store.recovery_folders
+    replaced = {name for state in folders for name in state.replaced}
+    needed = {name for state in folders for name in needed_snapshots(state.path)}
+    recovery_snapshots = [*needed, *(state.recovery_snapshot for state in folders)]
     snapshots = all_in(store.snapshots)
-    return plan_prune(snapshots, keep_last, keep_every, bases, replaced, [s.name for s in snapshots if is_of_state(s)])
+    return plan_prune(
+        snapshots, keep_last, keep_every, recovery_snapshots, replaced, [s.name for s in snapshots if is_of_state(s)]
+    )
 
 
 def state_snapshot(store: StoreFolder, now: Version, keep: int | None) -> Path | None:
-    """The snapshot that a state of rows of this version names, linked if another one has them. SnapshotError.
+    """The snapshot for a `state_dict()` of rows of version `now`: a link to one that has them. Raises SnapshotError.
 
-    None if no snapshot has them. Before there is a new one, all of states but the latest `keep` are removed.
+    None if no snapshot has them. Before a new one is linked, all but the latest `keep` snapshots of states are removed.
     """
     made = next((one for one in list_snapshots(store.snapshots).snapshots if rows_of(one).now == now), None)
     place = None if made is None else store.snapshots / (OF_STATE + made.manifest.id)
@@ -92,22 +95,26 @@ def state_snapshot(store: StoreFolder, now: Version, keep: int | None) -> Path |
 
 
 def is_of_state(snapshot: Snapshot) -> bool:
-    """Whether a `state_dict()` has made the snapshot: it is named by its own id."""
+    """Whether a `state_dict()` made the snapshot: its name has its id."""
     return snapshot.name == OF_STATE + snapshot.manifest.id
 
 
 def _prune_states(store: StoreFolder, keep: int) -> None:
-    """Remove snapshots of states but the latest `keep`, and those that recovery or others need. SnapshotError."""
+    """Remove snapshots of states, except the latest `keep` and those that recovery or children need. SnapshotError."""
     of_states = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
-    of_states.sort(key=lambda one: one.folder.stat().st_mtime_ns)  # a link of an old snapshot may be new
+    of_states.sort(key=lambda one: one.folder.stat().st_mtime_ns)  # the link to an old snapshot may be new
     before = of_states[:-keep]
-    needed = {state.base for state in store.all_noting} | set(needed_snapshots(store.path)) if before else set()
+    needed = (
+        {state.recovery_snapshot for state in store.recovery_folders} | set(needed_snapshots(store.path))
+        if before
+        else set()
+    )
     for snapshot in before:
         if snapshot.name in needed or children_of(snapshot.folder):
             continue
         remove_snapshot(snapshot.folder)
         log.info(
-            "state_dict_snapshots=%d: removed snapshot %r; the state_dict of step %d that names it can no longer load",
+            "state_dict_snapshots=%d: removed snapshot %r; a state_dict at step %d names it and cannot be loaded",
             keep,
             snapshot.name,
             snapshot.description["step"],
@@ -115,15 +122,15 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
 
 
 def keep_replaced(folder: Path) -> None:
-    """Give a snapshot that a save is about to replace a second name, as recovery may go back to it. SnapshotError."""
+    """Give a snapshot that a save is about to replace a second name, as recovery may need it. SnapshotError."""
     snapshot = Snapshot.open(folder)
     place = folder.with_name(f"{REPLACED}{snapshot.manifest.id}")
-    if not place.is_dir():  # a save that failed left it
+    if not place.is_dir():  # else a failed save left it
         link_snapshot(snapshot, place)
 
 
 def drop_replaced(store: StoreFolder) -> None:
-    """Remove what `keep_replaced` has kept, where recovery does not need it any more. Raises SnapshotError."""
+    """Remove snapshots of `keep_replaced` that recovery does not need any more. Raises SnapshotError."""
     kept = [place for place in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(place)]
     if kept:
         needed = needed_snapshots(store.path)
@@ -133,12 +140,12 @@ def drop_replaced(store: StoreFolder) -> None:
 
 
 def is_replaced(folder: Path) -> bool:
-    """Whether a snapshot has the name that `keep_replaced` gave it."""
+    """Whether a snapshot has a name of `keep_replaced`."""
     return folder.name == f"{REPLACED}{snapshot_id(folder)}"
 
 
 def all_in(folder: Path) -> list[Snapshot]:
-    """The snapshots in a folder for `plan_prune`. Raises SnapshotError where a manifest is damaged."""
+    """The snapshots in a folder for `plan_prune`. Raises SnapshotError if a manifest is damaged."""
     listing = list_snapshots(folder)
     for error in listing.damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
@@ -148,9 +155,9 @@ def all_in(folder: Path) -> list[Snapshot]:
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
     """Remove the snapshots of a store that `plan_prune` does not keep. Returns what was kept and removed.
 
-    Snapshots are removed one after the other, the latest first. So at any instant, a kill included, every remaining
-    snapshot has all that it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: what
-    that snapshot goes over is unknown then.
+    Snapshots are removed one by one, the latest first, so that every remaining snapshot has its parents at any time,
+    also after a kill. Raises SnapshotError and removes nothing if a manifest is damaged, since the parent of that
+    snapshot is unknown.
     """
     drop_replaced(store)
     plan = plan_for(store, keep_last, keep_every)
@@ -160,11 +167,11 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
-    """Remove a snapshot that nobody asked to keep, unless live rows or other snapshots go back to it. SnapshotError.
+    """Remove a snapshot, unless recovery or a child needs it. Raises SnapshotError.
 
-    Another one that has its name by now stays.
+    A snapshot that has replaced it is kept.
     """
     place = store.snapshots / saved.name
-    bases = {state.base for state in (store, *store.all_noting)}
-    if snapshot_id(place) == saved.manifest.id and saved.name not in bases and not children_of(place):
+    recovery_snapshots = {state.recovery_snapshot for state in (store, *store.recovery_folders)}
+    if snapshot_id(place) == saved.manifest.id and saved.name not in recovery_snapshots and not children_of(place):
         remove_snapshot(place)

@@ -1,4 +1,4 @@
-"""Saving the rows of a store as one of its snapshots, of any kind, for a running table and for the CLI."""
+"""Saves rows as a snapshot of a store, of any kind, for open tables and for the command line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
 from ..files.format import KINDS, Manifest
 from ..files.merging import changes_between
-from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot, list_snapshots
+from ..files.reader import MAX_CHAIN, Snapshot, latest_snapshot, list_snapshots
 from ..files.versions import GroupRecord
-from ..files.writer import Progress, Together, check_free, children_of, write_incremental, write_snapshot
+from ..files.writer import ProgressCallback, Together, check_free, children_of, write_incremental, write_snapshot
 from .folder import StoreFolder
 from .instants import left_behind, needed_snapshots
 from .linked import remove_snapshot
@@ -29,9 +29,9 @@ log = logging.getLogger("tierbed")
 class SaveSource(NamedTuple):
     """Rows to save.
 
-    `scan`: yields all rows. `rocksdb`: the database that has all rows, at the latest after `flush`, or None. `changes`:
-    what changed since the snapshot with a given id; None where that is not known. `together`, `record`: of a store that
-    is trained together with others, what the snapshot and MARK note of them.
+    `scan`: yields all rows. `rocksdb`: the database that has all rows after `flush`, or None. `changes`: returns the
+    changes since the snapshot with a given id, None if they are unknown. `together`, `record`: for a store that is
+    trained together with others, what the snapshot and MARK store about them.
     """
 
     description: dict[str, Any]
@@ -43,34 +43,34 @@ class SaveSource(NamedTuple):
     record: GroupRecord | None = None
 
 
-def check_save(store: StoreFolder, name: str, kind: str, held: SaveSource, overwrite: bool) -> Path:
-    """The folder for the live rows of a store as its snapshot `name`.
+def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> Path:
+    """The folder of the new snapshot `name` of a store.
 
-    Raises OptionError for a kind that does not exist, or not for this store. Raises SnapshotError for a name that
-    cannot be used or is taken, and with `overwrite` for a snapshot that cannot be replaced.
+    Raises OptionError for a kind that does not exist or does not fit this store. Raises SnapshotError for an invalid or
+    taken name, and with `overwrite` for a snapshot that cannot be replaced.
     """
     check_kind(kind)
     place = store.snapshots / name
     left = left_behind(store.path)
     if name not in left or not left.issuperset(children_of(place)):
         check_free(place, overwrite or name in left)
-    if kind == "checkpoint" and held.rocksdb is None:
-        raise OptionError("kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone; give 'full'")
+    if kind == "checkpoint" and source.rocksdb is None:
+        raise OptionError("kind='checkpoint' needs RocksDB's files, which only cached_ssd stores have; give 'full'")
     return place
 
 
-def begin_save(store: StoreFolder, name: str, kind: str, held: SaveSource, overwrite: bool = False) -> Path:
-    """Do `check_save`, and let live rows go back to the snapshot after a kill, once it is there. StoreError too."""
-    place = check_save(store, name, kind, held, overwrite)
+def begin_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool = False) -> Path:
+    """`check_save`, and make the snapshot the recovery snapshot once it exists. Also raises StoreError."""
+    place = check_save(store, name, kind, source, overwrite)
     clear_leftovers(store)
     drop_replaced(store)
     if name in left_behind(store.path):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(one.name == name for one in other.chain[:-1]):
-                remove_snapshot(other.folder)  # left behind as well
+                remove_snapshot(other.folder)  # its parent was left behind, so it was as well
     if os.path.lexists(place) and name in needed_snapshots(store.path):
         keep_replaced(place)
-    store.expect_base(name, held.record)
+    store.expect_recovery_snapshot(name, source.record)
     return place
 
 
@@ -78,32 +78,34 @@ def save_snapshot_of(
     store: StoreFolder,
     name: str,
     kind: str,
-    held: SaveSource,
-    progress: Progress | None = None,
+    source: SaveSource,
+    progress: ProgressCallback | None = None,
     overwrite: bool = False,
 ) -> Manifest:
     """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`.
 
-    Where an incremental snapshot would make a chain that is too long to read, a full one is written, and logged.
+    If an incremental snapshot would make the chain too long to read, a full one is written, and a warning is logged.
     """
     parent = parent_for(store, name) if kind == "incremental" else None
     kind = "full" if kind == "incremental" and parent is None else kind
-    place = begin_save(store, name, kind, held, overwrite)
+    place = begin_save(store, name, kind, source, overwrite)
     overwrite = overwrite or os.path.lexists(place)
     if parent is not None:
-        changed = held.changes(parent.manifest.id)
+        changed = source.changes(parent.manifest.id)
         if changed is None:
-            changed = changes_between(parent.chunks(), held.scan())
-        rows = held.rows
-        made = write_incremental(place, parent, held.description, rows, changed, progress, overwrite, held.together)
+            changed = changes_between(parent.chunks(), source.scan())
+        rows = source.rows
+        made = write_incremental(place, parent, source.description, rows, changed, progress, overwrite, source.together)
     elif kind == "checkpoint":
-        from ..files.rocksdb_checkpoint import write_checkpoint  # only where there is RocksDB
+        from ..files.rocksdb_checkpoint import write_checkpoint  # only with RocksDB
 
-        assert held.rocksdb is not None
-        made = write_checkpoint(place, held.description, held.rows, held.rocksdb, progress, overwrite, held.together)
+        assert source.rocksdb is not None
+        made = write_checkpoint(
+            place, source.description, source.rows, source.rocksdb, progress, overwrite, source.together
+        )
     else:
-        made = write_snapshot(place, held.description, held.scan(), progress, overwrite, held.together)
-    if held.together is not None:
+        made = write_snapshot(place, source.description, source.scan(), progress, overwrite, source.together)
+    if source.together is not None:
         drop_replaced(store)
     return made
 
@@ -114,43 +116,43 @@ def check_kind(kind: str) -> None:
         raise OptionError(f"kind={kind!r}: give one of {', '.join(map(repr, KINDS))}")
 
 
-def base_of(store: StoreFolder) -> Snapshot | None:
-    """The snapshot that live rows without a mark go back to. Raises SnapshotError."""
-    base = store.base
-    if base:
-        return Snapshot.open(store.snapshots / base)
-    return None if base == "" else latest_snapshot(store.snapshots)
+def recovery_snapshot_of(store: StoreFolder) -> Snapshot | None:
+    """The recovery snapshot. Raises SnapshotError."""
+    recovery_snapshot = store.recovery_snapshot
+    if recovery_snapshot:
+        return Snapshot.open(store.snapshots / recovery_snapshot)
+    return None if recovery_snapshot == "" else latest_snapshot(store.snapshots)
 
 
 def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
     """The parent of the incremental snapshot `name`. Raises as `parent_of`.
 
-    None, logged, if the chain would be too long, or if a `state_dict()` made that parent.
+    None, with a warning, if the chain would be too long or if a `state_dict()` made that parent.
     """
     parent = parent_of(store)
     if is_of_state(parent):
         why = "the rows were loaded from it, and a state_dict made it"
-    elif len(parent.chain) >= LONGEST_CHAIN:
-        why = f"it has a chain of {LONGEST_CHAIN - 1} parents, and no more are read as one table"
+    elif len(parent.chain) >= MAX_CHAIN:
+        why = f"it has a chain of {MAX_CHAIN - 1} parents, and at most that many can be read"
     else:
         return parent
-    log.warning("snapshot %r is full, not incremental upon %r: %s", name, parent.name, why)
+    log.warning("snapshot %r is full, not incremental with parent %r: %s", name, parent.name, why)
     return None
 
 
 def parent_of(store: StoreFolder) -> Snapshot:
-    """The snapshot that the next incremental one goes over, saved or loaded last. SnapshotError, StoreError."""
-    base = base_of(store)
-    if base is None:
+    """The parent of the next incremental snapshot: the one saved or loaded last. Raises SnapshotError, StoreError."""
+    recovery_snapshot = recovery_snapshot_of(store)
+    if recovery_snapshot is None:
         raise SnapshotError(
-            f"kind='incremental' goes over an earlier snapshot, and the rows in {str(store.path)!r} have none: save "
-            "one with kind='full' first"
+            f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
+            "kind='full' first"
         )
-    return base
+    return recovery_snapshot
 
 
 def clear_leftovers(store: StoreFolder) -> None:
-    """Do `StoreFolder.clear_snapshots` before a save, while nothing is being written. SnapshotError."""
+    """`StoreFolder.clear_snapshots` before a save, while nothing is being written. Raises SnapshotError."""
     try:
         store.clear_snapshots()
     except OSError as error:

@@ -1,7 +1,6 @@
-"""Loading less than a whole snapshot, or rows of another number type.
+"""Selects what to load of a snapshot: some tables or keys, or weights without optimizer state, or converted numbers.
 
-A selection is some tables or keys, or the weights without the optimizer's state. Widening a number is exact, narrowing
-rounds to nearest even.
+Widening a number is exact, narrowing rounds to nearest even.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from ..files.reader import Snapshot
 
 
-Types = tuple[str, str]  # of the embedding, and of the states that every element has
+Types = tuple[str, str]  # of the embedding, and of states with one number for each element
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
 
 def converted_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
-    """The description of the same rows, with numbers of those types."""
+    """The description of the same rows with numbers of other types."""
     dtype, state_type = types
     kernel = kernels().get(description["optimizer"])
     widths, dim = description["state_widths"], sum(description["columns"])
@@ -40,16 +39,16 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
 
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The types of the rows of a valid description, None for states that they lack."""
+    """The types of the rows of a valid description, None if they have no states."""
     widths = description["state_widths"]
     states = description.get(STATE_TYPES, ["float32"] * len(widths))
     return description["dtype"], states[0] if states else None
 
 
 def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
-    """Rows [n] of one form as new rows of another, whose fields are the first of the other's.
+    """Rows [n] of form `old` as new rows of form `new`, whose fields are the first of those of `old`.
 
-    signed: whether keys are. Raises InputError for a finite number beyond the largest of its type.
+    signed: whether keys are signed. Raises InputError for a finite number beyond the largest of its type.
     """
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
@@ -74,7 +73,7 @@ def _check_range(values: NDArray[np.float32], name: str, type: str, rows: RowArr
 
 @dataclass
 class LoadReport:
-    """What a load took: `rows` loaded, `left_out` not. `remarks` say what did not fit, and what was done about it."""
+    """What a load did: `rows` loaded and `left_out`. `remarks` say what did not fit and how it was handled."""
 
     rows: int = 0
     left_out: int = 0
@@ -83,12 +82,12 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a snapshot to load.
+    """What to load of a snapshot.
 
-    `tables`: indexes, or names until `fitting` finds their indexes. `where`: a function of (tables [n], keys [n]) that
-    gives bool [n], the rows to load. `state`: whether the optimizer's state is loaded. `convert`: whether numbers of
-    another type are converted, to `types`, which `fitting` finds. `padding`: the 64 bits of the padding, which is no
-    key of the table.
+    `tables`: indexes, or names until `fitting` resolves them. `where`: a function of (tables [n], keys [n]) that
+    returns bool [n], the rows to load. `state`: whether to load optimizer state. `convert`: whether numbers of another
+    type are converted to `types`, which `fitting` sets. `padding`: the 64 bits of padding_idx, which is not a key of
+    the table.
     """
 
     tables: Collection[int | str] | None = None
@@ -100,17 +99,17 @@ class Selection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the selection is the whole snapshot, bit by bit."""
+        """Whether the selection is the whole snapshot, bit for bit."""
         return self.has_every_row and self.state and self.types is None
 
     @property
     def can_recover(self) -> bool:
-        """Whether a snapshot that was loaded so has all rows, bit by bit: recovery may load it."""
+        """Whether the loaded rows equal those of the snapshot bit for bit, so that recovery may load it."""
         return self.is_whole and not self.convert
 
     @property
     def has_every_row(self) -> bool:
-        """Whether no row is left out."""
+        """Whether no row is skipped."""
         return self.tables is None and self.where is None and self.padding is None
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
@@ -133,33 +132,31 @@ class Selection:
         return {**kept, **bare, "width": RowForm(sum(kept["columns"]), kept["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
-        """The selected rows of a snapshot, counted in `report`; without state, as a lookup sees them.
+        """The selected rows of a snapshot, counted in `report`; without state, as a lookup returns them.
 
-        progress: called with how many rows were read for each chunk.
+        progress: called with the number of rows of each chunk read.
         """
         chunks = snapshot.chunks()
         if not self.state:
-            from ...engine.table.row_scan import caught_up  # loads torch
-
             chunks = caught_up(snapshot.description, chunks)
-        return self.chunks(_told(chunks, progress), snapshot.description, report)
+        return self.chunks(_count_progress(chunks, progress), snapshot.description, report)
 
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """The selected rows of a snapshot, counted in `report`."""
         signed = description["key_type"] != "uint64"
         stored, loaded = (RowForm.described(of) for of in (description, self.description(description)))
         for bucket, rows in chunks:
-            taken = self._taken(rows, signed)
-            report.left_out += len(rows) - len(taken)
-            report.rows += len(taken)
+            selected = self._selected(rows, signed)
+            report.left_out += len(rows) - len(selected)
+            report.rows += len(selected)
             if not self.state or loaded.dtype != stored.dtype:
-                taken = converted(taken, stored, loaded, signed)
+                selected = converted(selected, stored, loaded, signed)
             if not self.state:
-                taken["step"] = 0
-            if len(taken):
-                yield bucket, taken
+                selected["step"] = 0
+            if len(selected):
+                yield bucket, selected
 
-    def _taken(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
+    def _selected(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
         if self.tables is not None:
             rows = rows[np.isin(rows["table"], list(self.tables))]
         if self.padding is not None:
@@ -169,8 +166,8 @@ class Selection:
             wanted = np.asarray(self.where(rows["table"].copy(), keys.view(np.int64) if signed else keys))
             if wanted.dtype != bool or wanted.shape != keys.shape:
                 raise InputError(
-                    f"where gave {wanted.dtype} of shape {wanted.shape}: give bool of shape {keys.shape}, one for each "
-                    "row"
+                    f"where returned {wanted.dtype} of shape {wanted.shape}: return bool of shape {keys.shape}, one "
+                    "for each row"
                 )
             rows = rows[wanted]
         return rows
@@ -179,7 +176,7 @@ class Selection:
 ALL = Selection()
 
 
-def _told(chunks: Chunks, progress: Callable[[int], None] | None) -> Chunks:
+def _count_progress(chunks: Chunks, progress: Callable[[int], None] | None) -> Chunks:
     for bucket, rows in chunks:
         yield bucket, rows
         if progress is not None:

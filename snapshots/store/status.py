@@ -1,4 +1,4 @@
-"""What a store folder holds and what the next run would do with it, read without disturbing the process that has it."""
+"""Reports what a store folder holds and what the next run would do, without the lock."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...engine.options.table_names import labels_of, names_in
 from ...engine.store.table_counts import counts_in
 from ..files.format import MANIFEST
 from ..files.reader import Snapshot, list_snapshots
-from .closed_store import mark_of_ranks
+from .closed_store import merged_clean_marker
 from .folder_state import RANKS, SNAPSHOTS, FolderState, clean_markers, holder, shard_folder
 from .instants import Group, no_instant
 
-CHECKPOINT = "graph.msgpack"  # the file of a checkpoint that no store folder has
+CHECKPOINT = "graph.msgpack"  # a file of checkpoints, which store folders lack
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Where the next run's rows come from.
+    """The rows that the next run starts with.
 
-    `source`: "live" rows, a "snapshot", "empty" for no rows, "nowhere" where the run cannot start, by `problem`, or
-    "elsewhere" where shares of ranks on other hosts tell, and one process cannot start.
-    `step`: the step of the rows. `lost_steps`: how many later steps are lost, None where that is not known.
+    `source`: "live" rows, a "snapshot", "empty" for no rows, "nowhere" if the run cannot start because of `problem`, or
+    "elsewhere" if the shards are on other hosts and one process cannot start.
+    `step`: of the rows. `lost_steps`: how many later steps are lost, None if unknown.
     """
 
     source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
@@ -38,24 +38,24 @@ class Restart:
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """A store folder at one instant.
+    """The status of a store folder.
 
-    `holder`: the id of the process that has it open, 0 where that is not known, None for no process. `mark`: describes
-    the live rows, None while they are of different steps or absent; it is one mark for the shares of ranks. `live`:
-    "rows", "rocksdb", "ranks" or None. `ranks`: how many ranks share the live rows, None for one process. `rows`: how
-    many live rows, None without a mark. `step`: of the live rows, None where it is not known. `base`: the snapshot that
-    they go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts
-    in the first. `together`: the names of the others that it is trained together with. `restart`: what a run that
-    starts now would do; with a holder, a run that starts after its kill.
+    `holder`: the id of the process that has it open, 0 if unknown, None for no process. `marker`: the clean marker,
+    None if the live rows are not clean or absent; for ranks it is merged from those of all shards. `live`: "rows",
+    "rocksdb", "ranks" or None. `ranks`: the number of ranks, None for one process. `rows`: the number of live rows,
+    None without a clean marker. `step`: of the live rows, None if unknown. `recovery_snapshot`: its name, if any.
+    `bytes`: of the live rows, the snapshots and the rest; a file that two of these share counts in the first.
+    `together`: the names of the embeddings that it is trained together with. `restart`: what a run would do that starts
+    now, or if there is a holder, after a kill of it.
     """
 
     path: Path
     holder: int | None
-    mark: dict[str, Any] | None
+    marker: dict[str, Any] | None
     live: str | None
     rows: int | None
     step: int | None
-    base: str | None
+    recovery_snapshot: str | None
     bytes: dict[str, int]
     restart: Restart
     ranks: int | None = None
@@ -63,29 +63,29 @@ class StoreStatus:
 
     @property
     def rows_by_table(self) -> dict[str, int] | None:
-        """How many live rows each table has, by its name or number; None where the mark does not tell."""
-        counts = None if self.mark is None else counts_in(self.mark, len(self.mark["tables"]))
-        if self.mark is None or counts is None:
+        """The number of live rows by name or number of the table; None if it is unknown."""
+        counts = None if self.marker is None else counts_in(self.marker, len(self.marker["tables"]))
+        if self.marker is None or counts is None:
             return None
-        return dict(zip(labels_of(names_in(self.mark)), counts.tolist(), strict=True))
+        return dict(zip(labels_of(names_in(self.marker)), counts.tolist(), strict=True))
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new", "elsewhere"]:
-        """Whether the store is open in a process, was closed, ended without being closed, or was never written.
+        """Whether a process has the store open, it was closed cleanly, it was not, or it was never written.
 
-        "elsewhere" where this host has none of the shares of ranks, which tell it.
+        "elsewhere" if it has shards, and none of them is on this host.
         """
         if self.holder is not None:
             return "open"
         if self.restart.source == "elsewhere":
             return "elsewhere"
-        if self.mark is not None:
+        if self.marker is not None:
             return "closed"
         return "new" if self.live is None and self.step is None else "unclean"
 
 
 def store_status(path: Path) -> StoreStatus:
-    """The status of a store. StoreError where no store can be read, SnapshotError where its snapshots cannot be."""
+    """The status of a store. Raises StoreError if the store cannot be read, SnapshotError if its snapshots cannot."""
     path = existing_store(Path(path))
     group = Group(path, {})
     others = [m.name for id, m in group.members.items() if id != group.first] + [*group.missing.values()]
@@ -95,16 +95,16 @@ def store_status(path: Path) -> StoreStatus:
 
 
 def _with_others(status: StoreStatus, group: Group, others: tuple[str, ...]) -> StoreStatus:
-    """The status of a store of a group, whose recovery is that of the group."""
+    """The status of a store of a group, which recovers with its group."""
     status = replace(status, together=others)
-    held = any(holder(member.path) is not None for member in group.members.values())
-    if status.restart.source == "elsewhere" or (not held and group.is_at_rest):
+    in_use = any(holder(member.path) is not None for member in group.members.values())
+    if status.restart.source == "elsewhere" or (not in_use and group.is_at_rest):
         return status
-    target = group.target(killed=held)
+    target = group.target(killed=in_use)
     if target is None:
         return replace(status, restart=Restart("nowhere", problem=no_instant(group), lost_steps=None))
     member, version = group.members[group.first], target.versions[group.first]
-    if not held and member.clean is not None and member.clean.now == version:
+    if not in_use and member.clean is not None and member.clean.now == version:
         return status
     snapshot = None if version is None else member.snapshot_of(version)
     step = 0 if snapshot is None else int(snapshot.description["step"])
@@ -115,35 +115,48 @@ def _with_others(status: StoreStatus, group: Group, others: tuple[str, ...]) -> 
 
 
 def _by_itself(path: Path) -> StoreStatus:
-    view = _AtOneInstant(path)
-    mark, base, noted = view.read_mark(), view.base, view.noted_step
-    if mark is None and (record := view.keeper.of_ranks) is not None:
+    view = _MarkSnapshot(path)
+    marker, recovery_snapshot, noted_step = view.read_clean_marker(), view.recovery_snapshot, view.noted_step
+    if marker is None and (record := view.snapshot_store.of_ranks) is not None:
         return _of_ranks(view, record.ranks)
-    live = _kind_of(view.live) if mark is None else mark["live"]
-    restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
+    live = _kind_of(view.live) if marker is None else marker["live"]
+    restart = _after_kill(path, recovery_snapshot, noted_step) if marker is None else Restart("live", marker["step"])
     if not view.was_open:
-        restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots came from elsewhere
-    rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
-    return StoreStatus(path, holder(path), mark, live, rows, step, base or None, _sizes(path, view.live), restart)
-
-
-def _of_ranks(view: FolderState, ranks: int) -> StoreStatus:
-    """The status of a store whose live rows are shares of ranks."""
-    path, base, mark = view.path, view.keeper.base, mark_of_ranks(view)
-    shares = [FolderState(shard_folder(path, rank, ranks)) for rank in range(ranks)]
-    noted = max((share.noted_step for share in shares if share.noted_step is not None), default=None)
-    rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
-    if not clean_markers(path, ranks):
-        restart = Restart("elsewhere", lost_steps=None)
-    else:
-        restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
+        restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots were copied here
+    rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
     return StoreStatus(
-        path, holder(path), mark, "ranks", rows, step, base or None, _sizes(path, path / RANKS), restart, ranks
+        path, holder(path), marker, live, rows, step, recovery_snapshot or None, _sizes(path, view.live), restart
     )
 
 
-class _AtOneInstant(FolderState):
-    """A store folder with the mark as it was read first, since the holder may write another."""
+def _of_ranks(view: FolderState, ranks: int) -> StoreStatus:
+    """The status of a store whose live rows are shards of ranks."""
+    path, recovery_snapshot, marker = view.path, view.snapshot_store.recovery_snapshot, merged_clean_marker(view)
+    shards = [FolderState(shard_folder(path, rank, ranks)) for rank in range(ranks)]
+    noted_step = max((shard.noted_step for shard in shards if shard.noted_step is not None), default=None)
+    rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
+    if not clean_markers(path, ranks):
+        restart = Restart("elsewhere", lost_steps=None)
+    else:
+        restart = (
+            _after_kill(path, recovery_snapshot, noted_step) if marker is None else Restart("live", marker["step"])
+        )
+    return StoreStatus(
+        path,
+        holder(path),
+        marker,
+        "ranks",
+        rows,
+        step,
+        recovery_snapshot or None,
+        _sizes(path, path / RANKS),
+        restart,
+        ranks,
+    )
+
+
+class _MarkSnapshot(FolderState):
+    """A store folder whose MARK is read once, since the holder may write it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -154,18 +167,18 @@ class _AtOneInstant(FolderState):
 
 
 def existing_store(path: Path) -> Path:
-    """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become a store."""
+    """The path, if it is a store. Raises StoreError otherwise: a mistyped path must not become a store."""
     if _may_be_store(path):
         return path
     inside = ", ".join(repr(str(store)) for store in stores_in(path))
     if not inside and (os.path.lexists(path / CHECKPOINT) or any(path.glob(f"*/{CHECKPOINT}"))):
-        raise StoreError(f"{str(path)!r} is no store folder, and has checkpoints: use `tierbed checkpoint` for it")
+        raise StoreError(f"{str(path)!r} is not a store folder, but has checkpoints: use `tierbed checkpoint`")
     remedy = f"give the path of one of its stores, {inside}" if inside else "give <persistent_path>/<embedding name>"
-    raise StoreError(f"{str(path)!r} is no store folder: {remedy}")
+    raise StoreError(f"{str(path)!r} is not a store folder: {remedy}")
 
 
 def stores_in(path: Path) -> list[Path]:
-    """The store folders in the folder of a model, without what others keep there; none in a store folder."""
+    """The store folders in the folder of a model, without other folders; empty for a store folder."""
     if _may_be_store(path) or not os.path.isdir(path):
         return []
     return sorted(
@@ -174,7 +187,7 @@ def stores_in(path: Path) -> list[Path]:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether the path is the folder of a snapshot, in a store or elsewhere, or of one that a store lacks."""
+    """Whether the path is the folder of a snapshot in a store or elsewhere, or would be in a store."""
     in_store = path.parent.name == SNAPSHOTS and _may_be_store(path.parent.parent)
     return (in_store or os.path.isfile(path / MANIFEST)) and not _may_be_store(path)
 
@@ -183,20 +196,20 @@ def _may_be_store(path: Path) -> bool:
     return os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")
 
 
-def _after_kill(path: Path, base: str | None, noted: int | None) -> Restart:
+def _after_kill(path: Path, recovery_snapshot: str | None, noted_step: int | None) -> Restart:
     try:
-        if base:
-            snapshot = Snapshot.open(path / "snapshots" / base)
-        elif base == "" or not (listing := list_snapshots(path / "snapshots")).snapshots:
-            return Restart("empty", lost_steps=noted)
+        if recovery_snapshot:
+            snapshot = Snapshot.open(path / "snapshots" / recovery_snapshot)
+        elif recovery_snapshot == "" or not (listing := list_snapshots(path / "snapshots")).snapshots:
+            return Restart("empty", lost_steps=noted_step)
         elif listing.damaged:
             raise next(iter(listing.damaged.values()))
         else:
             snapshot = listing.snapshots[-1]
     except SnapshotError as error:
-        return Restart("nowhere", problem=str(error), lost_steps=noted)
+        return Restart("nowhere", problem=str(error), lost_steps=noted_step)
     step = snapshot.description["step"]
-    return Restart("snapshot", step, snapshot.name, None if noted is None else max(0, noted - step))
+    return Restart("snapshot", step, snapshot.name, None if noted_step is None else max(0, noted_step - step))
 
 
 def _kind_of(live: Path) -> str | None:
@@ -206,7 +219,7 @@ def _kind_of(live: Path) -> str | None:
 
 
 def _sizes(path: Path, live: Path) -> dict[str, int]:
-    """The bytes of files, each once, as `live`, `snapshots` and `other`. Another process may be changing them."""
+    """The bytes of files, each counted once, as `live`, `snapshots` and `other`. Other processes may change them."""
     sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
     for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):
         for folder, _, files in os.walk(top):

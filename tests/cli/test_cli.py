@@ -30,7 +30,7 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     path = tmp_path / "users"
     with StoreFolder(path) as store:
         write_snapshot(store.live, description(), chunked(make_buckets(6, COUNTS)))
-        store.set_mark(description() | MARKED)
+        store.write_clean_marker(description() | MARKED)
     return Cli(path, capsys)
 
 
@@ -41,7 +41,7 @@ def test_saved_rows_are_the_live_rows(cli: Cli) -> None:
     assert joined(snapshot.chunks()) == joined(Snapshot.open(cli.store / "live").chunks())
     assert snapshot.description == description()
     with StoreFolder(cli.store) as store:
-        assert store.read_mark() == description() | MARKED
+        assert store.read_clean_marker() == description() | MARKED
 
 
 def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli: Cli) -> None:
@@ -51,7 +51,7 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
     rows = joined(Snapshot.open(cli.store / "snapshots" / "a").chunks())
     with StoreFolder(cli.store) as store:
         assert joined(Snapshot.open(store.live).chunks()) == rows
-        assert store.read_mark() == description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
+        assert store.read_clean_marker() == description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
         assert not store.incoming.exists()
     assert cli.json("save", "b")["step"] == 99
 
@@ -59,8 +59,8 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
 def test_load_repairs_a_store_that_was_not_closed_and_save_refuses_it(cli: Cli) -> None:
     save(cli.store / "snapshots" / "a")
     with StoreFolder(cli.store) as store:
-        store.clear_mark()
-    assert "not consistent" in cli.fails("save", "b")
+        store.clear_clean_marker()
+    assert "not clean" in cli.fails("save", "b")
     assert not (cli.store / "snapshots" / "b").exists()
     cli.json("load", "a")
     cli.json("save", "b")
@@ -75,10 +75,10 @@ def test_damaged_or_foreign_snapshot_leaves_the_live_rows(cli: Cli) -> None:
         file.write(b"\xee")
     assert "of another table" in cli.fails("load", "wide")
     assert "bucket-63.npy' is damaged: its checksum" in cli.fails("load", "bad")
-    assert "those there: 'bad', 'wide'" in cli.fails("load", "missing")
+    assert "existing ones: 'bad', 'wide'" in cli.fails("load", "missing")
     assert joined(Snapshot.open(cli.store / "live").chunks()) == live
     with StoreFolder(cli.store) as store:
-        assert store.read_mark() is not None
+        assert store.read_clean_marker() is not None
     assert sorted(entry.name for entry in cli.store.iterdir()) == ["LOCK", "MARK", "live", "snapshots"]
 
 
@@ -103,7 +103,7 @@ def test_mistyped_store_is_not_created(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "other").mkdir()
     for path in (tmp_path / "typo", tmp_path / "other"):
         for arguments in (["save", "a"], ["load", "a"], ["list"], ["inspect", "a"], ["verify"]):
-            assert "is no store folder" in Cli(path, capsys).fails(*arguments)
+            assert "is not a store folder" in Cli(path, capsys).fails(*arguments)
     assert [entry.name for entry in tmp_path.rglob("*")] == ["other"]
 
 
@@ -112,7 +112,7 @@ def test_an_import_into_what_is_no_store_names_the_option_that_makes_one(
 ) -> None:
     np.save(tmp_path / "rows.npy", np.ones((3, 2), np.float32))
     cli = Cli(tmp_path / "new", capsys)
-    assert "or add --create to make one there" in cli.fails("import", "a", str(tmp_path / "rows.npy"))
+    assert "or add --create to create it" in cli.fails("import", "a", str(tmp_path / "rows.npy"))
     assert cli.json("import", "a", str(tmp_path / "rows.npy"), "--create")["rows"] == 3
 
 
@@ -155,7 +155,7 @@ def test_list_shows_sound_and_damaged_snapshots(cli: Cli) -> None:
     code, out, _ = cli.run("list")
     lines = [line.split() for line in out.splitlines()]
     assert code == 0
-    assert lines[0] == ["name", "kind", "over", "dtype", "rows", "size", "step", "age"]
+    assert lines[0] == ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
     assert [line[:4] for line in lines[1:]] == [["[red]b", "full", "float32", "30"], ["a", "full", "float32", "30"]]
     (cli.store / "snapshots" / "a" / "manifest.msgpack").unlink()
     code, out, err = cli.run("list")
@@ -174,7 +174,7 @@ def test_a_snapshot_whose_link_leads_nowhere_is_listed_as_damaged(cli: Cli, tmp_
         assert code == 1
         damaged = json.loads(out)["damaged"]
         assert set(damaged) == {"lost", "loop"}
-        assert f"it is a link to '{tmp_path / 'unmounted'}', which is not there" in damaged["lost"]
+        assert f"it is a link to '{tmp_path / 'unmounted'}', which does not exist" in damaged["lost"]
         assert "damaged: lost:" in err
     assert "is a link to" in cli.fails("inspect", "lost")
 
@@ -238,11 +238,11 @@ def test_verify_of_some_names_tells_what_they_go_over(cli: Cli) -> None:
     code, out, err = cli.run("verify", "next", "other")
     assert (code, out) == (1, "sound: other\n")
     assert "damaged: base: " in err
-    assert "damaged: next: it goes over 'base', which is damaged" in err
+    assert "damaged: next: its parent 'base' is damaged" in err
     (snapshots / "base").rename(snapshots / "elsewhere")
     code, _, err = cli.run("verify", "next")
     assert code == 1
-    assert "goes over another: there is no snapshot 'base'" in err
+    assert "lacks its parent: there is no snapshot 'base'" in err
     assert "no snapshot 'missing'" in cli.fails("verify", "missing")
 
 
@@ -258,8 +258,8 @@ def test_inspect_shows_rows_and_draws_them(cli: Cli, tmp_path: Path) -> None:
     for name in ("a", "none"):
         cli.says("inspect", name, "--plot", str(tmp_path / f"{name}.png"))
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert "names no picture" in cli.fails("inspect", "a", "--plot", str(tmp_path / "a.picture"))
-    assert "make it first" in cli.fails("inspect", "a", "--plot", str(tmp_path / "no" / "a.png"))
+    assert "is not a picture" in cli.fails("inspect", "a", "--plot", str(tmp_path / "a.picture"))
+    assert "create it first" in cli.fails("inspect", "a", "--plot", str(tmp_path / "no" / "a.png"))
 
 
 def test_norms_are_of_the_embeddings_that_are_finite(cli: Cli) -> None:
@@ -318,18 +318,18 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
     script = (
         "import os, random, signal, sys, time; from pathlib import Path\n"
         "from tierbed.snapshots.store.folder import StoreFolder\n"
-        "from tierbed.snapshots.store.closed_store import load_live; from tierbed.snapshots import Snapshot\n"
+        "from tierbed.snapshots.store.closed_store import load_into_store; from tierbed.snapshots import Snapshot\n"
         "path = Path(sys.argv[1])\n"
-        "with StoreFolder(path) as store: load_live(store, Snapshot.open(store.snapshots / '2'))\n"
+        "with StoreFolder(path) as store: load_into_store(store, Snapshot.open(store.snapshots / '2'))\n"
         "for round in range(15):\n"
         "    loader = os.fork()\n"
         "    while loader == 0:\n"
         "        for step in '12':\n"
-        "            with StoreFolder(path) as store: load_live(store, Snapshot.open(store.snapshots / step))\n"
+        "            with StoreFolder(path) as store: load_into_store(store, Snapshot.open(store.snapshots / step))\n"
         "    time.sleep(random.uniform(0.02, 0.1))\n"
         "    os.kill(loader, signal.SIGKILL); os.waitpid(loader, 0)\n"
         "    with StoreFolder(path) as store:\n"
-        "        mark = store.read_mark()\n"
+        "        mark = store.read_clean_marker()\n"
         "        if mark is not None:\n"
         "            live = Snapshot.open(store.live); live.verify()\n"
         "            assert mark == live.description | {'live': 'rows', 'rows': live.manifest.rows}\n"

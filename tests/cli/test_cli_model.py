@@ -1,4 +1,4 @@
-"""The command line on the folder of a model: all stores at one instant, closed or in use."""
+"""The command line on the folder of a model: all stores at the same step, closed or in use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control import server
-from tierbed.snapshots.control.client import ask_status, request_save
+from tierbed.snapshots.control.client import request_save, request_status
 from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
@@ -111,7 +111,7 @@ def kills_of_a_load(folder: Path) -> None:
 
 
 def trains(path: Path, pipe: Connection) -> None:
-    """Steps and a save of all at 4; then as many steps as it is told, until it is killed."""
+    """Steps and a save of all at 4; then as many steps as are requested, until it is killed."""
     model = Model(path, STORES)
     model.steps(4)
     model.save_snapshot("four")
@@ -163,7 +163,7 @@ def test_stat_tells_what_all_would_go_back_to(tmp_path: Path, capsys: pytest.Cap
         assert found["together"] == [other]
         restart = found["restart"]
         assert (restart["from"], restart["snapshot"], restart["step"]) == ("snapshot", "two", 2)
-        assert "two, of step 2" in cli.says("stat").replace("'", "")
+        assert "two, at step 2" in cli.says("stat").replace("'", "")
     assert killed(at, tmp_path) == [2, 2]
 
 
@@ -177,13 +177,13 @@ def closed_and_saved(path: Path) -> None:
     model.members[0].save_snapshot("four")
 
 
-def alone(path: Path, name: str) -> Any:
+def train_one(path: Path, name: str) -> Any:
     return make(options("host", path), "adagrad", name=name, tables=1)
 
 
 def test_stores_that_train_apart_are_found_saved_and_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
-        with alone(tmp_path, name) as embedding:
+        with train_one(tmp_path, name) as embedding:
             step(embedding)
     (tmp_path / "pipeline" / "incoming" / "data").mkdir(parents=True)
     (tmp_path / "pipeline" / "snapshots").mkdir()
@@ -193,7 +193,7 @@ def test_stores_that_train_apart_are_found_saved_and_loaded(tmp_path: Path, caps
     assert set(cli.json("save", "one")["stores"]) == {"a", "b"}
     assert (tmp_path / "pipeline" / "incoming" / "data").exists()
     assert steps_of(tmp_path) == {name: [("one", 1)] for name in "ab"}
-    with alone(tmp_path, "a") as embedding:
+    with train_one(tmp_path, "a") as embedding:
         step(embedding)
     fresh = options("host", tmp_path, open="fresh")
     with make(fresh, "adagrad", name="b", tables=1, dtype=torch.bfloat16) as embedding:
@@ -203,7 +203,7 @@ def test_stores_that_train_apart_are_found_saved_and_loaded(tmp_path: Path, caps
 
 
 def pair(path: Path, names: str) -> list[Any]:
-    members = [alone(path, name) for name in names]
+    members = [train_one(path, name) for name in names]
     train_together(members)
     return members
 
@@ -224,10 +224,10 @@ def test_two_models_of_one_folder_are_loaded_each_with_its_own_instant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed(two_models, tmp_path)
-    before = {name: FolderState(tmp_path / name).noting.group for name in "abcd"}
+    before = {name: FolderState(tmp_path / name).recovery_folder.group for name in "abcd"}
     Cli(tmp_path, capsys).json("load", "s0")
     for name, group in before.items():
-        after = FolderState(tmp_path / name).noting.group
+        after = FolderState(tmp_path / name).recovery_folder.group
         assert group is not None
         assert after is not None
         assert after.number > group.number
@@ -254,7 +254,7 @@ def test_a_store_that_another_process_has_keeps_all_as_they_were(
 
 
 def trains_in_steps(path: Path, pipe: Connection) -> None:
-    """Is in a step of a until it is told; then opens c in the middle of a step that another process waits for."""
+    """Stays in a step of a until a signal; then opens c in the middle of a step that another process waits for."""
     model = Model(path, STORES)
     model.steps(4)
     model.save_snapshot("all")
@@ -268,7 +268,7 @@ def trains_in_steps(path: Path, pipe: Connection) -> None:
             assert first.group is not None
             while not first.group.gate.is_wanted:
                 sleep(0.001)
-            opened = alone(path, "c")
+            opened = train_one(path, "c")
             step(opened)
         pinned.update([torch.ones_like(pinned.gather(0))])
     pipe.send("done")
@@ -280,7 +280,7 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.Cap
     child, pipe = with_pipe(trains_in_steps, tmp_path)
     cli = Cli(tmp_path, capsys)
     with child, pipe:
-        with alone(tmp_path, "c") as here:
+        with train_one(tmp_path, "c") as here:
             step(here)
             here.save_snapshot("all")
             pipe.send(["a step", "and one"])
@@ -289,16 +289,16 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.Cap
             assert f"a' in process {child.pid}, " in said
             assert f"c' in process {os.getpid()}; save each" in said
         kept = snapshot_id(tmp_path / "c" / "snapshots" / "all")
-        assert "came to no end of a step" in cli.fails("save", "all", "--overwrite", "--timeout", "0.3")
+        assert "did not finish its current step" in cli.fails("save", "all", "--overwrite", "--timeout", "0.3")
         assert snapshot_id(tmp_path / "c" / "snapshots" / "all") == kept
         assert f"in use by process {child.pid}" in cli.fails("load", "all", code=3)
-        while ask_status(tmp_path / "a")["saving"] is not None:  # type: ignore[index]
+        while request_status(tmp_path / "a")["saving"] is not None:  # type: ignore[index]
             pass
         pipe.send("go on")
         assert pipe.recv() == "in a step"
         pipe.send("open c")
         said = cli.fails("save", "new")
-        assert f"'new' was saved of a, b, and not of c: store folder '{tmp_path}/c' is in use by process" in said
+        assert f"'new' was saved of a, b, but not of c: store folder '{tmp_path}/c' is in use by process" in said
         assert pipe.recv() == "done"
         assert set(cli.json("save", "newer")["stores"]) == set("abc")
         pruned = cli.json("prune", "--keep-last", "1")["stores"]
@@ -311,7 +311,7 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_progress_of_a_save_of_all_counts_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_EVERY", 0)
+    monkeypatch.setattr(server, "_PROGRESS_SECONDS", 0)
     model = Model(tmp_path, ("host", "host"))
     model.steps(2)
     stores, seen = [tmp_path / name for name in "ab"], list[tuple[int, int | None]]()

@@ -20,7 +20,7 @@ from support.scripts import run_python
 from support.shell import Cli
 from support.small_snapshots import save
 from tierbed.cli import app, main, output
-from tierbed.cli.watch import changes, look
+from tierbed.cli.watch import changes, poll
 from tierbed.snapshots.store.folder import StoreFolder
 
 COMMAND = str(Path(sys.executable).with_name("tierbed"))
@@ -55,8 +55,8 @@ def test_help_of_load_says_that_rows_of_tables_not_given_go(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["snapshot", "load", "--help"])
     out = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
-    assert "Replace all live rows by those of this table alone" in out
-    assert "rows of tables not given are gone" in out
+    assert "Replace all live rows by those of this table" in out
+    assert "rows of other tables are lost" in out
 
 
 def test_every_command_is_among_those_tested() -> None:
@@ -111,9 +111,9 @@ def test_a_bar_with_rate_and_time_left_is_shown_on_a_terminal_alone(monkeypatch:
     monkeypatch.setenv("COLUMNS", "120")
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        with output.progress("saving", 4000) as told:
+        with output.progress("saving", 4000) as advance:
             for _ in range(4):
-                told(1000)
+                advance(1000)
                 time.sleep(0.15)
         text = stream.getvalue()
         assert ("saving" in text) is shown
@@ -124,8 +124,8 @@ def test_a_bar_with_rate_and_time_left_is_shown_on_a_terminal_alone(monkeypatch:
 def test_what_is_over_at_once_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with output.progress("saving", 4) as told:
-        told(4)
+    with output.progress("saving", 4) as advance:
+        advance(4)
     assert terminal.getvalue() == ""
 
 
@@ -217,7 +217,7 @@ def test_a_full_disk_under_stdout_is_an_error_in_one_line(cli: Cli, unbuffered: 
     for store, more, said in (
         (cli.store, [], full_disk),
         (cli.store, ["--json"], full_disk),
-        (cli.store / "typo", ["--json"], rf"tierbed: .*is no store folder.*\n{full_disk}"),
+        (cli.store / "typo", ["--json"], rf"tierbed: .*is not a store folder.*\n{full_disk}"),
     ):
         line = [COMMAND, "snapshot", "list", str(store), *more]
         with open("/dev/full", "w") as full:
@@ -233,23 +233,23 @@ def test_an_error_is_one_line_of_json_for_those_who_read_lines(
     for command in ("watch", "list"):
         code, out, _ = Cli(tmp_path / "typo", capsys).run(command, "--json")
         assert (code, out.count("\n")) == (1, 1)
-        assert "is no store folder" in json.loads(out)["error"]
+        assert "is not a store folder" in json.loads(out)["error"]
 
 
 def test_watch_tells_what_changed_between_two_looks(cli: Cli) -> None:
-    first = look(cli.store)
+    first = poll(cli.store)
     events = list(changes(None, first))
     assert [event["event"] for event in events] == ["store", "saved", "saved", "saved"]
     assert [event.get("name") for event in events[1:]] == ["a", "an-old-one", "b"]
-    assert list(changes(first, look(cli.store))) == []
+    assert list(changes(first, poll(cli.store))) == []
     with StoreFolder(cli.store) as store:
         store.note_step(7)
-        second = look(cli.store)
+        second = poll(cli.store)
         assert list(changes(first, second)) == [{"event": "store", "state": "open", "holder": os.getpid(), "step": 7}]
     (cli.store / "snapshots" / "a").rename(cli.store / "gone")
     (cli.store / "snapshots" / "b" / "manifest.msgpack").write_bytes(b"")
     save(cli.store / "snapshots" / "c")
-    found = {event["event"]: event for event in changes(second, look(cli.store))}
+    found = {event["event"]: event for event in changes(second, poll(cli.store))}
     assert found.keys() == {"store", "removed", "saved", "damaged"}
     assert (found["removed"]["name"], found["saved"]["name"], found["damaged"]["name"]) == ("a", "c", "b")
 
@@ -278,12 +278,12 @@ def test_doctor_tells_what_is_there_and_how_to_get_the_rest(tmp_path: Path, caps
     assert checks.keys() >= {"tierbed", "python", "torch", "numpy", "core", "rocksdb", "parquet", "plot", "metrics"}
     assert checks.keys() >= {"open files", "free space", "fsync", "rename", "locks", "hard links", "sockets"}
     assert all(check["ok"] or check["remedy"] for check in checks.values())
-    assert checks["folder"]["value"].endswith(f"is not there yet, so {tmp_path} was looked at")
+    assert checks["folder"]["value"].endswith(f"does not exist yet, so {tmp_path} was checked")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         main(["doctor", str(tmp_path / "file")])
-    assert f"{tmp_path / 'file'} is no folder" in capsys.readouterr().out
+    assert f"{tmp_path / 'file'} is not a folder" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["doctor"])
     lines = [line for line in capsys.readouterr().out.splitlines() if "->" not in line]
@@ -327,7 +327,7 @@ def test_doctor_names_a_package_that_is_missing(tmp_path: Path) -> None:
 def test_where_a_package_is_missing_all_else_says_so(tmp_path: Path) -> None:
     done = without("lazy_loader", tmp_path, COMMAND, "snapshot", "list", str(tmp_path))
     assert done.returncode == 1
-    assert "No module named 'lazy_loader'; `tierbed doctor` tells" in done.stderr
+    assert "No module named 'lazy_loader'; `tierbed doctor` lists" in done.stderr
     assert "Traceback" not in done.stderr
     done = without("lazy_loader", tmp_path, sys.executable, "-c", "from tierbed import Graph")
     assert done.returncode == 1

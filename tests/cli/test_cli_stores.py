@@ -27,7 +27,7 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 def trained(path: Path, store: str, optimizer: str = "adam") -> bytes:
-    """A store that was closed with snapshots "full", "more", which goes over it, and later rows; returns those."""
+    """A store that was closed with snapshots "full", "more", its child, and later rows; returns those."""
     with make(options(store, path), optimizer) as embedding:
         train(embedding, torch.arange(-200, 300), torch.arange(500) % 3)
         embedding.save_snapshot("full")
@@ -48,7 +48,7 @@ def test_a_snapshot_saved_by_the_shell_loads_on_every_store(cli: Cli, tmp_path: 
         return
     assert cli.json("save", "shell", "--kind", kind)["kind"] == kind
     fields, ours = (cli.json("inspect", name)["description"].keys() for name in ("shell", "more"))
-    assert fields == ours  # nothing that is the mark's alone
+    assert fields == ours  # no field that only MARK has
     cli.json("verify", "shell")
     for other in ("device", "ssd"):
         with make(options(other, tmp_path), "adam") as embedding:
@@ -155,7 +155,7 @@ def test_get_takes_the_folder_of_a_snapshot(cli: Cli, tmp_path: Path, capsys: py
     assert Cli(tmp_path / "elsewhere", capsys).json("store get", "-5") == row
     missing = Cli(cli.store / "snapshots" / "none", capsys).fails("store get", "-5")
     assert "there is no snapshot 'none'" in missing
-    assert "those there: 'full', 'more'" in missing
+    assert "existing ones: 'full', 'more'" in missing
 
 
 def test_a_damaged_bucket_is_told_by_get(cli: Cli, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_stat_tells_what_the_next_run_does(cli: Cli, tmp_path: Path, store: str)
     train(embedding, [4])
     restart = cli.json("store stat")["restart"]
     assert (restart["from"], restart["snapshot"], restart["step"], restart["lost_steps"]) == ("snapshot", "first", 2, 1)
-    assert "after a kill, goes back to snapshot first, of step 2, and loses 1 step\n" in cli.says("store stat")
+    assert "after a kill, rolls back to snapshot first, at step 2, and loses 1 step\n" in cli.says("store stat")
     embedding.close()
     stat = cli.json("store stat")
     assert (stat["state"], stat["holder"], stat["step"], stat["rows"], stat["base"]) == ("closed", None, 3, 4, "first")
@@ -215,7 +215,7 @@ def test_stat_tells_what_the_next_run_does(cli: Cli, tmp_path: Path, store: str)
     assert (stat["restart"]["from"], stat["restart"]["step"]) == ("live", 3)
     assert all(count > 0 for count in stat["bytes"].values())
     with StoreFolder(cli.store) as folder:
-        folder.clear_mark()
+        folder.clear_clean_marker()
     stat = cli.json("store stat")
     assert (stat["state"], stat["restart"]["from"], stat["restart"]["lost_steps"]) == ("unclean", "snapshot", None)
     (cli.store / "snapshots" / "first" / "manifest.msgpack").write_bytes(b"")
@@ -277,7 +277,7 @@ def test_a_dense_table_is_imported_and_trained_on(cli: Cli, tmp_path: Path) -> N
     dense = torch.randn(50, DIM)
     torch.save({"net": {"emb.weight": dense}}, tmp_path / "model.pt")
     arguments = "import", "dense", str(tmp_path / "model.pt"), "--tensor", "net.emb.weight"
-    assert "is no store folder" in cli.fails(*arguments)
+    assert "is not a store folder" in cli.fails(*arguments)
     assert cli.json(*arguments, "--create")["rows"] == 50
     cli.json("load", "dense")
     with make(options("device", tmp_path), "adam", tables=1) as embedding:

@@ -84,10 +84,10 @@ class RankTrainer(Trainer):
             found = UNSAVED.search(str(error))
             if found is None:
                 raise
-            self.save_closed(int(found[1]))
+            self.save_closed_store(int(found[1]))
             super().open(store[self.world.rank], **more)
 
-    def save_closed(self, step: int) -> None:
+    def save_closed_store(self, step: int) -> None:
         """The remedy for rows of another number of ranks, which the command line can read on one host."""
         name = self.new_name()
         self.meet()

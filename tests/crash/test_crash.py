@@ -23,9 +23,9 @@ BROKEN = {
     "files are not synced": "import os, stat; os.fsync = lambda file, s=os.fsync: "
     "stat.S_ISDIR(os.fstat(file).st_mode) and s(file)",
     "the clean marker stays": "from tierbed.snapshots.store.folder import StoreFolder as F; "
-    "F.clear_mark = lambda folder, *more: None",
+    "F.clear_clean_marker = lambda folder, *more: None",
     "the base is not noted": "from tierbed.snapshots.store.folder import StoreFolder as F; "
-    "F.expect_base = lambda folder, *more: None",
+    "F.expect_recovery_snapshot = lambda folder, *more: None",
 }
 
 

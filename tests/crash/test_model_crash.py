@@ -18,7 +18,7 @@ BROKEN = {
     "instants have no order": "from tierbed.embedding.training_group import Membership as M; "
     "M.instant = lambda member, f=M.instant: f(member)._replace(number=1)",
     "clean markers are dropped late": "from tierbed.snapshots.store.folder import StoreFolder as F; "
-    "F.drop_marks = lambda folder: None",
+    "F.drop_clean_markers = lambda folder: None",
     "a commit is not synced": "from tierbed.engine import durable as d; "
     "d.fsync_dir = lambda path, f=d.fsync_dir: None if path.name == 'snapshots' else f(path)",
     "a prune looks at one store": "from tierbed.snapshots.store import retention as r; "

@@ -174,9 +174,9 @@ class Trainer:
         self.open(self.draw())
 
     def command_save(self) -> None:
-        base = StoreFolder(self.store_path)
-        with base:
-            parent = base.base
+        folder = StoreFolder(self.store_path)
+        with folder:
+            parent = folder.recovery_snapshot
         kind = self.any_kind(parent)
         parent = parent if kind == "incremental" else None
         name = self.any_name(parent)

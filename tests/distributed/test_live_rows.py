@@ -281,7 +281,7 @@ def test_the_shell_saves_what_ranks_closed_for_any_number_of_ranks(
     found = run(2, tmp_path, "ssd", 1)
     assert together([before for before, _, _ in found], b"".join(rows for _, rows, _ in last))
     again = Cli(tmp_path / "rows" / "ranks" / "0-of-2", capsys)
-    assert "has the share of one rank alone: give the store folder" in again.fails("save", "half")
+    assert "has only the shard of one rank: give the store folder" in again.fails("save", "half")
 
 
 def test_the_shell_tells_where_ranks_did_not_all_close(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +295,7 @@ def test_the_shell_tells_where_ranks_did_not_all_close(tmp_path: Path, capsys: p
         "base",
         3,
     )
-    assert "which did not all close them" in cli.fails("save", "more")
+    assert "which were not all closed" in cli.fails("save", "more")
 
 
 def loads_but_for_one(world: World, folder: Path) -> tuple[str, str, bytes, bytes, list[str]]:

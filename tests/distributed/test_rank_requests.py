@@ -18,7 +18,7 @@ from tierbed import InputError, SnapshotError, StoreError
 from tierbed.distributed import World
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control import server as serving
-from tierbed.snapshots.control.client import ask_row, ask_status, request_prune, request_save
+from tierbed.snapshots.control.client import request_prune, request_row, request_save, request_status
 
 KEYS = torch.arange(100)
 
@@ -77,7 +77,7 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
         with pytest.raises(SnapshotError, match="asked' exists: choose another name"):
             request_save(store, "asked")
         request_save(store, "more", "incremental")
-        status = ask_status(store)
+        status = request_status(store)
         (tmp_path / "stop").touch()
         steps = [answer(pipe) for _, pipe in group]
     assert status is not None
@@ -103,7 +103,7 @@ def test_ranks_that_only_read_save_as_well(tmp_path: Path) -> None:
 def test_a_save_that_waits_in_vain_says_that_no_step_came(tmp_path: Path) -> None:
     with asked(tmp_path, idles) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
-        with pytest.raises(StoreError, match=r"came to no end of a step, or of a read, for 0\.5 seconds"):
+        with pytest.raises(StoreError, match=r"did not finish its current step for 0\.5 seconds"):
             request_save(tmp_path / "rows", "asked", timeout=0.5)
         (tmp_path / "stop").touch()
         for _, pipe in group:
@@ -126,7 +126,7 @@ def closes(world: World, folder: Path) -> bool:
 def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> None:
     with asked(tmp_path, closes) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
-        with pytest.raises(SnapshotError, match="closed the store before snapshot 'asked' was whole"):
+        with pytest.raises(SnapshotError, match="closed the store before snapshot 'asked' was complete"):
             request_save(tmp_path / "rows", "asked")
         assert [answer(pipe) for _, pipe in group] == [True, True]
 
@@ -157,9 +157,9 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
             request_save(stores[1], "other", stores=[*stores, tmp_path / "c"])
         snapshots = [Snapshot.open(store / "snapshots" / "asked") for store in stores]
         some = [int(next(snapshots[0].chunks())[1]["key"][0]), 10**9]
-        rows = [ask_row(stores[0], 0, key) for key in some]
+        rows = [request_row(stores[0], 0, key) for key in some]
         with pytest.raises(InputError):
-            ask_row(stores[0], 9, 1)
+            request_row(stores[0], 9, 1)
         assert request_prune(stores[0], 1, None) == ([], ["asked"])
         (tmp_path / "stop").touch()
         steps = [answer(pipe) for _, pipe in group]

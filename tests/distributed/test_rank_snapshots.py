@@ -299,10 +299,10 @@ def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(tmp_path: P
         "cannot be used",
         "background=True",
         "there is no snapshot 'none'",
-        "where gave int64",
+        "where returned int64",
         "keep_last=0",
         "rank 1: part 1 of 2 of a snapshot was not written",
-        "'i' would lack what it is based on",
+        "it is the parent of 'i'",
         "['i', 's']",
     ]
     assert_all_heard(found, parts)

@@ -91,7 +91,7 @@ def refused(world: World, path: Path, mode: str) -> list[int] | str:
 def test_ranks_without_a_common_step_are_told_so_and_may_accept_what_is_there(tmp_path: Path) -> None:
     killed(2, apart, tmp_path)
     for said in run_ranks(2, refused, tmp_path, "resume"):
-        assert "'a' has snapshot 'alone', of step 1, 'b' has snapshot 'alone', of step 2" in said
+        assert "'a' has snapshot 'alone', at step 1, 'b' has snapshot 'alone', at step 2" in said
     assert run_ranks(2, refused, tmp_path, "mixed") == [[1, 2]] * 2
     assert run_ranks(1, refused, tmp_path, "resume") == [[1, 2]]
 

@@ -49,7 +49,7 @@ def test_the_shell_keeps_the_snapshots_that_live_rows_elsewhere_go_back_to(
     else:
         run_ranks(2, saves_some_and_loads_one, tmp_path / "live", tmp_path / "place")
     store, snapshots = Cli(tmp_path / "live" / "rows", capsys), Cli(tmp_path / "place" / "rows", capsys)
-    why = ": live rows go back to it after a kill\n"
+    why = ": recovery needs it\n"
     for cli in (store, snapshots):
         would = cli.json("prune", "--keep-last", "1", "--dry-run")
         assert (would["removed"], would["kept_for_live_rows"]) == (["c"], ["a", "b"])
@@ -58,7 +58,7 @@ def test_the_shell_keeps_the_snapshots_that_live_rows_elsewhere_go_back_to(
     assert snapshots.says("prune", "--keep-last", "1").startswith(f"removed c\nkept a{why}kept b{why}1 of 4 snapshots")
     for cli in (store, snapshots):
         assert cli.json("prune", "--keep-last", "1")["kept"] == ["a", "b", "d"]
-        assert "live rows go back to it" in cli.fails("merge", "d", "b", "--overwrite")
+        assert "it is the recovery snapshot of live rows" in cli.fails("merge", "d", "b", "--overwrite")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -186,7 +186,7 @@ def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere
         cli = Cli(folder / "rows", capsys, "store")
         found = cli.json("stat")
         assert (found["state"], found["restart"]["from"]) == ("elsewhere", "elsewhere")
-        assert "2 ranks go on as their shares say, which are on other hosts; one process is refused" in cli.says("stat")
+        assert "2 ranks resume by their shards, which are on other hosts; one process is refused" in cli.says("stat")
     (tmp_path / "of another host").rename(live / "rows" / "ranks")
     assert Cli(live / "rows", capsys, "store").json("stat")["restart"]["from"] == "live"
     rows = [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)]
@@ -237,7 +237,7 @@ def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
     def watched(folder: StoreFolder, content: dict[str, Any]) -> None:
         write(folder, content)
         state = FolderState(tmp_path / "rows")  # as a kill here would leave it
-        seen.append((state.base, state.of_ranks is not None))
+        seen.append((state.recovery_snapshot, state.of_ranks is not None))
 
     monkeypatch.setattr(StoreFolder, "_write", watched)
     with opened(None, tmp_path, open="fresh") as embedding:
@@ -254,4 +254,4 @@ def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: pytest.Capt
         owner = int(owners(np.zeros(1, np.uint32), np.array([key], np.uint64), 2)[0])
         assert shares[owner].json(*arguments)["key"] == key
         said = shares[1 - owner].fails(*arguments)
-        assert f"rank {owner} of 2 has that row, if it was written: give its share, '{tmp_path}" in said
+        assert f"rank {owner} of 2 owns that row: give its shard, '{tmp_path}" in said

@@ -70,14 +70,14 @@ def load_killed(path: Path) -> None:
     """Killed in a load of all after the first join: the clean markers of a are gone, and its rows are not replaced."""
     model = Model(path, TWO)
     model.counts()
-    real = StoreFolder.set_base
+    real = StoreFolder.set_recovery_snapshot
 
     def die(self: StoreFolder, *given: Any) -> None:
         if self.path.name == "a":
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, *given)
 
-    StoreFolder.set_base = die  # type: ignore[method-assign]
+    StoreFolder.set_recovery_snapshot = die  # type: ignore[method-assign]
     model.load_snapshot("s3")
 
 
@@ -85,7 +85,7 @@ def test_a_load_killed_before_it_replaced_rows_that_no_snapshot_has_is_no_recove
     in_process(alone, tmp_path)
     with pytest.raises(EOFError):
         killed(load_killed, tmp_path)
-    assert "'a' has snapshot 's5', of step 5, 'b' has live rows of step 9" in killed(at, tmp_path)
+    assert "'a' has snapshot 's5', at step 5, 'b' has live rows at step 9" in killed(at, tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["damaged", "missing"])
@@ -104,7 +104,7 @@ def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path: Path
     (tmp_path / "b").rename(tmp_path / "aside")
     for _ in range(2):
         said = killed(at, tmp_path)
-        assert "the rows of embedding 'b', which was trained together with 'a', are gone" in said
+        assert "the rows of embedding 'b', which was trained together with 'a', are lost" in said
         assert 'open="fresh"' in said
     (tmp_path / "aside").rename(tmp_path / "b")
     assert killed(at, tmp_path) == [5, 5]
@@ -320,7 +320,7 @@ def shell_amid_load(path: Path) -> str:
 
 def test_another_process_gets_no_snapshot_of_a_half_done_load(tmp_path: Path) -> None:
     killed(apart, tmp_path)
-    assert "came to no end of a step" in killed(shell_amid_load, tmp_path)
+    assert "did not finish its current step" in killed(shell_amid_load, tmp_path)
     assert not any("shell" in of_store for of_store in names(tmp_path))
     assert killed(at, tmp_path) == [2, 2]
 

@@ -189,13 +189,13 @@ def test_a_snapshot_that_cannot_be_loaded_leaves_the_running_table_as_it_was(tmp
         foreign_snapshot(place / "trained", tmp_path / "c", optimizer="adam")
         steps(embedding, 1)
         for name, message in {
-            "missing": r"no snapshot 'missing' in .*; those there: 'flipped', 'headless'",
+            "missing": r"no snapshot 'missing' in .*; existing ones: 'flipped', 'headless'",
             "flipped": r"checksum",
             "shortened": rf"{re.escape(bucket)}' is damaged",
             "lacking": rf"{re.escape(bucket)}' is damaged",
-            "headless": r"has no manifest\.msgpack: it is no snapshot, or it is damaged",
+            "headless": r"has no manifest\.msgpack: it is not a snapshot, or it is damaged",
             "unsealed": r"manifest\.msgpack' cannot be read",
-            "hollow": r"has no manifest\.msgpack: it is no snapshot",
+            "hollow": r"has no manifest\.msgpack: it is not a snapshot",
             "wide": r"snapshot 'wide' holds rows of embedding_dim \[7\], not \[5\]",
             "narrow": r"snapshot 'narrow' holds rows of key_type int32, not int64",
             "trained": r"snapshot 'trained' holds rows of optimizer adam",

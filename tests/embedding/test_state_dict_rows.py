@@ -259,7 +259,7 @@ def test_rows_that_were_written_at_the_step_of_a_state_are_replaced(tmp_path: Pa
 
 def test_rows_that_were_closed_are_known_to_be_those_of_a_state(tmp_path: Path) -> None:
     def marker() -> dict[str, Any]:
-        found = FolderState(tmp_path / "rows").read_mark()
+        found = FolderState(tmp_path / "rows").read_clean_marker()
         assert found is not None
         return found
 
@@ -351,7 +351,7 @@ def test_a_number_of_snapshots_of_states_is_kept_and_the_log_says_what_cannot_lo
         train(first.rows, range(step, step + 5))
         states.append(reloaded(first.state_dict()))
     assert of_states(tmp_path) == [named(state)["snapshot"] for state in states[1:]]
-    assert [r.args[2] for r in caplog.records if "no longer load" in r.getMessage()] == [1]  # type: ignore[index]
+    assert [r.args[2] for r in caplog.records if "cannot be loaded" in r.getMessage()] == [1]  # type: ignore[index]
     with pytest.raises(SnapshotError, match=r"rows of step 4.*of step 1, snapshot 'state_dict-.*which is missing"):
         first.load_state_dict(states[0])
     first.load_state_dict(states[1])

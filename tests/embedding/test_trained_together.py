@@ -48,7 +48,7 @@ def test_snapshots_of_two_steps_are_no_recovery_until_it_is_asked_for(tmp_path: 
     for _ in range(2):
         said = killed(at, tmp_path, stores)
         assert said.startswith("StoreError")
-        for part in ("'a' has snapshot 'ten', of step 10", "'b' has snapshot 'twenty', of step 20", 'open="mixed"'):
+        for part in ("'a' has snapshot 'ten', at step 10", "'b' has snapshot 'twenty', at step 20", 'open="mixed"'):
             assert part in said
     assert killed(at, tmp_path, stores, "error").startswith("StoreError")
     assert killed(at, tmp_path, stores, "mixed") == [10, 20]
@@ -225,7 +225,10 @@ def kills_of_a_load(folder: Path, stores: tuple[str, ...]) -> None:
     for number in range(1, 60):
         path = copied(folder / "made", folder / f"{number}" / "store")
         said = killed_at(path, "rename", number, load_all, path, stores)
-        noted = [at is not None and at.all is not None for at in (FolderState(path / name).noting.at for name in "ab")]
+        noted = [
+            at is not None and at.all is not None
+            for at in (FolderState(path / name).recovery_folder.at for name in "ab")
+        ]
         if any(noted) and expected == [1, 1]:
             assert not all(noted)
             expected = [3, 3]
@@ -296,7 +299,7 @@ def test_names_saved_at_two_instants_are_not_loaded_as_one(tmp_path: Path) -> No
     for member in model.members:
         model.steps(1)
         member.save_snapshot("same name")
-    with pytest.raises(SnapshotError, match=r"not saved together.*'a' of step 1, 'b' of step 2"):
+    with pytest.raises(SnapshotError, match=r"not saved together.*'a' at step 1, 'b' at step 2"):
         model.load_snapshot("same name")
     with pytest.raises(SnapshotError, match="'absent'"):
         model.load_snapshot("absent")
@@ -493,7 +496,7 @@ def test_all_start_empty_if_none_was_saved_and_none_does_if_one_was(tmp_path: Pa
     killed(one_saved, tmp_path / "one")
     said = killed(at, tmp_path / "one", stores)
     assert said.startswith("StoreError")
-    assert "'a' has snapshot 'two', of step 2, 'b' has no snapshot" in said
+    assert "'a' has snapshot 'two', at step 2, 'b' has no snapshot" in said
     assert killed(at, tmp_path / "one", stores, "mixed") == [2, 0]
 
 
@@ -518,7 +521,7 @@ def test_an_embedding_that_is_made_again_beside_a_live_one_has_rows_of_its_momen
     if trained == "b":
         assert model.at() == [2, 2]
         return
-    with pytest.raises(StoreError, match="'b' has snapshot 'two', of step 2, 'a' is open"):
+    with pytest.raises(StoreError, match="'b' has snapshot 'two', at step 2, 'a' is open"):
         model.at()
     model.members[0].close()
     assert Model(tmp_path, ("host", "host")).at() == [2, 2]

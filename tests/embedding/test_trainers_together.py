@@ -191,7 +191,7 @@ def test_a_trainer_saved_only_apart_is_refused_and_changes_no_file_until_its_row
     said = killed(opened, tmp_path, make)
     assert said.startswith("StoreError")
     for member, snapshot, (step, _) in zip(NAMES[make], ("early", "late"), apart, strict=True):
-        assert f"{member!r} has snapshot {snapshot!r}, of step {step}" in said
+        assert f"{member!r} has snapshot {snapshot!r}, at step {step}" in said
     assert all(remedy in said for remedy in ("load_snapshot", 'open="fresh"', 'open="mixed"'))
     assert files(tmp_path) == before
     assert killed(opened, tmp_path, make, "mixed") == apart

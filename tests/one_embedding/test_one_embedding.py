@@ -154,7 +154,7 @@ def test_paths_of_several_ranks_are_refused_and_no_folder_is_made(tmp_path: Path
         ):
             maker([str(tmp_path / "0-1")], "s", *KINDS, DIM)
         assert list(tmp_path.iterdir()) == []
-    with pytest.raises(StoreError, match="is no store folder: give <persistent_path>/<embedding name>"):
+    with pytest.raises(StoreError, match="is not a store folder: give <persistent_path>/<embedding name>"):
         one_embedding.make_persistent_table_reader([tmp_path / "rows"], "s", *KINDS, DIM)
 
 

@@ -22,14 +22,14 @@ from tierbed.snapshots import list_snapshots
 CALLS = {"rename": 3, "sync": 4, "write": 9}  # a kill at the first of these, and at each so-many-th behind it
 
 
-def opened(path: Path, store: str, dtype: torch.dtype = torch.bfloat16, **more: Any) -> MultiTableEmbedding:
+def open_embedding(path: Path, store: str, dtype: torch.dtype = torch.bfloat16, **more: Any) -> MultiTableEmbedding:
     return make(options(store, path, **more), "adagrad", tables=1, dtype=dtype)
 
 
 def convert(place: str, store: str, call: str, number: int, events: int) -> None:
     """Load the float32 rows into a bfloat16 table and train on, killed before the `number`th `call`."""
     signal.alarm(60)  # what hangs fails
-    embedding = opened(Path(place, "store"), store)
+    embedding = open_embedding(Path(place, "store"), store)
     embedding.size()
     shim = ctypes.CDLL(None)
     shim.watch_calls(os.fsencode(Path(place, "store")), os.fsencode(Path(place, "aside")), -1)
@@ -49,14 +49,14 @@ WARM = Warm(convert, SHIMMED)
 )
 def test_a_kill_amid_a_conversion_leaves_rows_of_one_dtype_and_every_snapshot(tmp_path: Path, store: str) -> None:
     begun = tmp_path / "begun"
-    with opened(begun, store, torch.float32) as embedding:
+    with open_embedding(begun, store, torch.float32) as embedding:
         train(embedding, range(50))
         embedding.save_snapshot("wide")
-    with opened(begun, store, open="fresh") as embedding:
+    with open_embedding(begun, store, open="fresh") as embedding:
         train(embedding, range(20, 60))
         embedding.save_snapshot("narrow")
         narrow = contents(embedding).tobytes()
-    with opened(tmp_path / "alone", "device", open="fresh") as embedding:
+    with open_embedding(tmp_path / "alone", "device", open="fresh") as embedding:
         shutil.copytree(begun / "rows" / "snapshots" / "wide", tmp_path / "alone" / "rows" / "snapshots" / "wide")
         embedding.load_snapshot("wide", convert=True)
         converted = contents(embedding).tobytes()
@@ -74,7 +74,7 @@ def test_a_kill_amid_a_conversion_leaves_rows_of_one_dtype_and_every_snapshot(tm
             listing = list_snapshots(place / "store" / "rows" / "snapshots")
             assert not listing.damaged
             assert [snapshot.name for snapshot in listing.snapshots] == ["wide", "narrow"]
-            with opened(place / "store", store) as embedding:
+            with open_embedding(place / "store", store) as embedding:
                 assert contents(embedding).tobytes() in ([narrow] if returned else [narrow, converted])
                 embedding.load_snapshot("wide", convert=True)
                 assert contents(embedding).tobytes() == converted

@@ -20,7 +20,7 @@ from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.store.folder import StoreFolder
 
 
-def opened(path: Path, store: str = "device") -> MultiTableEmbedding:
+def open_embedding(path: Path, store: str = "device") -> MultiTableEmbedding:
     return make(options(store, path), "adagrad", tables=1)
 
 
@@ -37,7 +37,7 @@ def names(path: Path) -> set[str]:
 @pytest.mark.parametrize("store", STORES)
 def test_a_second_run_saves_under_the_name_of_the_first(tmp_path: Path, store: str) -> None:
     kinds = ["full", "background", "incremental", *(["checkpoint"] if store == "ssd" else [])]
-    with opened(tmp_path, store) as embedding:
+    with open_embedding(tmp_path, store) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final")
         for kind in kinds:
@@ -60,7 +60,7 @@ def test_a_second_run_saves_under_the_name_of_the_first(tmp_path: Path, store: s
 
 
 def test_a_new_name_may_be_saved_with_overwrite_and_no_other_value_is_taken(tmp_path: Path) -> None:
-    with opened(tmp_path) as embedding:
+    with open_embedding(tmp_path) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final", overwrite=True)
         assert step_of(tmp_path, "final") == 1
@@ -70,15 +70,17 @@ def test_a_new_name_may_be_saved_with_overwrite_and_no_other_value_is_taken(tmp_
 
 
 def test_what_others_go_over_is_not_overwritten_and_told_before_training(tmp_path: Path) -> None:
-    with opened(tmp_path) as embedding:
+    with open_embedding(tmp_path) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final")
         train(embedding, range(3))
-        with pytest.raises(SnapshotError, match=r"'final' cannot go over the one that it replaces: .* kind=\"full\""):
+        with pytest.raises(
+            SnapshotError, match=r"'final' cannot be based on the one that it replaces: .* kind=\"full\""
+        ):
             embedding.save_snapshot("final", "incremental", overwrite=True)
         embedding.save_snapshot("over", "incremental")
         for save in (embedding.check_save, embedding.save_snapshot):
-            with pytest.raises(SnapshotError, match=r"final' cannot be overwritten: 'over' would lack"):
+            with pytest.raises(SnapshotError, match=r"final' cannot be overwritten: it is the parent of 'over'"):
                 save("final", overwrite=True)
         with pytest.raises(SnapshotError, match=r"cannot be overwritten: 'over'"):
             embedding.save_snapshot("final", background=True, overwrite=True)
@@ -89,14 +91,14 @@ def test_what_others_go_over_is_not_overwritten_and_told_before_training(tmp_pat
         with pytest.raises(OptionError, match="checkpoint"):
             embedding.check_save("new", "checkpoint")
         (tmp_path / "rows" / "snapshots" / "notes").mkdir()
-        with pytest.raises(SnapshotError, match=r"notes' is no snapshot, and nothing else is overwritten"):
+        with pytest.raises(SnapshotError, match=r"notes' is not a snapshot, and only snapshots are overwritten"):
             embedding.save_snapshot("notes", overwrite=True)
         assert embedding.last_snapshot == "over"
         assert (step_of(tmp_path, "final"), step_of(tmp_path, "over")) == (1, 2)
 
 
 def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back_to(tmp_path: Path) -> None:
-    with opened(tmp_path) as embedding:
+    with open_embedding(tmp_path) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final")
         train(embedding, range(3))
@@ -117,27 +119,27 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back
 
 
 def test_the_snapshot_that_is_replaced_is_no_base_before_it_is(tmp_path: Path) -> None:
-    with opened(tmp_path) as embedding:
+    with open_embedding(tmp_path) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final")
         embedding.save_snapshot("monday")
     with StoreFolder(tmp_path / "rows") as folder:
-        folder.expect_base("final")  # and the process was killed
-        assert (folder.base, folder.replaced) == ("monday", {"final"})
+        folder.expect_recovery_snapshot("final")  # and the process was killed
+        assert (folder.recovery_snapshot, folder.replaced) == ("monday", {"final"})
     with StoreFolder(tmp_path / "rows") as folder:
-        assert (folder.base, folder.replaced) == ("monday", set())
+        assert (folder.recovery_snapshot, folder.replaced) == ("monday", set())
         manifest = folder.snapshots / "final" / "manifest.msgpack"
         manifest.write_bytes(b"damaged")
-        folder.expect_base("final")
-        assert folder.base == "monday"
-    with opened(tmp_path) as embedding:  # what is damaged may be replaced
+        folder.expect_recovery_snapshot("final")
+        assert folder.recovery_snapshot == "monday"
+    with open_embedding(tmp_path) as embedding:  # what is damaged may be replaced
         train(embedding, range(3))
         embedding.save_snapshot("final", overwrite=True)
         assert (embedding.last_snapshot, step_of(tmp_path, "final")) == ("final", 2)
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
-    with opened(tmp_path) as embedding:
+    with open_embedding(tmp_path) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final")
         snapshots = tmp_path / "rows" / "snapshots"
@@ -152,7 +154,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
 
 def refuse_exchanges(path: Path) -> None:
     shim = ctypes.CDLL(None)
-    with opened(path) as embedding:
+    with open_embedding(path) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final")
         train(embedding, range(3))

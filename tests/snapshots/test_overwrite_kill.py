@@ -28,7 +28,7 @@ IDS = torch.arange(3)
 GRAD = torch.ones(3, 1)  # rows follow from the number of steps
 
 
-def opened(path: Path, store: str) -> MultiTableEmbedding:
+def open_embedding(path: Path, store: str) -> MultiTableEmbedding:
     return make(options(store, path), "adagrad", tables=1)
 
 
@@ -42,9 +42,9 @@ def rows_after(steps: int) -> bytes:
 def overwrite(
     place: str, store: str, kind: str, call: str, number: int, when: int, background: bool, events: int
 ) -> None:
-    """Replace the snapshot "final", and be killed at the `number`th `call`; tells `events` where it returned."""
+    """Replace the snapshot "final", and be killed at the `number`th `call`; writes to `events` where it returned."""
     signal.alarm(60)  # what hangs fails
-    embedding = opened(Path(place, "store"), store)
+    embedding = open_embedding(Path(place, "store"), store)
     for step in range(1, NEW + 1):
         train(embedding, IDS, grad=GRAD)
         if step in (OLD, BASE):
@@ -108,8 +108,8 @@ def check(path: Path, store: str, expected: dict[int, bytes], returned: bool) ->
     final = int(Snapshot.open(snapshots / "final").description["step"])
     assert final == NEW if returned else final in (OLD, NEW)
     with StoreFolder(path / "rows") as folder:
-        assert folder.base == ("final" if final == NEW else "other")
-    with opened(path, store) as embedding:
+        assert folder.recovery_snapshot == ("final" if final == NEW else "other")
+    with open_embedding(path, store) as embedding:
         assert contents(embedding).tobytes() == expected[NEW if final == NEW else BASE]
         train(embedding, IDS, grad=GRAD)
         embedding.save_snapshot("final" if final == OLD else "after", overwrite=True)

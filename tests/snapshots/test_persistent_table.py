@@ -22,7 +22,7 @@ from tierbed.snapshots.exchange import sorting
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.exchange.sorting import RowSorter
-from tierbed.snapshots.store.closed_store import load_live
+from tierbed.snapshots.store.closed_store import load_into_store
 from tierbed.snapshots.store.folder import StoreFolder
 
 KINDS = (torch.int64, torch.float32)
@@ -123,7 +123,7 @@ def test_the_description_is_the_stores(tmp_path: Path) -> None:
         writer.write(np.array([1, 2]), zeros, 1)
         with pytest.raises(InputError, match="keys hold padding_idx=3, which is no row"):
             writer.write(np.array([4, 3]), zeros, 1)
-        with pytest.raises(InputError, match="it is not known which of 3 tables"):
+        with pytest.raises(InputError, match="it is unknown which of 3 tables"):
             writer.write(np.array([4, 5]), zeros)
         with pytest.raises(InputError, match="table holds 3; give table ids from 0 to 2"):
             writer.write(np.array([4, 5]), zeros, np.array([0, 3]))
@@ -146,7 +146,7 @@ def test_the_command_line_loads_it(tmp_path: Path) -> None:
     with make_persistent_table_writer(tmp_path / "rows", "s", *KINDS, DIM) as writer:
         writer.write(np.arange(10), np.ones((10, DIM), np.float32))
     with StoreFolder(tmp_path / "rows") as folder:
-        load_live(folder, Snapshot.open(folder.snapshots / "s"))
+        load_into_store(folder, Snapshot.open(folder.snapshots / "s"))
     with make(options("ssd", tmp_path), "adam", tables=1) as embedding:
         assert embedding.size() == 10
 

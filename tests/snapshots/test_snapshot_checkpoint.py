@@ -128,11 +128,11 @@ def test_files_of_rows_are_linked_with_the_checksums_that_rocksdb_kept(tier: Roc
 def test_reading_and_verifying_write_nothing_and_tell_progress_in_rows(tier: RocksDB, tmp_path: Path) -> None:
     snapshot = save(tier, tmp_path / "s")
     before = files(snapshot.folder)
-    told: list[int] = []
-    snapshot.verify(told.append)
+    reported: list[int] = []
+    snapshot.verify(reported.append)
     joined(snapshot.chunks())
     assert files(snapshot.folder) == before
-    assert sum(told) == snapshot.manifest.rows == 400
+    assert sum(reported) == snapshot.manifest.rows == 400
 
 
 def test_a_store_of_an_open_checkpoint_takes_no_writes(tier: RocksDB, tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_it_outlasts_what_becomes_of_the_store(tmp_path: Path) -> None:
 
 
 def test_files_stay_while_they_are_linked_and_go_after(tier: RocksDB) -> None:
-    with tier.live_files() as held:
-        tables = [tier.folder / file.name for file in held if file.name.endswith(".sst")]
+    with tier.live_files() as linked_files:
+        tables = [tier.folder / file.name for file in linked_files if file.name.endswith(".sst")]
         put(tier, seed=1)
         tier.compact()
         assert all(file.exists() for file in tables)
@@ -300,8 +300,8 @@ def test_files_that_have_no_checksum_of_their_own_are_read_once(tmp_path: Path) 
         put(tier)
         tier.flush()
     with closing(RocksDB(tmp_path / "live", WIDTH, 2)) as tier:
-        with tier.live_files() as held:
-            assert {file.crc32c for file in held} == {None}
+        with tier.live_files() as linked_files:
+            assert {file.crc32c for file in linked_files} == {None}
         snapshot = save(tier, tmp_path / "s")
         assert all(os.path.samefile(snapshot.folder / "rocksdb" / n, tier.folder / n) for n in tables_of(snapshot))
         snapshot.verify()
@@ -329,7 +329,7 @@ def test_on_another_filesystem_files_are_copied_and_it_says_so(
     assert remarks(caplog) == []
     copied = save(tier, elsewhere / "s")
     [said] = remarks(caplog)
-    assert f"'s': copied, not linked, as {elsewhere} is on another filesystem than {tier.folder}" in said
+    assert f"'s': copied, not linked, because {elsewhere} is on another filesystem than {tier.folder}" in said
     assert {name: rocksdb_files(copied.manifest)[name] for name in tables_of(copied)} == {
         name: rocksdb_files(linked.manifest)[name] for name in tables_of(linked)
     }

@@ -31,7 +31,7 @@ from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control import protocol as channel
 from tierbed.snapshots.control import server as serving
-from tierbed.snapshots.control.client import ask_status, request_save
+from tierbed.snapshots.control.client import request_save, request_status
 
 ask = ThreadPoolExecutor(4)
 
@@ -62,10 +62,10 @@ def a_step_under_way(embedding: MultiTableEmbedding) -> Iterator[Callable[[], No
     yield lambda: pinned.update([torch.ones_like(pinned.gather(0))])
 
 
-def asked(store: Path, name: str = "s", **more: Any) -> Future[Any]:
+def request_in_thread(store: Path, name: str = "s", **more: Any) -> Future[Any]:
     """A client in another thread, once the trainer has heard it."""
     answer = ask.submit(request_save, store, name, **more)
-    until(lambda: answer.done() or (ask_status(store) or {}).get("saving"))
+    until(lambda: answer.done() or (request_status(store) or {}).get("saving"))
     return answer
 
 
@@ -95,7 +95,7 @@ def test_a_kill_goes_back_to_the_snapshot_that_was_asked_for(tmp_path: Path) -> 
 def test_an_idle_trainer_answers(tmp_path: Path) -> None:
     training = Training(waits, tmp_path)
     manifest = saved(training.store, "a").manifest
-    status = ask_status(training.store)
+    status = request_status(training.store)
     assert status == {"name": STORE, "step": 1, "rows": manifest.rows, "pid": training.pid, "saving": None}
     training.end()
 
@@ -108,12 +108,12 @@ def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
     store = tmp_path / STORE
     with a_step_under_way(embedding) as end:
         timeout, said = 0.2, ""
-        while "came to no end of a step" not in said:  # or it did not answer yet
+        while "did not finish its current step" not in said:  # or it did not answer yet
             with pytest.raises(StoreError, match=rf"process {os.getpid()} (was asked to save|is saving)") as error:
                 request_save(store, "s", timeout=timeout)
             timeout, said = 2 * timeout, str(error.value)
-        until(lambda: ask_status(store)["saving"] is None)  # whoever asked has gone
-        answer = asked(store)
+        until(lambda: request_status(store)["saving"] is None)  # whoever asked has gone
+        answer = request_in_thread(store)
         with pytest.raises(StoreError, match=rf"process {os.getpid()} is saving snapshot 's'; ask again"):
             request_save(store, "t")
         end()
@@ -128,8 +128,8 @@ def test_a_step_that_failed_does_not_hold_a_snapshot_up(tmp_path: Path) -> None:
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 4)
         with a_step_under_way(embedding):
-            answer = asked(tmp_path / STORE)
-            until(lambda: embedding.opened().own_table.step_gate.is_wanted)  # later than it is heard
+            answer = request_in_thread(tmp_path / STORE)
+            until(lambda: embedding.opened().own_table.between_steps.wanted)  # later than it is heard
         step(embedding)
         assert answer.result(60).description["step"] == 4
         holds(embedding, 5)
@@ -157,20 +157,20 @@ def test_the_socket_is_there_while_the_store_is_open_and_for_its_user_alone(tmp_
     before = os.umask(0)
     try:
         with embedding_at(deep, "device") as embedding:
-            assert ask_status(place.parent) is None
+            assert request_status(place.parent) is None
             steps(embedding, 3)
             assert place.stat().st_mode & 0o777 == 0o600
             assert saved(place.parent, "a").description["step"] == 3
     finally:
         os.umask(before)
     assert not place.exists()
-    assert ask_status(place.parent) is None
+    assert request_status(place.parent) is None
 
 
 def _as_nobody(store: Path) -> str:
     os.setuid(65534)
     with pytest.raises(StoreError) as error:
-        ask_status(store)
+        request_status(store)
     return str(error.value)
 
 
@@ -182,16 +182,16 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
             if folder == Path(tempfile.gettempdir()):
                 break
             folder.chmod(0o755)
-        assert "another user trains" in in_process(_as_nobody, tmp_path / STORE)
+        assert "process of another user has" in in_process(_as_nobody, tmp_path / STORE)
         (tmp_path / STORE / "SOCKET").chmod(0o666)
-        assert f"serves user {os.geteuid()} alone" in in_process(_as_nobody, tmp_path / STORE)
+        assert f"serves only user {os.geteuid()}" in in_process(_as_nobody, tmp_path / STORE)
 
 
 def test_the_socket_of_a_killed_trainer_is_known_and_replaced(tmp_path: Path) -> None:
     training = Training(waits, tmp_path)
     training.kill()
     assert (training.store / "SOCKET").is_socket()
-    assert ask_status(training.store) is None
+    assert request_status(training.store) is None
     assert request_save(training.store, "a") is None
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 2)
@@ -203,7 +203,7 @@ def test_a_forked_child_does_not_stand_in_for_a_killed_trainer(tmp_path: Path) -
     child = training.says()
     training.kill()
     try:
-        assert ask_status(training.store) is None
+        assert request_status(training.store) is None
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -222,7 +222,9 @@ def test_a_trainer_that_is_killed_in_a_save_leaves_nothing_of_it(tmp_path: Path)
     training = Training(fills, tmp_path)
     assert training.says() == "filled"
     kept = request_save(training.store, "kept")
-    with pytest.raises(StoreError, match=rf"process {training.pid} went away while it saved.*nothing of the snapshot"):
+    with pytest.raises(
+        StoreError, match=rf"process {training.pid} exited while it saved.*the snapshot was not written"
+    ):
         request_save(training.store, "lost", progress=lambda rows, of: training.kill())
     with embedding_at(tmp_path, "device") as embedding:
         assert embedding.size() == kept.rows
@@ -238,7 +240,7 @@ def test_a_save_whose_client_is_killed_is_finished(tmp_path: Path) -> None:
     training = Training(fills, tmp_path)
     assert training.says() == "filled"
     assert Child(_asks_and_dies, training.store).wait() == -signal.SIGKILL
-    until(lambda: ask_status(training.store)["saving"] is None)
+    until(lambda: request_status(training.store)["saving"] is None)
     Snapshot.open(training.store / "snapshots" / "a").verify()
     training.end()
 
@@ -247,9 +249,11 @@ def test_a_store_that_is_closed_undoes_what_was_asked(tmp_path: Path) -> None:
     embedding = embedding_at(tmp_path, "device")
     steps(embedding, 3)
     with a_step_under_way(embedding):
-        answer = asked(tmp_path / STORE)
+        answer = request_in_thread(tmp_path / STORE)
     embedding.close()
-    with pytest.raises(SnapshotError, match=r"closed the store before snapshot 's' was whole.*from the closed store"):
+    with pytest.raises(
+        SnapshotError, match=r"closed the store before snapshot 's' was complete.*from the closed store"
+    ):
         answer.result(60)
     with embedding_at(tmp_path, "device") as embedding:
         holds(embedding, 3)
@@ -259,14 +263,14 @@ def test_a_store_that_is_closed_undoes_what_was_asked(tmp_path: Path) -> None:
 def test_errors_come_to_the_client_and_progress_counts_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_EVERY", 0)
+    monkeypatch.setattr(serving, "_PROGRESS_SECONDS", 0)
     with embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 3)
-        told: list[tuple[int, int | None]] = []
-        manifest = request_save(tmp_path / STORE, "a", progress=lambda rows, of: told.append((rows, of)))
-        assert told[0] == (0, manifest.rows)
-        assert told[-1] == (manifest.rows, manifest.rows)
-        assert told == sorted(told)
+        messages: list[tuple[int, int | None]] = []
+        manifest = request_save(tmp_path / STORE, "a", progress=lambda rows, of: messages.append((rows, of)))
+        assert messages[0] == (0, manifest.rows)
+        assert messages[-1] == (manifest.rows, manifest.rows)
+        assert messages == sorted(messages)
         with pytest.raises(SnapshotError, match=r"/a' exists: choose another name"):
             request_save(tmp_path / STORE, "a")
         with pytest.raises(SnapshotError, match=r"\.\./x"):
@@ -278,7 +282,7 @@ def test_errors_come_to_the_client_and_progress_counts_every_row(
 @on_devices
 @pytest.mark.parametrize("store", ["device", "host", "cached_host"])
 def test_a_snapshot_of_rows_on_a_gpu(device: Device, tmp_path: Path, store: str) -> None:
-    """It may come to what the trainer did wrong before the trainer knows, who is told all the same."""
+    """It may come to what the trainer did wrong before the trainer knows, which still gets the result."""
     with tables_on(device) as place, make(options(store, tmp_path), "adagrad") as embedding:
         embedding.to(place)
 
@@ -305,7 +309,7 @@ def _connected(store: Path) -> socket.socket:
 
 
 def test_bad_clients_hurt_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "_PATIENCE", 0.3)
+    monkeypatch.setattr(serving, "_CLIENT_SECONDS", 0.3)
     store = tmp_path / STORE
     with embedding_at(tmp_path, "device") as embedding, contextlib.ExitStack() as stack:
         steps(embedding, 2)
@@ -335,12 +339,18 @@ def test_a_save_of_several_stores_is_a_request_that_older_versions_refuse(tmp_pa
     with channel.listen(folder) as listener:
         answer = ask.submit(request_save, tmp_path, "s", stores=stores)
         with listener.accept()[0] as client:
-            asked = channel.receive(client)
-            channel.send(client, {"error": "knows no such request", "type": "StoreError"})
-        with pytest.raises(StoreError, match="knows no such request"):
+            request_in_thread = channel.receive(client)
+            channel.send(client, {"error": "does not know this request", "type": "StoreError"})
+        with pytest.raises(StoreError, match="does not know this request"):
             answer.result(60)
     os.close(folder)
-    assert asked == {"do": "save all", "name": "s", "kind": "full", "overwrite": False, "stores": [*map(str, stores)]}
+    assert request_in_thread == {
+        "do": "save all",
+        "name": "s",
+        "kind": "full",
+        "overwrite": False,
+        "stores": [*map(str, stores)],
+    }
 
 
 def test_a_folder_without_a_socket_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -348,7 +358,7 @@ def test_a_folder_without_a_socket_trains_on(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level("INFO", "tierbed"), embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 3)
         (said,) = [record.getMessage() for record in caplog.records]
-        assert "`tierbed snapshot save` cannot ask this process" in said
+        assert "no `tierbed snapshot save` while it is open" in said
     with embedding_at(tmp_path, "device") as embedding:
         holds(embedding, 3)
 
@@ -358,7 +368,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     for _ in range(3):
         with embedding_at(tmp_path, "device") as embedding:
             steps(embedding, 1)
-            ask_status(tmp_path / STORE)
+            request_status(tmp_path / STORE)
     assert threading.active_count() == before
     assert len(os.listdir("/proc/self/fd")) == files
 
@@ -367,7 +377,7 @@ def test_clients_that_come_and_go_at_once_are_all_served(tmp_path: Path) -> None
     def served(_: int) -> bool:
         while True:
             try:
-                return ask_status(tmp_path / "rows") is not None
+                return request_status(tmp_path / "rows") is not None
             except StoreError as error:
                 if "too many clients; ask again" not in str(error):  # there are on a busy machine
                     raise

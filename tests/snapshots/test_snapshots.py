@@ -222,7 +222,7 @@ def test_description_that_could_not_be_read_back_is_refused(tmp_path: Path, chan
 
 def test_description_that_msgpack_cannot_hold_is_refused(tmp_path: Path) -> None:
     for tables in ([np.float32(1)], [{1: 2}], [2**64]):
-        with pytest.raises(SnapshotError, match=r"cannot be stored|holds what JSON cannot"):
+        with pytest.raises(SnapshotError, match=r"cannot be stored|holds values that JSON cannot"):
             write_snapshot(tmp_path / "s", description(tables=tables), [])
     assert list(tmp_path.iterdir()) == []
 
@@ -237,11 +237,11 @@ def test_a_row_state_takes_one_float(tmp_path: Path) -> None:
 
 
 def test_missing_snapshot_names_those_that_exist(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match=r"no snapshot 'c'.*those there: none"):
+    with pytest.raises(SnapshotError, match=r"no snapshot 'c'.*existing ones: none"):
         Snapshot.open(tmp_path / "not there" / "c")
     save(tmp_path / "a")
     save(tmp_path / "b")
-    with pytest.raises(SnapshotError, match=r"no snapshot 'c'.*those there: 'a', 'b'"):
+    with pytest.raises(SnapshotError, match=r"no snapshot 'c'.*existing ones: 'a', 'b'"):
         Snapshot.open(tmp_path / "c")
 
 

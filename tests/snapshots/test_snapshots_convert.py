@@ -23,7 +23,7 @@ from tierbed.engine.row_format import RowForm, narrowed, overflows, widened
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.writer import check_parent
 from tierbed.snapshots.inspection.comparison import compare
-from tierbed.snapshots.store.closed_store import load_live
+from tierbed.snapshots.store.closed_store import load_into_store
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.selection import LoadReport, Selection, Types
 
@@ -166,14 +166,14 @@ def test_an_incremental_snapshot_goes_over_none_of_another_type(tmp_path: Path) 
         check_parent(tmp_path / "new", parent, description(6, types))
         for other in TYPES:
             if other != types:
-                with pytest.raises(SnapshotError, match=r'numbers another dtype\. Save it with kind="full"'):
+                with pytest.raises(SnapshotError, match=r'another dtype\. Save it with kind="full"'):
                     check_parent(tmp_path / "new", parent, description(6, other))
 
 
 DTYPES = [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)]
 
 
-def opened(path: Path, store: str, types: tuple[torch.dtype, torch.dtype], **more: Any) -> MultiTableEmbedding:
+def open_embedding(path: Path, store: str, types: tuple[torch.dtype, torch.dtype], **more: Any) -> MultiTableEmbedding:
     return make(options(store, path, **more), "adagrad", dtype=types[0], state_dtype=types[1])
 
 
@@ -184,13 +184,13 @@ def test_an_embedding_of_another_dtype_loads_a_snapshot_where_it_is_told_to(
     tmp_path: Path, store: str, types: tuple[torch.dtype, torch.dtype]
 ) -> None:
     wide = torch.float32, torch.float32
-    with opened(tmp_path, store, wide) as embedding:
+    with open_embedding(tmp_path, store, wide) as embedding:
         train(embedding, torch.arange(100))
         embedding.save_snapshot("wide")
         rows = contents(embedding)
     with pytest.raises(StoreError, match=r"load_snapshot\(name, convert=True\)"):
-        opened(tmp_path, store, types).size()
-    with opened(tmp_path, store, types, open="fresh") as embedding:
+        open_embedding(tmp_path, store, types).size()
+    with open_embedding(tmp_path, store, types, open="fresh") as embedding:
         with pytest.raises(SnapshotError, match="; or load it with convert=True;"):
             embedding.load_snapshot("wide")
         assert embedding.load_snapshot("wide", convert=True).rows == 100
@@ -209,7 +209,7 @@ def test_an_embedding_of_another_dtype_loads_a_snapshot_where_it_is_told_to(
         assert contents(embedding).tobytes() == narrow.tobytes()
         train(embedding, [1, 2])
         embedding.save_snapshot("later", "incremental")
-    with opened(tmp_path, store, wide, open="fresh") as embedding:
+    with open_embedding(tmp_path, store, wide, open="fresh") as embedding:
         embedding.load_snapshot("narrow", convert=True)
         back = contents(embedding)
         for name in ("embedding", "sum"):
@@ -226,10 +226,10 @@ def form_like(types: tuple[torch.dtype, torch.dtype]) -> RowForm:
 def closed(tmp_path: Path) -> Iterator[StoreFolder]:
     """The folder of an embedding of bfloat16 rows, with a snapshot "narrow" of it, and "wide" and "half" of others."""
     for name, types in {"wide": (torch.float32, torch.float32), "half": (torch.float16, torch.bfloat16)}.items():
-        with opened(tmp_path / name, "host", types) as embedding:
+        with open_embedding(tmp_path / name, "host", types) as embedding:
             train(embedding, torch.arange(20))
             embedding.save_snapshot(name)
-    with opened(tmp_path, "host", DTYPES[0]) as embedding:
+    with open_embedding(tmp_path, "host", DTYPES[0]) as embedding:
         train(embedding, torch.arange(9))
         embedding.save_snapshot("narrow")
     for name in ("wide", "half"):
@@ -245,17 +245,17 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
             SnapshotError,
             match=f"is of rows of dtype {said}, .* of bfloat16 with states of bfloat16.*convert=True.*dtype=",
         ):
-            load_live(closed, snapshot)
-        live, report = load_live(closed, snapshot, selection=Selection(convert=True))
+            load_into_store(closed, snapshot)
+        live, report = load_into_store(closed, snapshot, selection=Selection(convert=True))
         assert (live.form.dtype, report.rows) == (form_like(DTYPES[0]).dtype, 20)
-    assert closed.noting.base == "narrow"
-    live, _ = load_live(
+    assert closed.recovery_folder.recovery_snapshot == "narrow"
+    live, _ = load_into_store(
         closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(state=False, convert=True)
     )
     assert list(live.form.counts) == ["embedding"]
-    load_live(closed, Snapshot.open(closed.snapshots / "narrow"))  # rows without states take those of any
-    live, _ = load_live(closed, Snapshot.open(closed.snapshots / "narrow"), selection=Selection(convert=True))
+    load_into_store(closed, Snapshot.open(closed.snapshots / "narrow"))  # rows without states take those of any
+    live, _ = load_into_store(closed, Snapshot.open(closed.snapshots / "narrow"), selection=Selection(convert=True))
     assert live.description == Snapshot.open(closed.snapshots / "narrow").description
     (closed.path / "MARK").unlink()
-    with pytest.raises(SnapshotError, match=r"convert=True: the live rows of .* do not tell their dtype"):
-        load_live(closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(convert=True))
+    with pytest.raises(SnapshotError, match=r"convert=True: .* has no clean live rows, so their dtype is unknown"):
+        load_into_store(closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(convert=True))

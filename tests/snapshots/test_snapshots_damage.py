@@ -343,7 +343,7 @@ def test_a_snapshot_of_format_0_is_refused_for_its_format_and_not_as_damaged(tmp
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(format=0, description=older)))
     with pytest.raises(
-        SnapshotError, match="its format is 0, and this tierbed reads 2 to 4: use the version that wrote it"
+        SnapshotError, match="its format is 0, and this tierbed reads 2 to 4: use the one that wrote it"
     ):
         Snapshot.open(tmp_path / "s")
 

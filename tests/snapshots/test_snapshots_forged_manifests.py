@@ -71,7 +71,7 @@ more = st.sampled_from(["extra", "live", "base", "place", "shards", "rows", "nam
 def check(
     sound: Path, path: Path, kind: str, store: str, types: Types, forge: Callable[[dict[str, Any]], None]
 ) -> None:
-    """A snapshot is sound where it loads, and after it everything else works as ever; the commands end as they say."""
+    """A snapshot is sound where it loads, after which everything else works; the commands end as they say."""
     with make(options(store, path), "adagrad", **of_rows(types)) as embedding:
         train(embedding, range(10))
         before = contents(embedding).tobytes()
@@ -181,7 +181,9 @@ def test_the_last_sequence_blocks_a_save_by_name_and_with_a_remedy_that_works(so
         train(embedding, range(10))
         snapshots = copied(sound, tmp_path)
         change(snapshots / "full", lambda content: content.update(sequence=LAST_SEQUENCE))
-        with pytest.raises(SnapshotError, match=r"'full' has the last sequence.*Move '.*full' elsewhere, or remove it"):
+        with pytest.raises(
+            SnapshotError, match=r"'full' has the largest sequence.*Move '.*full' elsewhere, or remove it"
+        ):
             embedding.save_snapshot("after")
         (snapshots / "full").rename(tmp_path / "elsewhere")
         embedding.save_snapshot("after")

@@ -166,9 +166,9 @@ def test_forged_blocks_of_rocksdb_end_no_process_and_what_loads_is_what_was_veri
     with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
         train(embedding, range(10))
         snapshots = copied(of_crc32c, tmp_path)
-        held = Snapshot.open(snapshots / "checkpoint").manifest.rocksdb
-        assert held is not None
-        name = min(name for name in held.files if name.endswith(".sst"))
+        present = Snapshot.open(snapshots / "checkpoint").manifest.rocksdb
+        assert present is not None
+        name = min(name for name in present.files if name.endswith(".sst"))
         whole = (snapshots / "checkpoint" / "rocksdb" / name).read_bytes()
         blocks = blocks_of(whole)
         assert with_right_checksums(whole, blocks) == whole

@@ -37,7 +37,7 @@ def room(disk: Disk, left: int) -> Iterator[None]:
         yield
 
 
-def found(path: Path) -> dict[str, bytes]:
+def contents_of(path: Path) -> dict[str, bytes]:
     """Every snapshot's rows; whole, and nothing beside them."""
     folder = path / "rows" / "snapshots"
     snapshots, damaged = list_snapshots(folder)
@@ -46,7 +46,7 @@ def found(path: Path) -> dict[str, bytes]:
     return {s.name: b"".join(rows.tobytes() for _, rows in s.chunks()) for s in snapshots}
 
 
-def opened(path: Path, store: str) -> MultiTableEmbedding:
+def open_embedding(path: Path, store: str) -> MultiTableEmbedding:
     return make(options(store, path), "adam", tables=1)
 
 
@@ -70,24 +70,24 @@ def tried(disk: Disk, left: int, command: Callable[[], Any]) -> bool:
 
 def save(path: Path, store: str, kind: str) -> None:
     disk = Disk(path, 24 * MB)
-    with opened(path, store) as embedding:
+    with open_embedding(path, store) as embedding:
         grow(embedding)
         embedding.save_snapshot("first")
         grow(embedding)
-        before, rows, failures = found(path), contents(embedding).tobytes(), 0
+        before, rows, failures = contents_of(path), contents(embedding).tobytes(), 0
         for number, left in enumerate(LEFT):
             name = f"s{number}"
             if tried(disk, left, lambda name=name: embedding.save_snapshot(name, kind)):  # type: ignore[misc]
                 failures += 1
-                assert found(path) == before
+                assert contents_of(path) == before
                 assert embedding.last_snapshot == list(before)[-1]
             else:
-                before = found(path)
+                before = contents_of(path)
                 assert before[name] == rows
             assert contents(embedding).tobytes() == rows
         assert failures >= 2 or kind == "checkpoint"  # which links what is on the disk already
         embedding.save_snapshot("last", kind)
-        assert found(path) == before | {"last": rows}
+        assert contents_of(path) == before | {"last": rows}
         train(embedding, range(10))
 
 
@@ -101,12 +101,12 @@ def test_a_save_that_finds_no_room_leaves_what_there_was(disk_path: Path, store:
 
 def load(path: Path, store: str, sizes: list[int]) -> None:
     disk = Disk(path, 24 * MB)
-    with opened(path, store) as embedding:
+    with open_embedding(path, store) as embedding:
         grow(embedding)
         embedding.save_snapshot("first")
         for _ in range(3):
             grow(embedding)
-        before, rows, failures = found(path), contents(embedding).tobytes(), 0
+        before, rows, failures = contents_of(path), contents(embedding).tobytes(), 0
         for left in sizes:
             if tried(disk, left, lambda: embedding.load_snapshot("first")):
                 failures += 1
@@ -115,8 +115,8 @@ def load(path: Path, store: str, sizes: list[int]) -> None:
             else:
                 assert contents(embedding).tobytes() == before["first"]
                 break
-            assert found(path) == before
-        assert failures  # rows in memory need no room, but that they go back to another snapshot has to be written
+            assert contents_of(path) == before
+        assert failures  # rows in memory need no room, but that recovery loads another snapshot has to be written
         embedding.load_snapshot("first")
         assert contents(embedding).tobytes() == before["first"]
         grow(embedding)
@@ -130,12 +130,12 @@ def test_a_load_that_finds_no_room_keeps_the_rows(disk_path: Path, store: str, s
 
 def closed(path: Path, words: list[str], sizes: list[int]) -> None:
     disk = Disk(path, 24 * MB)
-    with opened(path, "ssd") as embedding:
+    with open_embedding(path, "ssd") as embedding:
         for kind in ["full", "incremental", "checkpoint", "incremental"]:
             grow(embedding)
             embedding.save_snapshot(f"{kind}-{embedding.metrics()['table']['step']:.0f}", kind)
         rows = contents(embedding).tobytes()
-    before = found(path)
+    before = contents_of(path)
     arguments = [word.format(store=path / "rows", out=path / "out") for word in words]
     failures = 0
     for left in sizes:
@@ -145,13 +145,13 @@ def closed(path: Path, words: list[str], sizes: list[int]) -> None:
         if code == 0:
             break
         failures += 1
-        assert found(path) == before
+        assert contents_of(path) == before
         assert not list(path.glob("out*"))
     assert (failures == 0) == (words[1] == "prune")  # which needs no room
     if failures == len(sizes):
         assert command(*arguments) == 0
-    assert {name: held for name, held in found(path).items() if name in before}.items() <= before.items()
-    with opened(path, "ssd") as embedding:
+    assert {name: existing for name, existing in contents_of(path).items() if name in before}.items() <= before.items()
+    with open_embedding(path, "ssd") as embedding:
         assert contents(embedding).tobytes() == (before["full-1"] if words[1] == "load" else rows)
 
 
@@ -186,17 +186,17 @@ def test_what_is_there_and_may_not_outlive_a_power_loss_is_told(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         synced(descriptor)
 
-    with opened(tmp_path, "device") as embedding:
+    with open_embedding(tmp_path, "device") as embedding:
         train(embedding, range(9))
         embedding.save_snapshot("first")
         snapshots = tmp_path / "rows" / "snapshots"
         first, new = Snapshot.open(snapshots / "first"), snapshots / "second" if what == "snapshot" else tmp_path / "x"
         monkeypatch.setattr(os, "fsync", failing)
-        with pytest.raises(SnapshotError, match=r"is complete, but may not survive a power loss: .*Input/output"):
+        with pytest.raises(SnapshotError, match=r"may not outlive a power loss: .*Input/output"):
             embedding.save_snapshot("second") if what == "snapshot" else export_snapshot(first, new, "npz")
         monkeypatch.undo()
         assert new.exists()
-        assert len(found(tmp_path)) == (2 if what == "snapshot" else 1)
+        assert len(contents_of(tmp_path)) == (2 if what == "snapshot" else 1)
         train(embedding, range(5))
         embedding.save_snapshot("third", "incremental")
         state = contents(embedding).tobytes()

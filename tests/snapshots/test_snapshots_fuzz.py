@@ -201,7 +201,7 @@ CLAIMED = 1 << 40  # rows, 44 TB of them
 
 
 def claim_rows(folder: Path, kind: str) -> None:
-    """It claims rows that are not there, in the manifest and in each header."""
+    """It claims missing rows, in the manifest and in each header."""
     itemsize = Snapshot.open(folder).manifest.form.dtype.itemsize
 
     def change(content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of every format that was ever promised are read for ever."""
+"""Snapshots of every format that was ever promised are read forever."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_dense_tables_of_a_state_dict(tmp_path: Path, suffix: str) -> None:
     assert len(Snapshot.open(tmp_path / "two" / "snapshots" / "s").description["tables"]) == 2
     keys = np.arange(100, 140, dtype=np.uint64)
     assert imported(tmp_path / "keyed", path, tensor=names[0], keys=keys).keys() == {(0, k) for k in range(100, 140)}
-    with pytest.raises(InputError, match=f"tensor='other' is not there; there are .*{names[0]}"):
+    with pytest.raises(InputError, match=f"tensor='other' does not exist; there are .*{names[0]}"):
         import_snapshot(tmp_path / "three", "s", path, tensor="other")
     with pytest.raises(InputError, match=r"holds .*bias, .*; 'key' and 'embedding' are needed, or .* tensor="):
         import_snapshot(tmp_path / "three", "s", path)
@@ -177,7 +177,7 @@ def test_tables_that_others_wrote(tmp_path: Path, format: str) -> None:
     assert set(rows["updates"].tolist()) == {1}
     path = tmp_path / f"y.{format}"
     write_columns(path, columns_of(9, table=np.full(9, 1, np.int32)))
-    with pytest.raises(InputError, match="how many tables it is of is not known; give description="):
+    with pytest.raises(InputError, match="its number of tables is unknown; give description="):
         import_snapshot(tmp_path / "b", "s", path)
     about = description_for("b", DIM, tables=[make_constant_initializer(0.0)] * 2)
     assert imported(tmp_path / "b", path, description=about) == {(1, key): row for (_, key), row in wanted.items()}
@@ -204,16 +204,16 @@ def test_the_state_of_an_optimizer_from_arrays(tmp_path: Path) -> None:
 
 
 def test_the_table_is_the_stores(tmp_path: Path) -> None:
-    """A clean store's live rows tell, else its snapshots."""
+    """The live rows of a clean store describe the table, else its snapshots."""
     with make(options("host", tmp_path), "adam", seed=3, tables=1) as embedding:
         train(embedding, [1, 2])
     path = tmp_path / "rows"
-    for name in ("from the mark", "from a snapshot"):
+    for name in ("from the clean marker", "from a snapshot"):
         import_snapshot(path, name, VALUES)
         about = Snapshot.open(path / "snapshots" / name).description
         assert (about["seed"], about["optimizer"], about["step"]) == (3, None, 0)
         (path / "MARK").unlink(missing_ok=True)
-    with pytest.raises(InputError, match="has rows of 4 floats, and the table of 5"):
+    with pytest.raises(InputError, match="has rows of 4 floats, but the table of 5"):
         import_snapshot(path, "s", VALUES[:, :4])
     with pytest.raises(InputError, match="has keys of uint64, and the table of int64: convert them"):
         import_snapshot(path, "s", VALUES, keys=np.arange(40, dtype=np.uint64))
@@ -221,7 +221,7 @@ def test_the_table_is_the_stores(tmp_path: Path) -> None:
 
 def test_the_row_of_padding(tmp_path: Path) -> None:
     about = description_for("t", DIM, padding_idx=3)
-    with pytest.raises(InputError, match="row 3 is that of padding_idx, which is zeros in every lookup"):
+    with pytest.raises(InputError, match="row 3 is that of padding_idx, which lookups return as zeros"):
         import_snapshot(tmp_path / "t", "s", VALUES, description=about)
     zeroed = VALUES.copy()
     zeroed[3] = 0

@@ -82,11 +82,11 @@ def test_a_flipped_bit_in_an_export_is_found(tmp_path: Path, format: str) -> Non
         ({"embedding": VALUES[:9, 0]}, r"embedding is float32 \(9,\); rows are \(n, dim\)"),
         ({"key": np.arange(9, dtype=np.int16)}, "key is int16; save keys as one of int32, int64, uint64"),
         ({"key": np.zeros(9, np.float32)}, "key is float32"),
-        ({"updates": np.zeros(9, np.uint32)}, "updates holds 0, and a stored row was written at least once"),
+        ({"updates": np.zeros(9, np.uint32)}, "updates holds 0, but a stored row was written at least once"),
         ({"updates": np.ones(9, np.int64)}, "updates is int64"),
         (
             {"step": np.full(9, 6, np.uint32), "m": VALUES[:9], "v": VALUES[:9]},
-            "step holds 6, and the table is of step 5",
+            "step holds 6, but the table is at step 5",
         ),
         ({"table": np.full(9, 3, np.uint32)}, "table holds 3; give table ids from 0 to 2"),
         ({"table": np.zeros(9, np.float32)}, "table is float32"),
@@ -135,7 +135,7 @@ def test_a_foreign_description_is_checked(tmp_path: Path) -> None:
     with ZipFile(tmp_path / "x.npz", "w", ZIP_DEFLATED) as archive, archive.open("tierbed.npy", "w") as file:
         header = {"descr": "<U500000000", "fortran_order": False, "shape": ()}
         np.lib.format.write_array_header_1_0(file, header)  # of which nothing is allocated
-    with pytest.raises(SnapshotError, match="not the description that an export has"):
+    with pytest.raises(SnapshotError, match="not the description of an export"):
         import_snapshot(tmp_path / "t", "s", tmp_path / "x.npz")
 
 
@@ -146,7 +146,7 @@ def test_a_foreign_description_is_checked(tmp_path: Path) -> None:
         (("s", [1.0]), InputError, "source: got list; give a path, a NumPy array"),
         (("s", VALUES[0]), InputError, r"values is float32 \(5,\)"),
         (("s", torch.zeros(2, 3, dtype=torch.int16)), InputError, "values is int16"),
-        (("s", "model.onnx"), InputError, r"source='model.onnx': its kind is not known by its name"),
+        (("s", "model.onnx"), InputError, r"source='model.onnx': its suffix is unknown"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
@@ -159,8 +159,8 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
     write_columns(tmp_path / "x.npz", columns_of(4))
     write_columns(tmp_path / "x.parquet", columns_of(4))
     for source, extra, message in (
-        (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of them goes with keys"),
-        (tmp_path / "x.npz", {"keys": np.arange(4)}, "keys and table_ids go with a dense tensor"),
+        (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of ids needs keys"),
+        (tmp_path / "x.npz", {"keys": np.arange(4)}, "keys and table_ids need a dense tensor"),
         (tmp_path / "x.parquet", {"tensor": "embedding"}, "tensor= is for .npz"),
         (tmp_path / "x.npz", {"tensor": ["embedding"], "table_ids": 1}, "a list has one name a table"),
         (VALUES, {"description": {}}, "description: description has no valid 'name'; make one by description_for"),

@@ -19,7 +19,7 @@ from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.files.merging import aligned, among, sort_keys
-from tierbed.snapshots.files.reader import LONGEST_CHAIN
+from tierbed.snapshots.files.reader import MAX_CHAIN
 from tierbed.snapshots.files.verify import chains_of, verify_all
 
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
@@ -37,9 +37,9 @@ tables = st.dictionaries(rows, st.floats(0, 9, width=32))
 def chunks_of(table: Table, size: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     for bucket in sorted({row[0] for row in table}):
-        held = sorted(row for row in table if row[0] == bucket)
-        for begin in range(0, len(held), size):
-            part = held[begin : begin + size]
+        present = sorted(row for row in table if row[0] == bucket)
+        for begin in range(0, len(present), size):
+            part = present[begin : begin + size]
             array = np.zeros(len(part), row_dtype(2))
             array["table"], array["key"] = [row[1] for row in part], [row[2] for row in part]
             array["values"][:, 0] = [table[row] for row in part]
@@ -95,13 +95,15 @@ def test_a_chain_reads_as_the_table_it_ends_with(
 
 
 def test_the_longest_chain_is_read_and_a_longer_one_refused(tmp_path: Path) -> None:
-    versions: list[Table] = [{row(0, 0, 0): float(number)} for number in range(LONGEST_CHAIN + 1)]
+    versions: list[Table] = [{row(0, 0, 0): float(number)} for number in range(MAX_CHAIN + 1)]
     longer = save_chain(tmp_path, versions)
     parent = longer.parent
     assert parent is not None
     assert table_of(parent) == versions[-2]
     for read in (longer.verify, longer.chunks):
-        with pytest.raises(SnapshotError, match=rf"'s100' goes over {LONGEST_CHAIN} others, which are too many"):
+        with pytest.raises(
+            SnapshotError, match=rf"'s100' has a chain of {MAX_CHAIN} parents, and at most {MAX_CHAIN - 1} can be read"
+        ):
             read()
 
 
@@ -177,7 +179,7 @@ def test_the_snapshot_of_a_chain_that_is_wrong_is_named_and_damage_after_it_is_f
     found = damaged()
     assert list(found) == [name for name in ("s0", "s1", "s2") if name >= wrong]
     assert "its checksum does not match" in found.pop(wrong)
-    assert set(found.values()) <= {f"it goes over {wrong!r}, which is damaged"}
+    assert set(found.values()) <= {f"its parent {wrong!r} is damaged"}
     if wrong != "s2":
         flip_bit(next((chain / "s2").glob("*.npy")), 8 * 260)
         assert "its checksum does not match" in damaged()["s2"]
@@ -185,10 +187,10 @@ def test_the_snapshot_of_a_chain_that_is_wrong_is_named_and_damage_after_it_is_f
 
 def test_a_parent_that_is_gone_or_another_is_named(chain: Path) -> None:
     (chain / "s1").rename(chain / "elsewhere")
-    with pytest.raises(SnapshotError, match=r"'s2' goes over another: there is no snapshot 's1'.*put 's1' back"):
+    with pytest.raises(SnapshotError, match=r"'s2' lacks its parent: there is no snapshot 's1'.*put 's1' back"):
         list(Snapshot.open(chain / "s2").chunks())
     write_snapshot(chain / "s1", description(2), chunks_of(version(1), 3))
-    with pytest.raises(SnapshotError, match=r"'s2' goes over a 's1' that another snapshot has taken the place of"):
+    with pytest.raises(SnapshotError, match=r"the parent 's1' of snapshot 's2' was replaced by another snapshot"):
         Snapshot.open(chain / "s2").verify()
     shutil.rmtree(chain / "s1")
     (chain / "elsewhere").rename(chain / "s1")
@@ -196,7 +198,7 @@ def test_a_parent_that_is_gone_or_another_is_named(chain: Path) -> None:
 
 
 def test_another_width_needs_a_full_snapshot(chain: Path) -> None:
-    with pytest.raises(SnapshotError, match=r'another form.*kind="full"'):
+    with pytest.raises(SnapshotError, match=r'other optimizer state or another dtype.*kind="full"'):
         write_incremental(chain / "s3", Snapshot.open(chain / "s2"), description(4), 0, [])
     assert not (chain / "s3").exists()
 

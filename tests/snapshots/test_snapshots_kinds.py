@@ -56,7 +56,7 @@ def test_an_incremental_snapshot_goes_over_none_that_lacks_its_own_parent(tmp_pa
         embedding.save_snapshot("a")
         embedding.save_snapshot("b", "incremental")
         (snapshots / "a").rename(tmp_path / "elsewhere")
-        with pytest.raises(SnapshotError, match="'b' goes over another: there is no snapshot 'a'"):
+        with pytest.raises(SnapshotError, match="'b' lacks its parent: there is no snapshot 'a'"):
             embedding.save_snapshot("c", "incremental")
         (tmp_path / "elsewhere").rename(snapshots / "a")
         embedding.save_snapshot("c", "incremental")
@@ -77,7 +77,7 @@ def test_a_save_over_as_many_as_can_be_read_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in (saving, reader):
-        monkeypatch.setattr(module, "LONGEST_CHAIN", 3)
+        monkeypatch.setattr(module, "MAX_CHAIN", 3)
     with open_at(tmp_path, "device") as embedding:
         for name in "abcdef":
             train(embedding, range(9))
@@ -88,7 +88,8 @@ def test_a_save_over_as_many_as_can_be_read_is_full(
     kinds = [Snapshot.open(tmp_path / "rows" / "snapshots" / name).kind for name in "abcdef"]
     assert kinds == ["full", "incremental", "incremental", "full", "incremental", "incremental"]
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "snapshot 'd' is full, not incremental upon 'c': it has a chain of 2 parents, and no more are read as one table"
+        "snapshot 'd' is full, not incremental with parent 'c': it has a chain of 2 parents, and at most that many can "
+        "be read"
     ]
 
 
@@ -135,7 +136,7 @@ def test_an_incremental_snapshot_costs_the_change(tmp_path: Path, store: str) ->
 @pytest.mark.parametrize("store", ["device", "ssd"])
 def test_its_parent_is_what_was_saved_or_loaded_last(tmp_path: Path, store: str) -> None:
     with open_at(tmp_path, store) as embedding:
-        with pytest.raises(SnapshotError, match=r"kind='incremental' goes over an earlier snapshot.*have none.*'full'"):
+        with pytest.raises(SnapshotError, match=r"kind='incremental' needs a parent.*have no snapshot.*'full'"):
             embedding.save_snapshot("none", "incremental")
         grow(embedding, 0)
         embedding.save_snapshot("a")
@@ -170,7 +171,9 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> Non
         grow(embedding, 0)
         with pytest.raises(OptionError, match="kind='half': give one of 'full', 'incremental', 'checkpoint'"):
             embedding.save_snapshot("a", "half")
-        with pytest.raises(OptionError, match="kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone"):
+        with pytest.raises(
+            OptionError, match="kind='checkpoint' needs RocksDB's files, which only cached_ssd stores have"
+        ):
             embedding.save_snapshot("a", "checkpoint")
         assert not (tmp_path / "rows" / "snapshots").exists()
         assert embedding.last_snapshot is None
@@ -237,11 +240,11 @@ def test_background_is_for_what_takes_long_and_names_what_is_wrong(tmp_path: Pat
 def test_what_a_killed_save_named_is_not_gone_back_to(tmp_path: Path) -> None:
     with StoreFolder(tmp_path / "rows") as folder:
         save(folder.snapshots / "a", width=2 * DIM)
-        folder.set_base("a")
-        folder.expect_base("b")  # and the process was killed
+        folder.set_recovery_snapshot("a")
+        folder.expect_recovery_snapshot("b")  # and the process was killed
     with StoreFolder(tmp_path / "rows") as folder:
         save(folder.snapshots / "b", width=2 * DIM)
-        assert folder.base == "a"
+        assert folder.recovery_snapshot == "a"
 
 
 def test_a_store_that_was_filled_from_elsewhere_begins_without_a_warning(

@@ -64,10 +64,10 @@ def test_a_graph_loads_a_checkpoint_whose_files_are_relative_links_from_any_dept
     other.load(tmp_path / "checkpoint")
     assert state(other) == expected
     if into is not None:
-        [held] = list_snapshots(tmp_path / "far" / "away" / "rows" / "snapshots").snapshots
-        assert not any(file.is_symlink() for file in files_of(held.folder))
+        [present] = list_snapshots(tmp_path / "far" / "away" / "rows" / "snapshots").snapshots
+        assert not any(file.is_symlink() for file in files_of(present.folder))
         shutil.rmtree(tmp_path / "checkpoint")
-        held.verify()
+        present.verify()
     for each in (graph, other):
         each.rows.close()
 
@@ -101,9 +101,9 @@ def test_a_checkpoint_of_a_store_whose_files_are_links_holds_what_they_lead_to(
         file.rename(target)
         file.symlink_to(os.path.relpath(target, file.parent))
     embedding.save_snapshot("second", "checkpoint")
-    held = tmp_path / "rows" / "snapshots" / "second"
-    assert not any(file.is_symlink() for file in files_of(held))
-    assert is_sound(held.parent, "second")
+    present = tmp_path / "rows" / "snapshots" / "second"
+    assert not any(file.is_symlink() for file in files_of(present))
+    assert is_sound(present.parent, "second")
     embedding.load_snapshot("second")
 
 
@@ -165,8 +165,8 @@ def test_a_graph_does_not_take_a_pipe_along(tmp_path: Path) -> None:
     os.mkfifo(rows.folder / "more")
     other = rating("device", tmp_path / "store")
     other.load(tmp_path / "checkpoint")
-    [held] = list_snapshots(tmp_path / "store" / "rows" / "snapshots").snapshots
-    assert not (held.folder / "more").exists()
+    [present] = list_snapshots(tmp_path / "store" / "rows" / "snapshots").snapshots
+    assert not (present.folder / "more").exists()
     file = next(rows.folder.glob("bucket-*"))
     file.unlink()
     os.mkfifo(file)

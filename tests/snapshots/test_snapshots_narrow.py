@@ -49,8 +49,8 @@ def saved(folder: Path, types: Types) -> Snapshot:
 
 def numbers(snapshot: Snapshot, rows: NDArray[np.void] | None = None) -> NDArray[np.float32]:
     """The numbers of each row [n, 6]."""
-    form, held = snapshot.manifest.form, whole(snapshot) if rows is None else rows
-    return np.concatenate([form.numbers(held, name) for name in form.counts], axis=1)
+    form, present = snapshot.manifest.form, whole(snapshot) if rows is None else rows
+    return np.concatenate([form.numbers(present, name) for name in form.counts], axis=1)
 
 
 @pytest.mark.parametrize("types", NARROW, ids="-".join)
@@ -124,11 +124,11 @@ def test_arrays_are_rounded_to_nearest_even(tmp_path: Path, types: Types) -> Non
     np.savez(tmp_path / "x.npz", **arrays)
     import_snapshot(tmp_path / "t", "s", tmp_path / "x.npz", description=about)
     snapshot = Snapshot.open(tmp_path / "t" / "snapshots" / "s")
-    held = whole(snapshot)
-    held = held[np.argsort(held["key"])]
+    present = whole(snapshot)
+    present = present[np.argsort(present["key"])]
     for name, type in zip(("embedding", "sum"), types, strict=True):
         wanted = widened(narrowed(arrays[name], type), type)
-        assert snapshot.manifest.form.numbers(held, name).tobytes() == wanted.tobytes()
+        assert snapshot.manifest.form.numbers(present, name).tobytes() == wanted.tobytes()
     with make_persistent_table_writer(tmp_path / "t", "w", torch.int64, torch.float32, 2 * DIM, description=about) as w:
         w.write(arrays["key"], np.concatenate([arrays["embedding"], arrays["sum"]], axis=1))
     assert numbers(Snapshot.open(tmp_path / "t" / "snapshots" / "w")).tobytes() == numbers(snapshot).tobytes()
@@ -161,7 +161,7 @@ def test_a_number_that_no_narrow_row_can_hold_is_named_with_its_key_and_nothing_
 
 def test_a_description_whose_dtype_alone_was_changed_is_refused(tmp_path: Path) -> None:
     about = description_for("t", DIM) | {"dtype": "bfloat16"}
-    with pytest.raises(InputError, match="'state_dtypes', which go with its 'dtype'; make one by description_for"):
+    with pytest.raises(InputError, match="'state_dtypes', which its 'dtype' needs; make one by description_for"):
         import_snapshot(tmp_path / "t", "s", VALUES, description=about)
 
 
@@ -227,10 +227,10 @@ def test_states_that_would_share_a_place_are_told_apart_by_name(tmp_path: Path) 
     other = about | {"optimizer": "another", "states": ["other"], "hyper": []}
     assert RowForm.described(about).width == RowForm.described(other).width
     write_snapshot(tmp_path / "s", about, [])
-    with pytest.raises(SnapshotError, match="its optimizer has another state"):
+    with pytest.raises(SnapshotError, match="other optimizer state"):
         write_incremental(tmp_path / "t", Snapshot.open(tmp_path / "s"), other, 0, [])
     write_incremental(tmp_path / "t", Snapshot.open(tmp_path / "s"), about, 0, [])
     Snapshot.open(tmp_path / "t").verify()
     change(tmp_path / "t", lambda content: content.update(description=other))
-    with pytest.raises(SnapshotError, match="'t' does not fit 's', which it goes over"):
+    with pytest.raises(SnapshotError, match="'t' does not fit its parent 's'"):
         Snapshot.open(tmp_path / "t").verify()

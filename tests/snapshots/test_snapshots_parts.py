@@ -26,7 +26,7 @@ from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
 from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, shard_number
 from tierbed.snapshots.files.merging import merge_sorted
-from tierbed.snapshots.files.writer import children_of, new_snapshot, place_of, write_shard
+from tierbed.snapshots.files.writer import children_of, new_snapshot, temporary_folder, write_shard
 from tierbed.snapshots.inspection.row import snapshot_row
 
 COUNTS = {0: 20, 5: 1, 17: 40, 63: 9}
@@ -62,9 +62,9 @@ def test_each_row_is_of_one_reader_and_of_its_owner(
     for snapshot in (Snapshot.open(folder / "s"), Snapshot.open(folder / "one")):
         found: list[RowArray] = []
         for number in range(readers):
-            reader = snapshot.of_part(HashShard(number, readers))
+            reader = snapshot.of_shard(HashShard(number, readers))
             rows = np.concatenate([np.empty(0, row_dtype(2)), *(rows for _, rows in reader.chunks(max_rows))])
-            assert reader.found == {snapshot.name: len(rows)}
+            assert reader.shard_rows == {snapshot.name: len(rows)}
             owners = _core.owners(rows["table"].copy(), rows["key"].copy(), readers)
             assert set(owners.tolist()) <= {number}
             found.append(rows)
@@ -80,10 +80,10 @@ def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path
     snapshot = Snapshot.open(tmp_path / "s")
     for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4)):
         if not part.meets(HashShard(2, 3)):
-            list(snapshot.of_part(part).chunks())
+            list(snapshot.of_shard(part).chunks())
         else:
             with pytest.raises(SnapshotError, match=r"bucket-09-0002.npy"):
-                list(snapshot.of_part(part).chunks())
+                list(snapshot.of_shard(part).chunks())
     assert [
         part.meets(HashShard(2, 3)) for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4))
     ] == [0, 0, 0, 1]
@@ -97,25 +97,25 @@ def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
     assert [HashShard(0, a).begin, HashShard(a - 1, a).end] == [0, 1 << 16]
 
 
-@given(
-    parts=st.lists(st.lists(st.lists(st.integers(0, 300), max_size=5), max_size=4), max_size=5),
-)
-def test_streams_are_merged_in_order(parts: list[list[list[int]]]) -> None:
-    seen: set[int] = set()
-    streams: list[list[RowArray]] = []
+PIECES = st.lists(st.lists(st.integers(0, 300), max_size=5), max_size=4)
+
+
+@given(parts=st.lists(st.lists(st.tuples(st.integers(0, 3), PIECES), max_size=3, unique_by=lambda x: x[0]), max_size=5))
+def test_streams_are_merged_in_order(parts: list[list[tuple[int, list[list[int]]]]]) -> None:
+    seen: set[tuple[int, int]] = set()
+    streams: list[list[tuple[int, RowArray]]] = []
     for part in parts:
-        chunks = []
-        own = sorted({key for chunk in part for key in chunk} - seen)
-        seen |= {*own}
-        for chunk in part:
-            rows = np.array([(0, key) for key in own[: len(chunk)]], KEY)
-            own = own[len(chunk) :]
-            chunks.append(rows)
-        chunks.append(np.array([(0, key) for key in own], KEY))
+        chunks: list[tuple[int, RowArray]] = []
+        for bucket, pieces in sorted(part):
+            own = sorted({key for piece in pieces for key in piece if (bucket, key) not in seen})
+            seen |= {(bucket, key) for key in own}
+            for size in (*map(len, pieces), len(own)):
+                chunks.append((bucket, np.array([(0, key) for key in own[:size]], KEY)))
+                own = own[size:]
         streams.append(chunks)
     found = list(merge_sorted([iter(stream) for stream in streams]))
-    assert all(len(rows) for rows in found)
-    assert [int(row["key"]) for rows in found for row in rows] == sorted(seen)
+    assert all(len(rows) for _, rows in found)
+    assert [(bucket, int(row["key"])) for bucket, rows in found for row in rows] == sorted(seen)
 
 
 def versions() -> list[dict[int, RowArray]]:
@@ -133,8 +133,8 @@ def changes(before: dict[int, RowArray], after: dict[int, RowArray]) -> Iterator
         old, new = (table.get(bucket, np.empty(0, row_dtype(2))) for table in (before, after))
         names = {row.tobytes() for row in keys_of(new)}
         gone = np.array([name.tobytes() not in names for name in keys_of(old)], bool)
-        held = {row.tobytes() for row in old}
-        yield bucket, new[[row.tobytes() not in held for row in new]], keys_of(old)[gone]
+        present = {row.tobytes() for row in old}
+        yield bucket, new[[row.tobytes() not in present for row in new]], keys_of(old)[gone]
 
 
 def save_chain(folder: Path, parts: list[int | None]) -> list[dict[int, RowArray]]:
@@ -168,11 +168,11 @@ def test_a_chain_over_any_numbers_of_parts_is_the_table(
         snapshot.verify()
         assert joined(snapshot.chunks(7)) == {bucket: rows.tobytes() for bucket, rows in table.items()}
     last = Snapshot.open(folder / "s2")
-    shares = [last.of_part(HashShard(number, readers)) for number in range(readers)]
+    shares = [last.of_shard(HashShard(number, readers)) for number in range(readers)]
     rows = sum(len(rows) for share in shares for _, rows in share.chunks(7))
     assert rows == last.manifest.rows
     for link in last.chain:
-        assert sum(share.found[link.name] for share in shares) == link.manifest.rows
+        assert sum(share.shard_rows[link.name] for share in shares) == link.manifest.rows
     assert children_of(folder / "s1") == ["s2"]
     for bucket, table in tables[2].items():
         for row in table[:: len(table)]:
@@ -262,7 +262,7 @@ ROWS = make_buckets(6, {3: 50, 5: 50})
 WRONG: dict[str, tuple[list[Chunk], str]] = {
     "another part": ([(3, HashShard(0, 2).rows(ROWS[3]))], "bucket 3 cannot be written: it has rows of another part"),
     "backwards": ([(bucket, HashShard(1, 2).rows(ROWS[bucket])) for bucket in (5, 3)], "buckets must ascend"),
-    "no folder": ([(3, HashShard(1, 2).rows(ROWS[3]))], "part 1 of 2 of a snapshot was not written"),
+    "no folder": ([(3, HashShard(1, 2).rows(ROWS[3]))], "shard 1 of 2 of a snapshot was not written"),
 }
 
 
@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[list[Chunk], str]] = {
 def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, case: str) -> None:
     save(tmp_path / "before")
     chunks, problem = WRONG[case]
-    place = place_of(tmp_path / "s")
+    place = temporary_folder(tmp_path / "s")
 
     def write() -> None:
         with new_snapshot(tmp_path / "s", description()):

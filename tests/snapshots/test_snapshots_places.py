@@ -65,14 +65,14 @@ def command(*arguments: str | Path) -> int:
     return 0
 
 
-def opened(path: Path, store: str = "ssd_host") -> MultiTableEmbedding:
+def open_embedding(path: Path, store: str = "ssd_host") -> MultiTableEmbedding:
     return make(options(store, path), "adagrad", tables=1)
 
 
 def without_permission(path: Path) -> None:
     obey_permissions()
     store, folder = path / "rows", path / "rows" / "snapshots"
-    with opened(path) as embedding:
+    with open_embedding(path) as embedding:
         for number, kind in enumerate(["full", "incremental", "checkpoint"]):
             train(embedding, range(number, 100))
             embedding.save_snapshot(kind, kind)
@@ -117,7 +117,7 @@ def test_what_may_not_be_read_or_written_is_named_and_everything_stays(tmp_path:
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 def test_a_name_that_leads_elsewhere_is_refused_by_every_call(tmp_path: Path, name: str) -> None:
     (tmp_path / "x").mkdir()
-    with opened(tmp_path, "device") as embedding:
+    with open_embedding(tmp_path, "device") as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("s")
         for call in (embedding.save_snapshot, embedding.load_snapshot):
@@ -135,7 +135,7 @@ def test_the_folder_of_snapshots_may_be_a_link_to_another_disk(tmp_path: Path) -
     (tmp_path / "other").mkdir()
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "snapshots").symlink_to(tmp_path / "other")
-    with opened(tmp_path) as embedding:
+    with open_embedding(tmp_path) as embedding:
         for kind in ["full", "incremental", "checkpoint"]:
             train(embedding, range(20))
             embedding.save_snapshot(kind, kind)
@@ -148,12 +148,12 @@ def test_the_folder_of_snapshots_may_be_a_link_to_another_disk(tmp_path: Path) -
 
 
 def test_a_linked_snapshot_is_read_and_a_prune_removes_the_link_alone(tmp_path: Path) -> None:
-    with opened(tmp_path / "first") as embedding:
+    with open_embedding(tmp_path / "first") as embedding:
         train(embedding, range(20))
         embedding.save_snapshot("s")
         before = contents(embedding).tobytes()
     elsewhere = tmp_path / "first" / "rows" / "snapshots" / "s"
-    with opened(tmp_path) as embedding:
+    with open_embedding(tmp_path) as embedding:
         train(embedding, range(30))
         folder = tmp_path / "rows" / "snapshots"
         embedding.save_snapshot("own")
@@ -168,7 +168,7 @@ def test_a_linked_snapshot_is_read_and_a_prune_removes_the_link_alone(tmp_path: 
 
 
 def test_a_link_in_the_place_of_a_file_is_followed_and_what_it_leads_to_is_checked(tmp_path: Path) -> None:
-    with opened(tmp_path, "device") as embedding:
+    with open_embedding(tmp_path, "device") as embedding:
         train(embedding, range(200))
         embedding.save_snapshot("s")
         files = sorted((tmp_path / "rows" / "snapshots" / "s").iterdir())
@@ -192,7 +192,7 @@ def test_what_lies_in_the_way_of_a_save_is_named_and_a_link_there_is_not_followe
     other = tmp_path / "other"
     other.mkdir()
     (other / "kept").write_bytes(b"")
-    with opened(tmp_path, "device") as embedding:
+    with open_embedding(tmp_path, "device") as embedding:
         train(embedding, range(20))
         embedding.save_snapshot("s")
         folder = tmp_path / "rows" / "snapshots"
@@ -211,10 +211,10 @@ def test_a_store_folder_that_is_a_link_works_and_one_that_dangles_is_named(tmp_p
     (tmp_path / "disk").mkdir()
     (tmp_path / "rows").symlink_to(tmp_path / "disk")
     for step in range(2):
-        with opened(tmp_path) as embedding:
+        with open_embedding(tmp_path) as embedding:
             assert embedding.metrics()["table"]["step"] == step
             train(embedding, range(20))
             embedding.save_snapshot(f"s{step}")
     (tmp_path / "disk").rename(tmp_path / "gone")
     with pytest.raises(StoreError, match="rows"):
-        opened(tmp_path).size()
+        open_embedding(tmp_path).size()

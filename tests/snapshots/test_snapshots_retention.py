@@ -78,8 +78,8 @@ def test_whatever_is_left_at_any_instant_can_be_read(
     with StoreFolder(tmp_path_factory.mktemp("store")) as store:
         earlier = [parent if parent is not None and parent < n else None for n, parent in enumerate(parents)]
         snapshots = fill(store.snapshots, earlier)
-        store.set_base(f"s{base % len(parents)}")
-        plan = plan_prune(snapshots, keep_last, keep_every, [store.base])
+        store.set_recovery_snapshot(f"s{base % len(parents)}")
+        plan = plan_prune(snapshots, keep_last, keep_every, [store.recovery_snapshot])
         rename = os.rename
         with pytest.MonkeyPatch.context() as patch:
             left = [after]

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from tierbed.snapshots.files.pipeline import WriterThread, read_ahead
+from tierbed.snapshots.files.pipeline import TaskThread, read_ahead
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def run_tasks(done: list[int], failing: int, fail_at_end: bool) -> None:
             raise OSError("as planned")
         done.append(number)
 
-    with WriterThread() as behind:
+    with TaskThread("tierbed-behind") as behind:
         for number in range(100):
             behind.do(partial(task, number))
         if fail_at_end:
@@ -85,7 +85,7 @@ def test_a_block_that_fails_ends_the_thread_and_closes_the_source() -> None:
 
 
 def test_a_block_that_was_cut_off_leaves_no_thread() -> None:
-    behind = WriterThread()
+    behind = TaskThread("tierbed-behind")
     behind.do(lambda: None)
     thread = next(each for each in threading.enumerate() if each.name == "tierbed-behind")
     del behind  # as Ctrl-C does between its lines
@@ -93,9 +93,9 @@ def test_a_block_that_was_cut_off_leaves_no_thread() -> None:
 
 
 def test_a_block_that_failed_is_held_by_nobody() -> None:
-    def fail() -> weakref.ref[WriterThread]:
+    def fail() -> weakref.ref[TaskThread]:
         try:
-            with WriterThread() as behind:
+            with TaskThread("tierbed-behind") as behind:
                 there = weakref.ref(behind)
                 raise KeyError
         except KeyError:
@@ -109,11 +109,11 @@ def test_a_block_that_failed_is_held_by_nobody() -> None:
 def test_at_the_end_of_the_interpreter_the_caller_does_it() -> None:
     script = """
 import atexit
-from tierbed.snapshots.files.pipeline import WriterThread, read_ahead
+from tierbed.snapshots.files.pipeline import TaskThread, read_ahead
 
 def last():
     done = []
-    with read_ahead(number for number in range(4)) as items, WriterThread() as behind:
+    with read_ahead(number for number in range(4)) as items, TaskThread("tierbed-behind") as behind:
         for item in items:
             behind.do(lambda item=item: done.append(item))
     print(done)
@@ -127,6 +127,6 @@ atexit.register(last)
 def test_no_thread_is_begun_that_would_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)  # as where Ctrl-C put a close off until after atexit
     by: list[threading.Thread] = []
-    with WriterThread() as behind:
+    with TaskThread("tierbed-behind") as behind:
         behind.do(lambda: by.append(threading.current_thread()))
     assert by == [threading.current_thread()]

@@ -72,10 +72,10 @@ def test_the_shell_shows_names_and_keeps_ids_in_its_documents(cli: Cli) -> None:
     assert (row["table"], row["table_name"]) == (2, "item")
     assert "table_name" not in cli.json("store get", "7", "--table", "1")
     assert "table_name  item" in cli.says("store get", "8", "--table", "item")
-    told = cli.json("inspect", "named", "--rows", "9")
-    assert told["rows_by_table"] == {"0": 1, "1": 1, "2": 2}
-    assert told["description"]["table_names"] == list(NAMES)
-    assert {(row["table"], row.get("table_name")) for row in told["first_rows"]} == set(enumerate(NAMES))
+    printed = cli.json("inspect", "named", "--rows", "9")
+    assert printed["rows_by_table"] == {"0": 1, "1": 1, "2": 2}
+    assert printed["description"]["table_names"] == list(NAMES)
+    assert {(row["table"], row.get("table_name")) for row in printed["first_rows"]} == set(enumerate(NAMES))
     assert "user: 1, 1: 1, item: 2" in cli.says("inspect", "named")
     assert "table_names" not in cli.json("inspect", "bare")["description"]
 
@@ -197,12 +197,12 @@ def test_forged_names_are_damage(cli: Cli, tmp_path: Path, names: Any) -> None:
     content = unseal((folder / MANIFEST).read_bytes())
     content["description"]["table_names"] = names
     (folder / MANIFEST).write_bytes(seal(content))
-    with pytest.raises(SnapshotError, match=r"table_names.*a name of its own, or none, for each of its tables"):
+    with pytest.raises(SnapshotError, match=r"table_names.*a unique name or None for each of its tables"):
         Snapshot.open(folder)
     assert list(list_snapshots(folder.parent).damaged) == ["bare"]
     assert "bare" in cli.json("verify", code=1)["damaged"]
-    mark = tmp_path / "rows" / "MARK"
-    mark.write_bytes(seal({**unseal(mark.read_bytes()), "table_names": names}))
+    marker = tmp_path / "rows" / "MARK"
+    marker.write_bytes(seal({**unseal(marker.read_bytes()), "table_names": names}))
     with opened(tmp_path, *NAMES) as embedding, pytest.raises(TierbedError, match="table_names"):
         embedding.size()
 

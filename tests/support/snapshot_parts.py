@@ -9,7 +9,14 @@ from typing import Any
 from tierbed.engine.row_format import Change
 from tierbed.snapshots import Manifest, Snapshot
 from tierbed.snapshots.files.format import HashShard
-from tierbed.snapshots.files.writer import check_parent, commit, new_snapshot, place_of, write_shard, write_shard_delta
+from tierbed.snapshots.files.writer import (
+    check_parent,
+    commit,
+    new_snapshot,
+    temporary_folder,
+    write_shard,
+    write_shard_delta,
+)
 
 from .small_snapshots import Chunk
 
@@ -20,7 +27,7 @@ def save_in_parts(
     """Write a full snapshot, one part after the other."""
     kept = list(chunks)
     with new_snapshot(folder, description, overwrite):
-        place = place_of(folder)
+        place = temporary_folder(folder)
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
             files.append(write_shard(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in kept]))
@@ -34,7 +41,7 @@ def save_changes_in_parts(
     check_parent(folder, parent, description)
     kept = list(changes)
     with new_snapshot(folder, description):
-        place = place_of(folder)
+        place = temporary_folder(folder)
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
             own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
