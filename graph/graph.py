@@ -29,7 +29,7 @@ from ..snapshots.store.selection import Selection
 from .passes.lookups import KnownLookups
 from .passes.step_epilogue import StepEpilogue
 from .run.compiled_step import CompiledStep, Forward, compile_step
-from .run.loop import AHEAD, Bar, NoProgress, Run, forget_announced, iterate, make_run
+from .run.loop import AHEAD, Run, RunProgress, forget_announced, iterate, make_run
 from .run.rank_step import RankStepState, tell_ranks
 from .run.rollback import DynamicStepFailed
 from .run.step_cache import StepCache, tell_uncompiled
@@ -224,7 +224,8 @@ class Graph(ModelSnapshots, HasBuild):
         progress: whether to show a bar with the rate; a string is its label. InputError for wrong arguments.
         uneven: with ranks, whether all "stop" with the shortest loader, or ranks without a batch "join" the others.
         """
-        bar = Bar(batches, progress if isinstance(progress, str) else type(self).__name__) if progress else NoProgress()
+        label = progress if isinstance(progress, str) else type(self).__name__ * bool(progress)
+        bar = RunProgress(batches, label)
         return make_run(self, self.__together, self.__end, batches, ahead, self.__coming, bar, self.__left, uneven)
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int = AHEAD) -> Profile:
@@ -297,9 +298,10 @@ class Graph(ModelSnapshots, HasBuild):
         self.__together.torn = ""
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the step of the last call as an SVG picture: stages, ops, shapes, and the store of each lookup.
+        """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
 
-        Raises GraphError before the first call, InputError for what is no path.
+        The file is text in Mermaid, which GitHub and GitLab, editors and mermaid.live draw. Raises GraphError before
+        the first call, InputError for a path of another type.
         """
         _, step = self.__last
         if step is None:

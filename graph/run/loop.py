@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,26 +43,17 @@ _BATCH, _KNOWN, _FAILED = 1, 2, 4  # bits of what a rank tells of a step: a batc
 log = logging.getLogger("tierbed")
 
 
-class Progress(Protocol):
-    def advance(self, batch: tuple[Any, ...]) -> None: ...
-    def close(self) -> None: ...
-
-
-class NoProgress:
-    def advance(self, batch: tuple[Any, ...]) -> None:
-        """Does nothing: no bar is shown."""
-
-    def close(self) -> None:
-        """Does nothing: no bar is shown."""
-
-
-class Bar:
-    """A bar with steps done and to do, time left, and samples per second.
+class RunProgress:
+    """The progress of a run: with a label, a bar with steps done and to do, time left, and samples per second.
 
     The samples of a batch are the rows of its first tensor.
     """
 
     def __init__(self, batches: Iterable[Any], label: str) -> None:
+        """label: text before the bar; with an empty one there is no bar."""
+        self._bar: Any = None
+        if not label:
+            return
         from rich import progress  # imported late, since it takes a while
 
         self._bar = progress.Progress(
@@ -76,6 +67,8 @@ class Bar:
         self._task = self._bar.add_task(label, total=_length(batches), rate="")
 
     def advance(self, batch: tuple[Any, ...]) -> None:
+        if self._bar is None:
+            return
         self._bar.start()  # has an effect only the first time
         sizes = (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         self._samples += next(sizes, 1)
@@ -84,7 +77,8 @@ class Bar:
         self._bar.update(self._task, advance=1, rate=rate)
 
     def close(self) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def _length(batches: Iterable[Any]) -> int | None:
@@ -152,7 +146,7 @@ class Run(Iterator[Any]):
         batches: Iterable[Any],
         ahead: int,
         coming: Callable[..., KnownLookups | None],
-        progress: Progress,
+        progress: RunProgress,
         left: list[None],
         announcer: Announcer,
     ) -> None:
@@ -249,7 +243,7 @@ def forget_announced(root: nn.Module) -> None:
             module.forget_announced()
 
 
-def _leave(left: list[None], progress: Progress) -> None:
+def _leave(left: list[None], progress: RunProgress) -> None:
     progress.close()
     left.append(None)
 
@@ -449,7 +443,7 @@ def make_run(
     batches: Iterable[Any],
     ahead: int,
     coming: Callable[..., KnownLookups | None],
-    progress: Progress,
+    progress: RunProgress,
     left: list[None],
     uneven: str,
 ) -> Run:

@@ -1,18 +1,17 @@
-"""A compiled step for people: its stages, `Graph.draw` as an SVG picture, and the step as text.
+"""A compiled step for people: its stages, the step as text, and `Graph.draw` as a flowchart in Mermaid.
 
-The text is Python, one op a line, with what each op makes as a comment. The picture has stages from top to bottom;
-within its stage, an op is below all that it reads. A chain of elementwise ops and views is one box. Parameters are no
-boxes; the boxes that read them name them.
+The text is Python, one op a line, with what each op makes as a comment. The flowchart has a group for each stage. A
+chain of elementwise ops and views is one box. Parameters are no boxes; the boxes that read them name them.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, groupby
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 from torch import Tensor, fx
@@ -42,28 +41,7 @@ _OF_TARGET: dict[Callable[..., Any] | str, str] = {
     dense_step: "dense step",
     schedule: "dense step",
 }
-_COLORS = {
-    "inputs": "#eceff1",
-    "pin": "#d1ecf9",
-    "gather": "#d9f2e3",
-    "forward": "#eef6d6",
-    "compiled": "#e6e6fa",
-    "backward": "#fdf0d0",
-    "exchange": "#e0ddf5",
-    "update": "#fbdfd0",
-    "dense step": "#f3dcf0",
-    "outputs": "#eceff1",
-}
-_WIDTH, _LEFT, _GAP, _ROW = 1100.0, 100.0, 18.0, 26.0  # of the rows, of the stages' names, between boxes, between rows
-_TOP = 36.0
-_STYLE = (
-    "text{font:11px monospace;white-space:pre}.stage{font-weight:bold;font-size:12px}"
-    "path{fill:none;stroke:#78909c;stroke-opacity:.55}rect{stroke:#607d8b;rx:4px}.band{stroke:none}"
-    ".store{stroke-width:2.5}.head{fill:#78909c;stroke:none}"
-)
-_CHAR, _LINE, _PAD = 6.7, 15.0, 7.0
-_LONGEST = 44  # the most characters of a line
-_MOST = 3  # the most parameters that a box names
+_MAX_NAMED = 3  # the most parameters that a box names
 
 
 def stages(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -95,57 +73,35 @@ def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
 
 @dataclass
 class _Box:
-    """Nodes that are drawn as one box, and the place of the box."""
+    """Nodes that are drawn as one box, and the boxes that they read."""
 
     nodes: list[fx.Node]
     lines: list[str]
     before: list[_Box]
-    x: float = 0.0
-    y: float = 0.0
-
-    @property
-    def width(self) -> float:
-        return max(map(len, self.lines)) * _CHAR + 2 * _PAD
-
-    @property
-    def height(self) -> float:
-        return len(self.lines) * _LINE + 2 * _PAD - 4
-
-    @property
-    def middle(self) -> float:
-        return self.x + self.width / 2
 
 
 def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
-    """The step as a self-contained SVG file. ahead: whether `Graph.run` has rows brought up ahead of the step."""
+    """The step as a flowchart in Mermaid. ahead: whether `Graph.run` fetches rows before the step begins."""
     stage_of = stages(module.graph)
     boxes = _boxes(module, stage_of)
     if ahead:
-        _say_ahead(module, boxes)
-    bands = []
-    bottom = _TOP
-    for stage in STAGES:
+        _add_prefetches(module, boxes)
+    name_of = {id(box): f"n{number}" for number, box in enumerate(boxes)}
+    lines = ["---", f"title: {json.dumps(title)}", "---", "flowchart TB"]
+    for number, stage in enumerate(STAGES):
         if own := [box for box in boxes if stage_of[box.nodes[-1]] == stage]:
-            bands.append((stage, bottom))
-            bottom = _place(own, bottom + _ROW / 2) + _ROW / 2
-    right = max(box.x + box.width for box in boxes) + _GAP
-    size = {"width": f"{right:.0f}", "height": f"{bottom:.0f}"}
-    svg = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size})
-    ElementTree.SubElement(svg, "style").text = _STYLE
-    head = {"id": "head", "viewBox": "0 0 6 6", "refX": "6", "refY": "3", "orient": "auto"}
-    marker = ElementTree.SubElement(svg, "marker", {**head, "markerWidth": "6", "markerHeight": "6"})
-    ElementTree.SubElement(marker, "polygon", {"class": "head", "points": "0,0 6,3 0,6"})
-    _put_rect(svg, 0, 0, right, bottom, "band", "white")
-    _put_text(svg, _PAD, 20, title, "stage")
-    for (stage, y), end in zip(bands, [y for _, y in bands[1:]] + [bottom], strict=True):
-        _put_rect(svg, 0, y, right, end - y - 4, "band", _COLORS[stage])
-        _put_text(svg, _PAD, y + 20, stage, "stage")
-    for box in boxes:
-        for source in box.before:
-            _put_edge(svg, source, box)
-    for box in boxes:
-        _put_box(svg, module, box)
-    return ElementTree.tostring(svg, encoding="unicode")
+            lines.append(f'subgraph s{number}["{stage}"]')
+            lines += (f"    {name_of[id(box)]}{_shape(module, box)}" for box in own)
+            lines.append("end")
+    lines += (f"{name_of[id(source)]} --> {name_of[id(box)]}" for box in boxes for source in box.before)
+    return "\n".join(lines) + "\n"
+
+
+def _shape(module: fx.GraphModule, box: _Box) -> str:
+    """The text of a box in brackets; those of a store draw a cylinder."""
+    lines = (html.escape(line.replace("#", "#35;"), quote=False).replace("&", "#") for line in box.lines)
+    text = "<br>".join(lines).replace('"', "#quot;")
+    return f'[("{text}")]' if rows_at(module, box.nodes[-1]) is not None else f'["{text}"]'
 
 
 def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
@@ -164,17 +120,17 @@ def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
     boxes = [box for node, box in box_of.items() if node is box.nodes[-1]]
     for box in boxes:
         box.before = list({id(source): source for source in box.before}.values())
-        box.lines = [_short(line) for line in _lines(module, box.nodes, named)]
+        box.lines = list(_lines(module, box.nodes, named))
     return boxes
 
 
-def _say_ahead(module: fx.GraphModule, boxes: list[_Box]) -> None:
-    """Say in boxes where rows come up ahead of their step. All other work is done in order, on one stream."""
+def _add_prefetches(module: fx.GraphModule, boxes: list[_Box]) -> None:
+    """Add to boxes whether their rows are fetched before the step. All other work is done in order, on one stream."""
     box_of = {node: box for box in boxes for node in box.nodes}
     for node, (source, _) in known_ahead(module):
         embedding = getattr(module, source.target)
         assert isinstance(embedding, EmbeddingBase)
-        box_of[node].lines.append(f"ahead, on a {'stream' if embedding.shadow.is_cuda else 'thread'} of its own")
+        box_of[node].lines.append(f"ahead, on a separate {'stream' if embedding.shadow.is_cuda else 'thread'}")
 
 
 def _named(module: fx.GraphModule) -> dict[fx.Node, str]:
@@ -214,84 +170,9 @@ def _lines(module: fx.GraphModule, nodes: list[fx.Node], named: dict[fx.Node, st
     if made := describe(module, last):
         yield made
     reads = list(dict.fromkeys(named[s] for node in nodes for s in node.all_input_nodes if s in named))
-    yield from reads[:_MOST]
-    if len(reads) > _MOST:
-        yield f"and {len(reads) - _MOST} more"
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}\N{HORIZONTAL ELLIPSIS}"
-
-
-def _place(boxes: list[_Box], y: float) -> float:
-    """Give the boxes of a stage their places, from `y` down. Returns where the stage ends."""
-    layers: dict[int, int] = {}
-    for box in boxes:
-        layers[id(box)] = 1 + max((layers[id(source)] for source in box.before if id(source) in layers), default=-1)
-    for _, layer in groupby(sorted(boxes, key=lambda box: layers[id(box)]), key=lambda box: layers[id(box)]):
-        for row in _rows(sorted(layer, key=_wanted)):
-            _place_row(row, y)
-            y += max(box.height for box in row) + _ROW
-    return y - _ROW
-
-
-def _rows(layer: list[_Box]) -> Iterator[list[_Box]]:
-    """The boxes of a layer, in as many rows as its width needs."""
-    row: list[_Box] = []
-    for box in layer:
-        if row and _total([*row, box]) > _WIDTH:
-            yield row
-            row = []
-        row.append(box)
-    yield row
-
-
-def _place_row(row: list[_Box], y: float) -> None:
-    """Place boxes below what they read, as far as the boxes to the left and to the right leave room."""
-    x = _LEFT
-    for i, box in enumerate(row):
-        box.y = y
-        box.x = min(max(x, _wanted(box) - box.width / 2), _LEFT + _WIDTH - _total(row[i:]))
-        x = box.x + box.width + _GAP
-
-
-def _total(row: list[_Box]) -> float:
-    return sum(box.width for box in row) + _GAP * (len(row) - 1)
-
-
-def _wanted(box: _Box) -> float:
-    return sum(source.middle for source in box.before) / len(box.before) if box.before else 0.0
-
-
-def _put_box(parent: ElementTree.Element, module: fx.GraphModule, box: _Box) -> None:
-    group = ElementTree.SubElement(parent, "g")
-    ElementTree.SubElement(group, "title").text = "\n".join(
-        " # ".join(filter(None, (node.name if node.op == "placeholder" else statement(node), describe(module, node))))
-        for node in box.nodes
-    )
-    is_store = rows_at(module, box.nodes[-1]) is not None
-    _put_rect(group, box.x, box.y, box.width, box.height, "store" if is_store else "op", "white")
-    for line, text in zip(count(1), box.lines, strict=False):
-        _put_text(group, box.x + _PAD, box.y + line * _LINE, text, "op")
-
-
-def _put_edge(parent: ElementTree.Element, source: _Box, target: _Box) -> None:
-    x, y, to_x, to_y = source.middle, source.y + source.height, target.middle, target.y
-    bend = max(abs(to_y - y) / 2, _ROW / 2)
-    curve = f"M{x:.1f} {y:.1f}C{x:.1f} {y + bend:.1f} {to_x:.1f} {to_y - bend:.1f} {to_x:.1f} {to_y:.1f}"
-    ElementTree.SubElement(parent, "path", {"d": curve, "marker-end": "url(#head)"})
-
-
-def _put_text(parent: ElementTree.Element, x: float, y: float, text: str, kind: str) -> None:
-    attributes: dict[str, Any] = {"class": kind, "x": f"{x:.1f}", "y": f"{y:.1f}"}
-    ElementTree.SubElement(parent, "text", attributes).text = text
-
-
-def _put_rect(
-    parent: ElementTree.Element, x: float, y: float, width: float, height: float, kind: str, fill: str
-) -> None:
-    place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
-    ElementTree.SubElement(parent, "rect", {"class": kind, "fill": fill, **place})
+    yield from reads[:_MAX_NAMED]
+    if len(reads) > _MAX_NAMED:
+        yield f"and {len(reads) - _MAX_NAMED} more"
 
 
 def listing(module: fx.GraphModule) -> str:
