@@ -5,7 +5,6 @@ The collectives of a step are in one order, which is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +13,17 @@ from torch import Tensor, fx
 from ...distributed.dense import Vote, described
 from ...distributed.rank_group import CollectiveSequence
 from ...engine.errors import GraphError
-from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
-from ..trace.alias import memory, written
+from ..trace.alias import called, memory, written
 from .lookups import is_repeatable, sources_of
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, are_finite
 
 _EXCHANGES = "exchanges"
-_KINDS: dict[Callable[..., Any] | str, str] = {
-    row_ops.pin: "pin",
-    row_ops.read: "read",
-    row_ops.read_weights_grad: "read",
-    row_ops.send: "send",
+_KINDS: dict[Any, str] = {
+    "pin": "pin",
+    "read": "read",
+    "read_weights_grad": "read",
+    "send": "send",
     accumulate: "vote",
 }
 
@@ -41,7 +39,7 @@ class CollectiveCall(NamedTuple):
     like: int | None = None  # of a pin: the place in the script of the pin whose ids it takes
 
 
-_FIRST_USES = (row_ops.gather, row_ops.weights_grad, row_ops.send)
+_FIRST_USES = ("gather", "weights_grad", "send")
 
 
 def sum_over_ranks(
@@ -79,7 +77,7 @@ def pin_early(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     changed = set().union(*map(written, graph.nodes))
-    pins = graph.find_nodes(op="call_function", target=row_ops.pin)
+    pins = graph.find_nodes(op="call_method", target="pin")
     last = graph.find_nodes(op="placeholder")[-1] if graph.find_nodes(op="placeholder") else None
     moved: set[fx.Node] = set()
     for pin in pins:
@@ -100,10 +98,9 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _reads_before(pin: fx.Node, embedding: Any) -> bool:
-    reads = {row_ops.read, row_ops.read_weights_grad}
     node = pin.prev
     while node.op != "root":
-        if node.target in reads and node.args[0] is embedding:
+        if called(node) in ("read", "read_weights_grad") and node.args[0] is embedding:
             return True
         node = node.prev
     return False
@@ -148,7 +145,7 @@ def _send_early(graph: fx.Graph, part: Any) -> None:
         if node in sources or written(node) & used:
             last = node
     with graph.inserting_after(last):
-        graph.call_function(row_ops.send, (batch, grads, weights))
+        graph.call_method("send", (batch, grads, weights))
 
 
 def _script(module: fx.GraphModule) -> list[CollectiveCall]:
@@ -156,10 +153,10 @@ def _script(module: fx.GraphModule) -> list[CollectiveCall]:
     pinned: dict[Any, tuple[int, EmbeddingBase]] = {}
     awaited: set[Any] = set()
     for node in module.graph.nodes:
-        if node.target in _FIRST_USES and node.args[0] not in awaited:
+        if called(node) in _FIRST_USES and node.args[0] not in awaited:
             awaited.add(node.args[0])
             script.append(CollectiveCall("rows", pinned[node.args[0]][1]))
-        kind = _KINDS.get(node.target) if node.op == "call_function" else None
+        kind = _KINDS.get(called(node))
         if kind == "vote":
             script.append(CollectiveCall(kind, None))
         elif kind == "send":

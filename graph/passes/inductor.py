@@ -15,7 +15,6 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import GraphError
-from ...engine.ops import row_ops
 from ..trace.alias import is_random, memory, written
 
 
@@ -79,7 +78,7 @@ def _has_known_sizes(node: fx.Node) -> bool:
 
 def _sources_of_ids(graph: fx.Graph) -> set[fx.Node]:
     sources: set[fx.Node] = set()
-    pending = [n for target in (row_ops.pin, row_ops.read) for n in graph.find_nodes(op="call_function", target=target)]
+    pending = [n for method in ("pin", "read") for n in graph.find_nodes(op="call_method", target=method)]
     while pending:
         for node in pending.pop().all_input_nodes:
             if node not in sources:

@@ -16,10 +16,9 @@ from torch.utils import _pytree as pytree
 
 from ...embedding import lookup_op as recorded
 from ...engine.errors import GraphError
-from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..trace.alias import external, is_random, memory, stable, storages, written
+from ..trace.alias import called, external, is_random, memory, stable, storages, written
 from .step_epilogue import accumulate
 
 KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
@@ -44,7 +43,7 @@ def share_batches(module: fx.GraphModule) -> None:
     first: dict[Hashable, fx.Node] = {}
     for node in module.graph.nodes:
         is_constant = not memory((node, *node.all_input_nodes)) & changed
-        if is_constant and node.target is row_ops.pin:
+        if is_constant and called(node) == "pin":
             embedding, lookups = node.args
             spec = getattr(module, embedding.target).spec
             key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _key(lookups, value_of))
@@ -97,7 +96,7 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
 def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     """The nodes that pin rows which can be brought up before the step runs, with their (embedding, lookups)."""
     trained: list[tuple[fx.Node, Any]] = []
-    for node in module.graph.find_nodes(op="call_function", target=row_ops.pin):
+    for node in module.graph.find_nodes(op="call_method", target="pin"):
         trained.append((node, node.args[:2]))
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         rows: Any = node.args[1]
@@ -130,7 +129,7 @@ def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
 
 
 def is_repeatable(node: fx.Node, outside: set[int]) -> bool:
-    if node.op != "call_function" or isinstance(node.meta.get("val"), torch.SymInt):
+    if called(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
     return is_torch and not (is_random(node.target, node.args) or written(node) & outside)
@@ -153,7 +152,7 @@ def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         embedding = _attribute(module, node.args[-1], name_of)
         with graph.inserting_before(node):
-            read = graph.call_function(row_ops.read_weights_grad, (embedding, _lookup(node), node.args[0]))
+            read = graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0]))
             _replace(node, read)
 
 
@@ -185,17 +184,15 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
     lookups = list(trained)
     _hoist_ids(graph, lookups, embedding, name_of(handle))
     with graph.inserting_before(lookups[0]):
-        batch = graph.call_function(row_ops.pin, (embedding, [segment.lookup for segment in segments]))
+        batch = graph.call_method("pin", (embedding, [segment.lookup for segment in segments]))
     _expand_weights_grads(graph, handle, batch, segments)
     for node, segment in trained.items():
         with graph.inserting_before(node):
-            _replace(
-                node, graph.call_function(row_ops.gather, (batch, segments.index(segment), *_given(segment.weights)))
-            )
+            _replace(node, graph.call_method("gather", (batch, segments.index(segment), *_given(segment.weights))))
     with graph.inserting_before(graph.output_node()):
         used = [weights[segment] for segment in segments]
         totals = [_total(graph, grads[segment]) for segment in segments]
-        graph.call_function(row_ops.update, (batch, totals, *([used] if any(used) else [])))
+        graph.call_method("update", (batch, totals, *([used] if any(used) else [])))
 
 
 def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments: list[SharedLookup]) -> None:
@@ -208,7 +205,7 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments
             index = index_of.get(_lookup(node))
             if index is not None:
                 with graph.inserting_before(node):
-                    _replace(node, graph.call_function(row_ops.weights_grad, (batch, index, node.args[0])))
+                    _replace(node, graph.call_method("weights_grad", (batch, index, node.args[0])))
         node = following
 
 
@@ -231,7 +228,7 @@ def _segment(node: fx.Node) -> SharedLookup:
 
 def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
     """A read in place of a lookup, at the graph's insertion point."""
-    return graph.call_function(row_ops.read, (embedding, _lookup(node), *_given(node.args[6])))
+    return graph.call_method("read", (embedding, _lookup(node), *_given(node.args[6])))
 
 
 def _given(weights: Any) -> tuple[Any, ...]:

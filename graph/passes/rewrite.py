@@ -8,7 +8,6 @@ stride that a kernel chooses need not be the traced one. The generated code look
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ...engine.errors import GraphError
-from ...engine.ops import row_ops
 from ...engine.options.lookup import Lookup
 from ..trace.alias import external, is_reshape, live_nodes, reshaped, stable, storages
 from ..trace.names import identifiers
@@ -28,19 +26,9 @@ from ..trace.trace import LIVE
 from .collectives import sum_over_ranks
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
-# the nodes that move rows and parameters
-EFFECTS: set[Callable[..., Any]] = {row_ops.update, sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
+# what the nodes call that change rows and parameters: functions, and a method of a pinned batch
+EFFECTS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
 _OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
-# the ops of a step, and the methods of their first argument that they call
-_METHODS: dict[Callable[..., Any], str] = {
-    row_ops.pin: "pin",
-    row_ops.gather: "gather",
-    row_ops.weights_grad: "weights_grad",
-    row_ops.send: "send",
-    row_ops.update: "update",
-    row_ops.read: "read",
-    row_ops.read_weights_grad: "read_weights_grad",
-}
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
@@ -107,7 +95,7 @@ def end_together(module: fx.GraphModule, end: StepEpilogue) -> fx.Node:
     accumulates = end.every > 1
     rows: list[Any] = []
     dense: list[Any] = []
-    for node in graph.find_nodes(op="call_function", target=row_ops.update):
+    for node in graph.find_nodes(op="call_method", target="update"):
         given: Any
         batch, grads, *given = node.args
         weights = given[0] if given else [None] * len(grads)
@@ -127,7 +115,7 @@ def end_together(module: fx.GraphModule, end: StepEpilogue) -> fx.Node:
         held = graph.create_node("get_attr", "step_end")
         last = graph.call_function(accumulate if accumulates else apply_gradients, (held, rows, dense))
     if accumulates:
-        for node in graph.find_nodes(op="call_function", target=row_ops.pin):
+        for node in graph.find_nodes(op="call_method", target="pin"):
             _read_instead(graph, node)
     return last
 
@@ -136,14 +124,11 @@ def _read_instead(graph: fx.Graph, pin: fx.Node) -> None:
     """Let the uses of a pinned batch read instead: accumulated rows are pinned when their gradients are complete."""
     arguments: Any = pin.args
     embedding, lookups = arguments
-    reads: dict[Any, Callable[..., Any]] = {
-        row_ops.gather: row_ops.read,
-        row_ops.weights_grad: row_ops.read_weights_grad,
-    }
+    reads: dict[Any, str] = {"gather": "read", "weights_grad": "read_weights_grad"}
     for node in list(pin.users):
         index: Any = node.args[1]
         with graph.inserting_before(node):
-            read = graph.call_function(reads[node.target], (embedding, lookups[index], *node.args[2:]))
+            read = graph.call_method(reads[node.target], (embedding, lookups[index], *node.args[2:]))
         read.meta.update(node.meta)
         node.replace_all_uses_with(read)
         graph.erase_node(node)
@@ -217,7 +202,7 @@ def _reads_tensor(node: fx.Node) -> bool:
 
 
 def bind_ops(module: fx.GraphModule) -> None:
-    """Let `module.forward` call torch's ops by names of their own, and rows by their methods. `recompile` undoes it."""
+    """Let `module.forward` call torch's ops by a global name each. `recompile` undoes it."""
     code = module.graph.python_code("self")
     names: dict[str, Any] = dict(code.globals)
     taken = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
@@ -230,10 +215,5 @@ def bind_ops(module: fx.GraphModule) -> None:
         names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # without a frame of Python
         return f"{name}("
 
-    source = _OP.sub(bound, code.src)
-    for name, function in code.globals.items():
-        for op, method in _METHODS.items():
-            if function is op:
-                source = re.sub(rf"\b{name}\((\w+)(?:, )?", rf"\1.{method}(", source)
-    _exec_with_source(source, names)
+    _exec_with_source(_OP.sub(bound, code.src), names)
     type(module).forward = names["forward"]  # each GraphModule has a class of its own

@@ -1,4 +1,4 @@
-"""What a step calls, in place of the functions of `row_ops.py`, while a device records it: what launches, and no more.
+"""What a step calls instead of an embedding's and a batch's methods while a CUDA graph captures it: launches alone.
 
 What the host does at each step, it does around each replay.
 """
@@ -19,23 +19,23 @@ from ...engine.table.table import OpenTable, PinnedBatch
 
 
 def pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
-    """Launch what `row_ops.pin` launches. `gather` and `weights_grad` of `row_ops` take the batch that it returns."""
+    """Launch what `embedding.pin` launches. The batch that it returns can gather, and give gradients of weights."""
     return record_pin(embedding.opened().own_table, lookups, embedding.output_dtype, like)
 
 
 def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-    """Launch what `row_ops.update` launches."""
+    """Launch what `batch.update` launches."""
     record_update(batch, batch.gradients(grads, weights))
 
 
 def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-    """Launch what `row_ops.read` launches."""
+    """Launch what `embedding.read` launches."""
     table = embedding.opened().own_table
     return table.processor.gather(record_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
-    """Launch what `row_ops.read_weights_grad` launches."""
+    """Launch what `embedding.read_weights_grad` launches."""
     table = embedding.opened().own_table
     return table.processor.weights_grad(record_peek(table, lookup), 0, lookup, grad)
 

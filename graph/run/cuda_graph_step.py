@@ -13,12 +13,11 @@ from torch.utils import _pytree as pytree
 
 from ...embedding.saved_rows import SavedRows
 from ...engine.errors import GraphError, OptionError, TierbedError
-from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.processors.processor import Recorder
 from ...engine.table.table import OpenTable
 from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense
-from ..trace.alias import memory, written
+from ..trace.alias import called, memory, written
 from . import cuda_graph_ops
 from .cuda_graph_ops import replay_key
 from .rollback import split
@@ -29,10 +28,10 @@ _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
 _RECORDED: dict[Any, Callable[..., Any]] = {
-    row_ops.pin: cuda_graph_ops.pin,
-    row_ops.update: cuda_graph_ops.update,
-    row_ops.read: cuda_graph_ops.read,
-    row_ops.read_weights_grad: cuda_graph_ops.read_weights_grad,
+    "pin": cuda_graph_ops.pin,
+    "update": cuda_graph_ops.update,
+    "read": cuda_graph_ops.read,
+    "read_weights_grad": cuda_graph_ops.read_weights_grad,
 }
 
 
@@ -191,7 +190,8 @@ def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     for node in graph.find_nodes(op="call_function", target=apply_gradients):
         _split_end(graph, node)
     for node in graph.nodes:
-        node.target = _RECORDED.get(node.target, node.target)
+        if called(node) in _RECORDED:
+            node.op, node.target = "call_function", _RECORDED[node.target]
     return split(module, graph, _LIVE)
 
 
@@ -201,7 +201,7 @@ def _split_end(graph: fx.Graph, node: fx.Node) -> None:
     end, rows, dense = node.args
     with graph.inserting_before(node):
         for batch, grads, weights in rows:
-            graph.call_function(row_ops.update, (batch, grads, weights))
+            graph.call_method("update", (batch, grads, weights))
         node.replace_all_uses_with(graph.call_function(step_dense, (end, dense)))
     graph.erase_node(node)
 

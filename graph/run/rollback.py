@@ -14,21 +14,19 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
 from ..passes.rewrite import EFFECTS, bind_ops
-from ..trace.alias import is_random, storages, written
+from ..trace.alias import called, is_random, storages, written
 
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
-def split(
-    module: fx.GraphModule, graph: fx.Graph, last: set[Callable[..., Any]]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A step in two modules: `graph` without the calls of functions in `last`, and these calls, in their order.
+def split(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A step in two modules: `graph` without the calls of what is in `last`, and these calls, in their order.
 
     `graph` was made of the graph of `module`, and is used up here. The first module returns (results, the arguments of
     the second).
     """
     output, end = graph.output_node(), fx.Graph()
-    moving = [node for node in graph.nodes if node.target in last]
+    moving = [node for node in graph.nodes if called(node) in last]
     sources = dict.fromkeys(source for node in moving for source in node.all_input_nodes if source not in moving)
     taken = [source for source in sources if source.op != "get_attr"]
     copies: dict[fx.Node, fx.Node] = {}

@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
 from ..passes.collectives import sum_over_ranks
 from ..passes.lookups import known_ahead
 from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, schedule
+from ..trace.alias import called
 from ..trace.trace import BACKWARD, LIVE
 
 # compiled: forward and backward together, as `compile_dense` makes it
 STAGES = ("inputs", "pin", "gather", "forward", "compiled", "backward", "exchange", "update", "dense step", "outputs")
 _OF_OP = {"placeholder": "inputs", "get_attr": "inputs", "call_module": "compiled", "output": "outputs"}
-_OF_TARGET: dict[Callable[..., Any] | str, str] = {
-    row_ops.pin: "pin",
-    row_ops.gather: "gather",
-    row_ops.read: "gather",
-    row_ops.weights_grad: "backward",
-    row_ops.read_weights_grad: "backward",
-    row_ops.send: "exchange",
+_OF_CALL: dict[Any, str] = {
+    "pin": "pin",
+    "gather": "gather",
+    "read": "gather",
+    "weights_grad": "backward",
+    "read_weights_grad": "backward",
+    "send": "exchange",
     sum_over_ranks: "exchange",
-    row_ops.update: "update",
+    "update": "update",
     apply_gradients: "update",
     accumulate: "update",
     dense_step: "dense step",
@@ -48,7 +48,7 @@ def stages(graph: fx.Graph) -> dict[fx.Node, str]:
     """The stage of each node, one of `STAGES`. What is made of gradients, such as clipping, counts as backward."""
     found: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        known = _OF_OP.get(node.op) or _OF_TARGET.get(node.target)
+        known = _OF_OP.get(node.op) or _OF_CALL.get(called(node))
         of_inputs = [found[source] for source in node.all_input_nodes]
         if node.target is operator.getitem:
             known = of_inputs[0]
@@ -63,10 +63,10 @@ def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, EmbeddingBase)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
-    if node.target not in _OF_TARGET:
+    if called(node) not in _OF_CALL:
         return None
-    fetched = node.target is not row_ops.pin  # the batch that a pin is like has rows of another embedding
-    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and n.target is row_ops.pin)]
+    fetched = called(node) != "pin"  # the batch that a pin is like has rows of another embedding
+    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and called(n) == "pin")]
     found = [rows for source in sources if (rows := rows_at(module, source)) is not None]
     return ", ".join(dict.fromkeys(found)) or None
 
@@ -161,7 +161,7 @@ def _lines(module: fx.GraphModule, nodes: list[fx.Node], named: dict[fx.Node, st
     """The text of a box: its ops, what the last op makes, and the parameters that they read."""
     last = nodes[-1]
     if last.op.startswith("call"):
-        names = [op_name(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
+        names = [_op_name(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
         yield " \N{RIGHTWARDS ARROW} ".join(
             names if len(names) <= 4 else [*names[:3], f"({len(names) - 4})", names[-1]]
         )
@@ -202,14 +202,13 @@ def statement(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{node.name} = {node.args[0]}[{node.args[1]}]"
     arguments = [*map(_text, node.args), *(f"{name}={_text(value)}" for name, value in node.kwargs.items())]
-    return f"{node.name} = {op_name(node.target)}({', '.join(arguments)})"
+    owner = f"{arguments.pop(0)}." if node.op == "call_method" else "self." * (node.op == "call_module")
+    return f"{node.name} = {owner}{_op_name(node.target)}({', '.join(arguments)})"
 
 
-def op_name(target: Callable[..., Any] | str) -> str:
-    """The name of an op, such as `aten.addmm.default`, `gather` or `self.dense_0`."""
-    if isinstance(target, str):
-        return f"self.{target}"
-    return str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
+def _op_name(target: Callable[..., Any] | str) -> str:
+    """The name of an op, such as `aten.addmm.default`, `gather` or `dense_0`."""
+    return str(target) if isinstance(target, torch._ops.OpOverload | str) else target.__name__
 
 
 def describe(module: fx.GraphModule, node: fx.Node) -> str:

@@ -29,6 +29,11 @@ def memory(nodes: Iterable[fx.Node]) -> set[int]:
     return set().union(*map(storages, nodes))
 
 
+def called(node: fx.Node) -> Callable[..., Any] | str | None:
+    """The function that a node calls, or the name of the method; None for other nodes."""
+    return node.target if node.op in ("call_function", "call_method") else None
+
+
 def is_random(target: Any, args: Sequence[Any]) -> bool:
     """Whether a call moves the random stream. Attention without dropout is tagged as if it did."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
@@ -79,7 +84,7 @@ def external(graph: fx.Graph) -> set[int]:
     return memory(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
 
 
-def live_nodes(graph: fx.Graph, effects: set[Callable[..., Any]]) -> set[fx.Node]:
+def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
     """The nodes that an output, a call of one of `effects`, an outside tensor or the random stream depends on."""
     outside = external(graph)
     writers: dict[int, list[fx.Node]] = defaultdict(list)
@@ -87,7 +92,7 @@ def live_nodes(graph: fx.Graph, effects: set[Callable[..., Any]]) -> set[fx.Node
         for storage in written(node):
             writers[storage].append(node)
     live: set[fx.Node] = set()
-    pending = [node for node in graph.nodes if node.target in effects or _has_effect(node, outside)]
+    pending = [node for node in graph.nodes if called(node) in effects or _has_effect(node, outside)]
     while pending:
         node = pending.pop()
         if node in live:
@@ -101,7 +106,7 @@ def live_nodes(graph: fx.Graph, effects: set[Callable[..., Any]]) -> set[fx.Node
 
 def _has_effect(node: fx.Node, outside: set[int]) -> bool:
     if node.op != "call_function":
-        return node.op != "get_attr"
+        return node.op not in ("call_method", "get_attr")
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure()
     changed = written(node)

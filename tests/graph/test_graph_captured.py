@@ -147,7 +147,7 @@ def test_a_run_over_a_loader_is_recorded_and_shares_a_deduplication(place: torch
     losses = pair.each(lambda graph: torch.stack(list(graph.run(given, ahead=3))))
     assert torch.equal(*losses)
     pair.check()
-    assert "pin_1 = pin(others, [Lookup(ids)], pin)" in repr(pair.graphs[1])
+    assert "pin_1 = others.pin([Lookup(ids)], pin)" in repr(pair.graphs[1])
     assert pair.is_recorded
     hits = pair.each(lambda graph: graph.others.metrics()["table"]["prefetch_hits"])
     assert hits == [12, 0]
