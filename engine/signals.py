@@ -15,6 +15,7 @@ _holding: list[tuple[int, FrameType | None]] | None = (
     None  # what came in such a block of the main thread, if it is in one
 )
 
+_NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: set by code that is not Python's
 Handler = Callable[[int, FrameType | None], object]
 
 
@@ -37,7 +38,8 @@ class uninterrupted:  # a class and no generator, which costs more: a step enter
         def note(number: int, frame: FrameType | None) -> None:
             came.append((number, frame))
 
-        handlers = {number: handler for number in _HELD if callable(handler := getsignal(number))}
+        found = zip(_HELD, map(getsignal, _HELD), strict=True)
+        handlers = {number: handler for number, handler in found if handler not in _NO_HANDLER}
         if not handlers:  # there may be handlers when the next block begins
             return
         try:

@@ -53,6 +53,7 @@ from .trace.swap import trace_lock
 from .trace.trace import trace
 
 STEPS = 64
+_TENSORS = {Tensor}
 
 
 class Graph(ModelSnapshots, HasBuild):
@@ -340,7 +341,7 @@ class Graph(ModelSnapshots, HasBuild):
             forget_announced(self)
         given = args, kwargs
         opened = NONE_OPEN
-        if not kwargs and all(type(argument) is Tensor for argument in args):
+        if not kwargs and set(map(type, args)) <= _TENSORS:
             inputs = leaves = list(args)
             spec = tensors_spec(len(args))
         else:

@@ -102,10 +102,13 @@ class PinnedBatch:
 
         A row's summed gradient is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
         """
+        given = weights or [None] * len(self.lookups)
         try:
-            self.table.update(self, self.gradients(grads, weights), scale, clip_value)
-        except BaseException:
+            self.table.update(self, Gradients(self.lookups, grads, given, self.dtype), scale, clip_value)
+        except BaseException as error:
             self.table.refused = True
+            if isinstance(error, TypeError | ValueError):
+                self.gradients(grads, weights)  # raises InputError for gradients that the processor refused
             raise
 
     def release(self) -> None:
@@ -395,8 +398,9 @@ class OpenTable:
         self.give_way()
         with self.lock, uninterrupted():
             pinned = self._pin(lookups, dtype, like)
-            self.set_numbers()
-            self.settle(pinned.core)
+            if self.lagging:
+                self.set_numbers()
+                self.settle(pinned.core)
             return pinned
 
     def give_way(self) -> None:
@@ -525,8 +529,9 @@ class OpenTable:
     def _peek(self, lookup: Lookup) -> Any:
         batch = self._batch([lookup])
         self.use().peek(batch)
-        self.set_numbers()
-        self.settle(batch)
+        if self.lagging:
+            self.set_numbers()
+            self.settle(batch)
         return batch
 
     def settle(self, batch: Any) -> None:

@@ -121,7 +121,7 @@ class StepEpilogue:
 
     def key(self) -> Hashable:
         """A key that changes with the settings that a compiled step depends on."""
-        return self.is_plain, self.every > 1, self.scaling()
+        return self.is_plain, self.every > 1, None if self.scaler is None else self.scaling()
 
     def accumulate(self, steps: int, mean: bool) -> None:
         """Set how many steps' gradients are summed, and whether their mean is taken. OptimizerError."""

@@ -99,7 +99,7 @@ class OptimizerSet:
 
     def key(self) -> Hashable:
         """A key that changes with every optimizer and every parameter that is added."""
-        return tuple((id(o), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers)
+        return tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers])
 
     def attach(self, root: HasBuild) -> None:
         """Tell each embedding under `root` the group that holds its shadow, once.

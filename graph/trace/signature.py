@@ -131,7 +131,8 @@ class Structure:
         self._children = [module._modules for module in modules]
         self._attributes = list(map(vars, modules))
         self._hooks = [hooks for module in modules for hooks in _MODULE_HOOKS(module)]
-        self._tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
+        tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
+        self._with_tensors, self._tensor_names = [d for d, _ in tensors], [name for _, name in tensors]
         self._shape = self._read_shape()
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
@@ -147,13 +148,14 @@ class Structure:
         identities = list(map(id, buffers))
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
+        attributes = map(dict.get, self._with_tensors, self._tensor_names)
         return tensors, (
             self,
             _modes(),
             tuple(map(_TRAINING, self._modules)),
             tuple(map(id, parameters)),
             distinct,
-            tuple(_attribute_key(attributes.get(name)) for attributes, name in self._tensors),
+            tuple([None if value is None else _attribute_key(value) for value in attributes]),
             tuple(map(type, buffers)),
             any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
             *map(_DESCRIBE, tensors),
