@@ -20,31 +20,31 @@ from ...engine.table.table import OpenTable, PinnedBatch
 
 def pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
     """Launch what `embedding.pin` launches. The batch that it returns can gather, and give gradients of weights."""
-    return record_pin(embedding.opened().own_table, lookups, embedding.output_dtype, like)
+    return capture_pin(embedding.opened().own_table, lookups, embedding.output_dtype, like)
 
 
 def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Launch what `batch.update` launches."""
-    record_update(batch, batch.gradients(grads, weights))
+    capture_update(batch, batch.gradients(grads, weights))
 
 
 def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
     """Launch what `embedding.read` launches."""
     table = embedding.opened().own_table
-    return table.processor.gather(record_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
+    return table.processor.gather(capture_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
     """Launch what `embedding.read_weights_grad` launches."""
     table = embedding.opened().own_table
-    return table.processor.weights_grad(record_peek(table, lookup), 0, lookup, grad)
+    return table.processor.weights_grad(capture_peek(table, lookup), 0, lookup, grad)
 
 
 @contextmanager
 def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
-    """Nobody else uses these tables."""
+    """A block in which no other thread uses these tables."""
     with ExitStack() as stack:
-        for table in sorted(tables, key=id):  # in one order: another graph may want the same
+        for table in sorted(tables, key=id):  # in one order: another graph may lock the same
             stack.enter_context(table.lock)
         with uninterrupted():
             yield
@@ -52,35 +52,34 @@ def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
 
 @contextmanager
 def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
-    """Around one replay, with the tables `locked`: what the host does in a step that trains and reads these tables.
+    """A block around one replay, with the tables `locked`: does the host's part of a step on these tables.
 
-    Raises what the step would, before the replay.
+    Raises what the step would raise, before the replay.
     """
     for table in read:
         begin_replay(table, False, None)
-    begun = [(table, begin_replay(table, True, clip_value)) for table in trained]
+    started = [(table, begin_replay(table, True, clip_value)) for table in trained]
     try:
         yield
     except BaseException as error:
         for table in trained:
             table.failure = error  # some of its lines may be written
         raise
-    for table, (step, hyper) in begun:
+    for table, (step, hyper) in started:
         table.updated(step, hyper)
 
 
 def replay_key(table: OpenTable) -> Hashable | None:
-    """What a recording depends on: it may be replayed while this key is equal to that of the recording.
+    """What a captured graph depends on: it may be replayed while this key is equal to that of its capture.
 
-    None where no recording may be replayed, since a snapshot is being saved in the background: a replay would not keep
-    the rows that it changes.
+    None while a snapshot is saved in the background, when no graph may be replayed: a replay saves no before-images.
     """
     if table.watch.has_image:
         return None
     return table.optimizer and table.optimizer.rule, table.lagging, table.watch.changes
 
 
-def record_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
+def capture_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
     """Launch the kernels of `OpenTable.pin`. `begin_replay` does the rest of `pin` before each replay."""
     batch = table.processor.batch(lookups, None if like is None else like.core)
     table.opened().pin(batch, table.room)
@@ -88,7 +87,7 @@ def record_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like
     return table.hold(batch, lookups, dtype)
 
 
-def record_update(pinned: PinnedBatch, gradients: Gradients) -> None:
+def capture_update(pinned: PinnedBatch, gradients: Gradients) -> None:
     """Launch the kernels of `OpenTable.update`, and end the pin."""
     table = pinned.table
     table.check_pinned(pinned)
@@ -97,7 +96,7 @@ def record_update(pinned: PinnedBatch, gradients: Gradients) -> None:
     table.release()
 
 
-def record_peek(table: OpenTable, lookup: Lookup) -> Any:
+def capture_peek(table: OpenTable, lookup: Lookup) -> Any:
     """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
     batch = table.processor.batch([lookup])
     table.opened().peek(batch)
@@ -106,7 +105,7 @@ def record_peek(table: OpenTable, lookup: Lookup) -> Any:
 
 
 def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
-    """Do the host's part of a step before its replay: of `pin` and `update` where it `trains`, else of `read`.
+    """Do the host's part of a step before its replay: of `pin` and `update` if it `trains`, else of `read`.
 
     Returns the step and the rule's numbers, for `OpenTable.updated`. Raises what these methods raise; then nothing has
     changed.
@@ -114,7 +113,7 @@ def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tu
     if trains:
         table.release()
         with table.announced(()):
-            pass  # the batch is made by what was recorded, whatever was announced
+            pass  # the captured ops make the batch, whatever was announced
     table.use()
     table.check(wait=False)
     if not trains:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...engine.ops.rows_contract import EmbeddingBase
 from ..passes.collectives import sum_over_ranks
-from ..passes.lookups import known_ahead
+from ..passes.lookups import prefetchable_lookups
 from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, schedule
 from ..trace.alias import called
 from ..trace.trace import BACKWARD, LIVE
@@ -58,7 +58,7 @@ def stages(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """Whose rows a node fetches, reads or updates, and in which store: `users in cached_ssd`. None for other nodes."""
+    """The embedding whose rows a node pins, reads or updates, and its store: `users in cached_ssd`. Else None."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, EmbeddingBase)
@@ -105,8 +105,8 @@ def _shape(module: fx.GraphModule, box: _Box) -> str:
 
 
 def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
-    """The boxes of a step. Each comes after all that it reads."""
-    named = _named(module)
+    """The boxes of a step, each after all that it reads."""
+    named = _names_without_box(module)
     box_of: dict[fx.Node, _Box] = {}
     for node in module.graph.nodes:
         if node in named or (node.op == "placeholder" and not node.users):
@@ -127,13 +127,13 @@ def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
 def _add_prefetches(module: fx.GraphModule, boxes: list[_Box]) -> None:
     """Add to boxes whether their rows are fetched before the step. All other work is done in order, on one stream."""
     box_of = {node: box for box in boxes for node in box.nodes}
-    for node, (source, _) in known_ahead(module):
+    for node, (source, _) in prefetchable_lookups(module):
         embedding = getattr(module, source.target)
         assert isinstance(embedding, EmbeddingBase)
         box_of[node].lines.append(f"ahead, on a separate {'stream' if embedding.shadow.is_cuda else 'thread'}")
 
 
-def _named(module: fx.GraphModule) -> dict[fx.Node, str]:
+def _names_without_box(module: fx.GraphModule) -> dict[fx.Node, str]:
     """Names of nodes without boxes: parameters and other tensors that a step keeps, their views, optimizers."""
     named: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
@@ -145,8 +145,8 @@ def _named(module: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _continues(source: fx.Node, node: fx.Node) -> bool:
-    """Whether both nodes are links of a chain of ops that is one box."""
-    return len(source.users) == 1 and all(_is_view(link) or _is_elementwise(link) for link in (source, node))
+    """Whether both nodes belong to one chain of ops, drawn as one box."""
+    return len(source.users) == 1 and all(_is_view(op) or _is_elementwise(op) for op in (source, node))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -176,7 +176,7 @@ def _lines(module: fx.GraphModule, nodes: list[fx.Node], named: dict[fx.Node, st
 
 
 def listing(module: fx.GraphModule) -> str:
-    """The step: a heading for each stage, and behind each op the dtype and shape of its result, or its store."""
+    """The step: a heading for each stage, and after each op the dtype and shape of its result, or its store."""
     stage_of = stages(module.graph)
     arguments = ["self", *(node.name for node in module.graph.find_nodes(op="placeholder"))]
     lines = [f"def forward({', '.join(arguments)}):"]
@@ -212,7 +212,7 @@ def _op_name(target: Callable[..., Any] | str) -> str:
 
 
 def describe(module: fx.GraphModule, node: fx.Node) -> str:
-    """What a node makes, and of which rows: `float32 [8, 12]`, `float32 [8, 3, 4], users in cached_ssd`."""
+    """What a node returns, and of which rows: `float32 [8, 12]`, `float32 [8, 3, 4], users in cached_ssd`."""
     values = pytree.tree_leaves(node.meta.get("val"))
     parts = [tensor_text(value) for value in values if isinstance(value, Tensor)]
     rows = rows_at(module, node)
@@ -220,14 +220,14 @@ def describe(module: fx.GraphModule, node: fx.Node) -> str:
 
 
 def tensor_text(value: Tensor) -> str:
-    """Dtype and shape of a tensor, such as `float32 [8, 12]`, with the device where it is not the CPU."""
+    """Dtype and shape of a tensor, such as `float32 [8, 12]`, with the device unless it is the CPU."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype} {list(value.shape)}" + ("" if value.device.type == "cpu" else f" {value.device}")
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup, without what it does not use at its end
-        used = max((place for place, part in enumerate(value, 1) if part is not None), default=0)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup, without unused fields at its end
+        used = max((count for count, part in enumerate(value, 1) if part is not None), default=0)
         return f"{type(value).__name__}({', '.join(map(_text, value[:used]))})"
     if isinstance(value, list | tuple):
         inner = ", ".join(map(_text, value))

@@ -1,4 +1,4 @@
-"""Which memory a node of a traced graph reads and writes: a trace keeps in-place ops, so liveness goes by memory."""
+"""Which memory a node of a trace reads and writes. A trace keeps in-place ops, so liveness is decided by memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def called(node: fx.Node) -> Callable[..., Any] | str | None:
 
 
 def is_random(target: Any, args: Sequence[Any]) -> bool:
-    """Whether a call moves the random stream. Attention without dropout is tagged as if it did."""
+    """Whether a call draws random numbers. Attention without dropout is tagged as if it did."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     names = [argument.name for argument in target._schema.arguments]
@@ -69,7 +69,7 @@ def is_reshape(node: fx.Node) -> bool:
 
 
 def stable(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    """An argument with the value that it has at `node`: a copy where a later op writes to its memory."""
+    """An argument with the value that it has at `node`: a copy if a later op writes to its memory."""
     later = node.next
     while isinstance(value, fx.Node) and later.op != "output":
         if written(later) & storages(value):
@@ -85,7 +85,7 @@ def external(graph: fx.Graph) -> set[int]:
 
 
 def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
-    """The nodes that an output, a call of one of `effects`, an outside tensor or the random stream depends on."""
+    """The nodes that an output, a call of one of `effects`, an outside tensor or the random generator depends on."""
     outside = external(graph)
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:

@@ -91,8 +91,8 @@ def test_end_together_takes_every_update_and_dense_step_into_one_node() -> None:
     last = rewrite.end_together(module, end)
     assert targets(module.graph) == ["pin", "gather", aten.mul.Tensor, apply_gradients]
     arguments: Any = last.args
-    held, rows, dense_grads = arguments
-    assert held.target == "step_end"
+    epilogue, rows, dense_grads = arguments
+    assert epilogue.target == "step_end"
     assert [(part.batch, part.weights) for part in rows] == [(batch, [None])]
     assert dense_grads[0].params == [sketch.weight]
     module.graph.lint()
@@ -103,7 +103,7 @@ def test_end_together_lets_accumulated_lookups_read() -> None:
     sketch.train(sketch.ids)
     dense(sketch)
     module, end = sketch.end(), StepEpilogue()
-    end.every = 2
+    end.accumulate_steps = 2
     last = rewrite.end_together(module, end)
     assert targets(module.graph) == ["read", aten.mul.Tensor, accumulate]
     arguments: Any = last.args
@@ -160,7 +160,7 @@ def test_cut_lookups_of_an_accumulated_step_and_ids_that_change_later() -> None:
     sketch.train(shifted)
     sketch.call(aten.remainder_.Scalar, shifted, 2)
     module, end = sketch.end(), StepEpilogue()
-    end.every = 2
+    end.accumulate_steps = 2
     kept = rewrite.end_together(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
     assert kept.target is aten.clone.default
     cut = extract_id_graph(module)
