@@ -29,7 +29,7 @@ from ..snapshots.store.selection import Selection
 from .passes.lookups import KnownLookups
 from .passes.step_epilogue import StepEpilogue
 from .run.compiled_step import CompiledStep, Forward, compile_step
-from .run.loop import AHEAD, Run, RunProgress, forget_announced, iterate, make_run
+from .run.loop import AHEAD, Run, RunProgress, forget_announced, iterate
 from .run.rank_step import RankStepState, raise_on_ranks
 from .run.rollback import DynamicStepFailed
 from .run.step_cache import StepCache, warn_uncompiled
@@ -227,8 +227,8 @@ class Graph(ModelSnapshots, HasBuild):
         """
         label = progress if isinstance(progress, str) else type(self).__name__ * bool(progress)
         bar = RunProgress(batches, label)
-        return make_run(
-            self, self.__rank_state, self.__end, batches, ahead, self.__known_lookups, bar, self.__abandoned, uneven
+        return Run(
+            self, self.__rank_state, self.__end, batches, ahead, uneven, self.__known_lookups, bar, self.__abandoned
         )
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int = AHEAD) -> Profile:

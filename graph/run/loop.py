@@ -14,8 +14,7 @@ import contextlib
 import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sized
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -90,34 +89,57 @@ def _length(batches: Iterable[Any]) -> int | None:
 
 
 class Announcer:
-    """Announces the batches of one run in their order, accumulated calls together, as their rows will be pinned."""
+    """Announces the batches of one run in their order, accumulated calls together, as their rows will be pinned.
 
-    def __init__(self, end: StepEpilogue) -> None:
-        self._end = end
+    Over ranks, all of them announce the same embeddings in the same order.
+    """
+
+    def __init__(self, root: nn.Module, end: StepEpilogue, world: World | None) -> None:
+        self._end, self._world = end, world
+        self._embeddings: list[Any] = [module for module in root.modules() if isinstance(module, EmbeddingBase)]
         self._accumulated: dict[EmbeddingBase, list[Lookup]] = defaultdict(list)
+        self._unknown: set[EmbeddingBase] = set()  # embeddings with lookups of this update that are unknown
         self._count = 0  # of accumulated calls
 
     def add(self, between: int, known: KnownLookups | None) -> None:
-        """Announce the lookups of the next batch, None if unknown. `between` other batches run before it."""
+        """Announce the lookups of the next batch. `between` other batches run before it.
+
+        known: None if this rank knows no lookups, [] if it has no batch.
+        """
         number = (self._end.steps + between) % self._end.accumulate_steps
         if number == 0:
             self._accumulated.clear()
+            self._unknown.clear()
             self._count = 0
-        if number != self._count or known is None:
-            return  # some lookups of this update are unknown, or were not made in this run
-        try:
-            for embedding, lookups in known:
-                # of accumulated calls the rows of each, as `StepEpilogue.add` has them
-                self._accumulated[embedding] += (
-                    lookups if self._end.accumulate_steps == 1 else [embedding.unique_rows(lookups)]
-                )
-        except TierbedError:  # the call itself will raise it
-            return
+        if number != self._count:
+            return  # a call of this update was not made in this run
+        lookups_of = dict(known or [])
+        embeddings = [embedding for embedding in self._embeddings if embedding.row_optimizer is not None]
+        for embedding in embeddings:
+            lookups = [] if known == [] else lookups_of.get(embedding)
+            if lookups is None:
+                self._unknown.add(embedding)
+            else:
+                self._accumulated[embedding] += self._micro_batch(embedding, lookups)
         self._count += 1
         if self._count == self._end.accumulate_steps:
-            for embedding, lookups in self._accumulated.items():
-                with contextlib.suppress(TierbedError):
-                    embedding.announce(lookups)
+            for embedding in embeddings:
+                self._announce(embedding, None if embedding in self._unknown else self._accumulated[embedding])
+
+    def _micro_batch(self, embedding: EmbeddingBase, lookups: list[Lookup]) -> list[Lookup]:
+        """What is pinned of the lookups of a call: of accumulated calls the rows, as `StepEpilogue.add` has them."""
+        try:
+            return lookups if self._end.accumulate_steps == 1 else [embedding.unique_rows(lookups)]
+        except Exception:  # the call itself will raise it
+            self._unknown.add(embedding)
+            return []
+
+    def _announce(self, embedding: Any, lookups: list[Lookup] | None) -> None:
+        if self._world is not None:
+            embedding.opened().table.announce(lookups, together=True)
+        elif lookups is not None:
+            with contextlib.suppress(TierbedError):  # the call itself will raise it
+                embedding.announce(lookups)
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:
@@ -135,56 +157,156 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
         ) from None
 
 
+class _PlannedStep:
+    """A later step: what this rank has for it, and what all ranks have."""
+
+    def __init__(self, world: World | None, op: str, has: int, known: KnownLookups | None) -> None:
+        """has: bits that this rank reports. known: what it looks up, if that is known."""
+        self.known = known
+        self.is_announced = False
+        self._handshake = None if world is None else Handshake(world, op, note=has)
+        self._reports = [has] if world is None else None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a rank was in another call, which was raised on all ranks."""
+        return self._handshake is not None and self._handshake.refused is not None
+
+    def wait(self) -> list[int]:
+        """The report of each rank. Waits for all."""
+        if self._reports is None:
+            assert self._handshake is not None
+            self._reports = self._handshake.wait().notes
+        return self._reports
+
+
 class Run(Iterator[Any]):
     """Iterates over what `build` returned for each batch, in the loader's order. Can continue after an exception.
 
     A batch is used up by the step that runs on it, whether the step ends or raises. An exception of the loader is
     raised after the steps of the batches that the loader gave before. Ctrl-C is raised when the current step has ended;
     the result of that step is lost, and the other batches remain for the next call.
+
+    Over ranks, each rank has its own run, over its own loader, and all of them call `next`. left: after a run that
+    ended with another rank's loader, the batches of this rank that were drawn and not trained.
     """
 
     def __init__(
         self,
         graph: nn.Module,
+        rank_state: RankStepState,
+        end: StepEpilogue,
         batches: Iterable[Any],
         ahead: int,
+        uneven: str,
         known_lookups: Callable[..., KnownLookups | None],
         progress: RunProgress,
         abandoned: list[None],
-        announcer: Announcer,
     ) -> None:
         """known_lookups: returns what a call with these arguments looks up.
 
         abandoned: gets an item if the run is collected before its end, which may be at any time, in any thread.
         """
+        if uneven not in UNEVEN:
+            raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")
         most = as_int(ahead, 0, WINDOW)
         if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
         self._graph, self._known_lookups, self._num_ahead = graph, known_lookups, most
-        self._announcer = announcer
+        self._world, self._uneven, self._rank_state = world_of(graph), uneven, rank_state
+        self._announcer = Announcer(graph, end, self._world)
         self.left: list[Any] = []  # batches that were drawn and will not have a step
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
         self._tensors: deque[list[Tensor]] = deque()  # tensors of the window's batches; fewer after a Ctrl-C
+        self._planned: deque[_PlannedStep] = deque()  # the next steps, of which the first have a batch in the window
+        self._last_known: KnownLookups | None = None  # of the batch that was drawn last
         self._end: Exception | None = None  # an exception of the loader, raised once the window is empty
+        self._op = f"run of {type(graph).__name__}"
+        self._has_started = self._has_ended = False
+        self._mismatches = 0 if self._world is None else self._world.mismatches
+        self._steps = 0
         self._progress = progress
         self._finalizer = weakref.finalize(self, _abandon, abandoned, progress)
         self._finalizer.atexit = False
 
     def __next__(self) -> Any:
-        while self._end is None and len(self._window) <= self._num_ahead:
-            self._draw()
-        if not self._window:
-            assert self._end is not None
-            end = self._end
-            if isinstance(end, StopIteration):
-                self.close()
-            else:
-                self._end = None  # the loader may continue
-            raise end
-        return self._step()
+        if self._has_ended:
+            raise StopIteration
+        if not self._has_started:
+            self._raise_on_ranks(None, same={"ahead": self._num_ahead, "uneven": self._uneven})
+            self._has_started = True
+        if self._has_mismatch:  # some reports reached no rank
+            assert self._world is not None
+            self._mismatches = self._world.mismatches
+            self._forget_planned()
+        try:
+            while True:
+                self._fill()
+                reports = self._planned[0].wait()
+                if any(has & _FAILED for has in reports):
+                    self._fail()
+                missing = [rank for rank, has in enumerate(reports) if not has & _BATCH]
+                if len(missing) == len(reports) or (missing and self._uneven == "stop"):
+                    self._stop(missing)
+                self._planned.popleft()
+                self._steps += 1
+                if self._world is None or self._world.rank not in missing:
+                    return self._step()
+                with uninterrupted():
+                    self._rank_state.join(self._graph)
+                self._announce_planned()  # as other ranks do after their step
+        finally:
+            if self._world is not None:
+                self._announce_planned()
+
+    @property
+    def _has_mismatch(self) -> bool:
+        """Whether ranks were in different calls since this run last checked."""
+        return self._world is not None and self._mismatches != self._world.mismatches
+
+    @property
+    def _may_announce(self) -> bool:
+        return self._world is None or not (self._has_mismatch or self._world.failure is not None)
+
+    def _fill(self) -> None:
+        """Draw batches, and report each. An exception of the loader waits for its turn."""
+        is_first = not self._planned
+        while len(self._planned) <= self._num_ahead:
+            index, self._last_known = len(self._planned), None
+            if index >= len(self._window) and self._end is None:
+                self._draw()
+            has = 0
+            if index < len(self._window):
+                has = _BATCH | _KNOWN * (self._last_known is not None)
+            elif index == len(self._window) and not isinstance(self._end, StopIteration):
+                has = _FAILED
+            with uninterrupted():  # every rank plans the step, or none does
+                self._planned.append(_PlannedStep(self._world, f"{self._op}, next step", has, self._last_known))
+                if self._world is None:  # a batch is announced before the next one is drawn
+                    self._announce_planned()
+        if is_first:
+            self._announce_planned()
+
+    def _announce_planned(self) -> None:
+        """Announce the steps that all ranks have reported, on all ranks alike. RuntimeError if no thread starts."""
+        with uninterrupted():
+            for index, planned in enumerate(self._planned):
+                if planned.is_announced or not self._num_ahead or not self._may_announce:
+                    continue
+                reports, planned.is_announced = planned.wait(), True
+                runs = any(reports) if self._uneven == "join" else all(has & _BATCH for has in reports)
+                if runs and any(has & _KNOWN for has in reports):
+                    has_none = not reports[0 if self._world is None else self._world.rank] & _BATCH
+                    self._announcer.add(index, [] if has_none else planned.known)
 
     def _step(self) -> Any:
+        if not self._window:  # the loader wrote over batches in the window
+            error = self._end
+            if self._world is None:
+                self._planned.clear()
+                self._end = StopIteration()
+            self._raise_on_ranks(error)
         with uninterrupted():  # at Ctrl-C a batch is in the window, or its step has ended
             batch = arguments(self._window.popleft())
             if self._tensors:
@@ -205,26 +327,60 @@ class Run(Iterator[Any]):
             return
         self._tensors.extend(map(_counted, islice(self._window, len(self._tensors), None)))
         self._refuse_overwritten(before)
-        if self._num_ahead:
-            self._look_ahead(count, arguments(self._window[-1]))
-
-    def _look_ahead(self, between: int, batch: tuple[Any, ...]) -> None:
-        """Announce a batch that was drawn. `between` other batches run before it. RuntimeError if no thread starts."""
-        self._announcer.add(between, self._known_lookups(*batch))
+        if self._num_ahead and self._window:
+            self._last_known = self._known_lookups(*arguments(self._window[-1]))
 
     def _refuse_overwritten(self, before: list[list[int]]) -> None:
-        """InputError if the loader wrote its last batch over a batch that waits for its step."""
+        """End with an InputError if the loader wrote its last batch over a batch that waits for its step."""
         drawn = {tensor.data_ptr() for tensor in self._tensors[-1]}
         for tensors, versions in zip(self._tensors, before, strict=False):
             for tensor, version in zip(tensors, versions, strict=True):
                 if tensor._version != version and tensor.data_ptr() in drawn:
                     self._window.clear()
                     self._tensors.clear()
-                    self._end = StopIteration()
-                    raise InputError(
+                    self._end = InputError(
                         f"ahead={self._num_ahead}: the loader writes the next batch into the tensors of this one, and "
                         "batches are drawn before their steps; give new tensors, as a DataLoader does, or ahead=0"
                     )
+                    return
+
+    def _fail(self) -> None:
+        """Raise on all ranks what a loader raised. The loader may continue, and drawn batches stay."""
+        error = None if self._window or isinstance(self._end, StopIteration) else self._end
+        if error is not None:
+            self._end = None
+        self._forget_planned()
+        self._raise_on_ranks(error)
+
+    def _raise_on_ranks(self, error: Exception | None, same: Mapping[str, Any] | None = None) -> None:
+        """Raise the error of a rank on all ranks. same: by name, what has to be equal on all of them."""
+        if self._world is not None:
+            self._world.handshake(self._op, error, same)
+        elif error is not None:
+            raise error
+
+    def _stop(self, missing: list[int]) -> None:
+        self._forget_planned()
+        self._has_ended = True
+        self.left = list(self._window)
+        if self._world is not None and len(missing) < self._world.size:
+            log.info(
+                "%s ended after %d steps, since rank %s has no more batches; `left` of the run has %d that this rank "
+                "drew and did not train, and its loader the rest",
+                self._op,
+                self._steps,
+                ", ".join(map(str, missing)),
+                len(self.left),
+            )
+        self.close()
+        raise StopIteration
+
+    def _forget_planned(self) -> None:
+        for planned in self._planned:
+            if not planned.is_refused:
+                planned.wait()  # so that no report is in flight
+        self._planned.clear()
+        forget_announced(self._graph)
 
     def close(self) -> None:
         """Forget what was announced, and end the threads that prefetch. A run that ends closes itself."""
@@ -249,212 +405,3 @@ def forget_announced(root: nn.Module) -> None:
 def _abandon(abandoned: list[None], progress: RunProgress) -> None:
     progress.close()
     abandoned.append(None)
-
-
-class _PlannedStep:
-    """A later step: what this rank has for it, and what all ranks have."""
-
-    def __init__(self, world: World, op: str, has: int, known: KnownLookups | None) -> None:
-        """has: bits that this rank reports. known: what it looks up, if that is known."""
-        self.known = known
-        self.is_announced = False
-        self._handshake = Handshake(world, op, note=has)
-        self._reports: list[int] | None = None
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether a rank was in another call, which was raised on all ranks."""
-        return self._handshake.refused is not None
-
-    def wait(self) -> list[int]:
-        """The report of each rank. Waits for all."""
-        if self._reports is None:
-            self._reports = self._handshake.wait().notes
-        return self._reports
-
-
-class RankRun(Run):
-    """A `Run` over ranks: each rank has its own, over its own loader, and all of them call `next`.
-
-    left: after a run that ended with another rank's loader, the batches of this rank that were drawn and not trained.
-    """
-
-    def __init__(self, world: World, uneven: str, join: Callable[[], None], graph: nn.Module, *rest: Any) -> None:
-        """join: runs a step without a batch. rest: the other arguments of `Run`."""
-        super().__init__(graph, *rest)
-        self._world, self._uneven, self._join = world, uneven, join
-        self._op = f"run of {type(graph).__name__}"
-        self._planned: deque[_PlannedStep] = deque()
-        self._last_known: KnownLookups | None = None  # of the batch that was drawn last
-        self._has_started = self._has_ended = False
-        self._mismatches = world.mismatches
-        self._steps = 0
-
-    def __next__(self) -> Any:
-        if self._has_ended:
-            raise StopIteration
-        if not self._has_started:
-            self._world.handshake(self._op, same={"ahead": self._num_ahead, "uneven": self._uneven})
-            self._has_started = True
-        if self._has_mismatch:  # some reports reached no rank
-            self._mismatches = self._world.mismatches
-            self._forget_planned()
-        try:
-            while True:
-                self._fill()
-                reports = self._planned[0].wait()
-                if any(has & _FAILED for has in reports):
-                    self._fail()
-                missing = [rank for rank, has in enumerate(reports) if not has & _BATCH]
-                if len(missing) == len(reports) or (missing and self._uneven == "stop"):
-                    self._stop(missing)
-                self._planned.popleft()
-                self._steps += 1
-                if self._world.rank not in missing:
-                    return self._step()
-                with uninterrupted():
-                    self._join()
-                self._announce_planned()  # as other ranks do after their step
-        finally:
-            self._announce_planned()
-
-    @property
-    def _has_mismatch(self) -> bool:
-        """Whether ranks were in different calls since this run last checked."""
-        return self._mismatches != self._world.mismatches
-
-    def _fill(self) -> None:
-        """Draw batches, and report each. An exception of the loader waits for its turn."""
-        is_first = not self._planned
-        while len(self._planned) <= self._num_ahead:
-            index, self._last_known = len(self._planned), None
-            if index >= len(self._window) and self._end is None:
-                try:
-                    self._draw()
-                except Exception as error:
-                    self._end = error
-            has = 0
-            if index < len(self._window):
-                has = _BATCH | _KNOWN * (self._last_known is not None)
-            elif index == len(self._window) and not isinstance(self._end, StopIteration):
-                has = _FAILED
-            with uninterrupted():  # every rank plans the step, or none does
-                self._planned.append(_PlannedStep(self._world, f"{self._op}, next step", has, self._last_known))
-        if is_first:
-            self._announce_planned()
-
-    def _look_ahead(self, between: int, batch: Any) -> None:
-        self._last_known = self._known_lookups(*batch)
-
-    def _announce_planned(self) -> None:
-        """Announce the steps that all ranks have reported, on all ranks alike."""
-        with uninterrupted():
-            self._announce_reported()
-
-    def _announce_reported(self) -> None:
-        for index, planned in enumerate(self._planned):
-            if not self._num_ahead or planned.is_announced or self._has_mismatch or self._world.failure is not None:
-                continue
-            reports, planned.is_announced = planned.wait(), True
-            runs = any(reports) if self._uneven == "join" else all(has & _BATCH for has in reports)
-            if runs and any(has & _KNOWN for has in reports):
-                has_none = not reports[self._world.rank] & _BATCH
-                self._announcer.add(index, [] if has_none else planned.known)
-
-    def _step(self) -> Any:
-        if not self._window:  # the loader wrote over batches in the window
-            self._world.handshake(self._op, self._end)
-        return super()._step()
-
-    def _fail(self) -> None:
-        """Raise on all ranks what a loader raised. The loader may continue, and drawn batches stay."""
-        error = None if self._window or isinstance(self._end, StopIteration) else self._end
-        if error is not None:
-            self._end = None
-        self._forget_planned()
-        self._world.handshake(self._op, error)
-
-    def _stop(self, missing: list[int]) -> None:
-        self._forget_planned()
-        self._has_ended = True
-        self.left = list(self._window)
-        if len(missing) < self._world.size:
-            log.info(
-                "%s ended after %d steps, since rank %s has no more batches; `left` of the run has %d that this rank "
-                "drew and did not train, and its loader the rest",
-                self._op,
-                self._steps,
-                ", ".join(map(str, missing)),
-                len(self.left),
-            )
-        self.close()
-        raise StopIteration
-
-    def _forget_planned(self) -> None:
-        for planned in self._planned:
-            if not planned.is_refused:
-                planned.wait()  # so that no report is in flight
-        self._planned.clear()
-        forget_announced(self._graph)
-
-
-class RankAnnouncer(Announcer):
-    """Announces the batches of all ranks: the same embeddings on each, in the same order."""
-
-    def __init__(self, end: StepEpilogue, root: nn.Module) -> None:
-        super().__init__(end)
-        self._root = root
-        self._unknown: set[EmbeddingBase] = set()
-
-    def add(self, between: int, known: KnownLookups | None) -> None:
-        """As `Announcer.add`, on all ranks. known: None if this rank knows no lookups, [] if it has no batch."""
-        number = (self._end.steps + between) % self._end.accumulate_steps
-        if number == 0:
-            self._accumulated.clear()
-            self._unknown.clear()
-            self._count = 0
-        if number != self._count:
-            return
-        lookups_of = dict(known or [])
-        embeddings: list[Any] = [
-            m for m in self._root.modules() if isinstance(m, EmbeddingBase) and m.row_optimizer is not None
-        ]
-        for embedding in embeddings:
-            lookups = [] if known == [] else lookups_of.get(embedding)
-            if lookups is None:
-                self._unknown.add(embedding)
-            else:
-                self._accumulated[embedding] += self._micro_batch(embedding, lookups)
-        self._count += 1
-        if self._count == self._end.accumulate_steps:
-            for embedding in embeddings:
-                given = None if embedding in self._unknown else self._accumulated[embedding]
-                embedding.opened().table.announce(given, together=True)
-
-    def _micro_batch(self, embedding: EmbeddingBase, lookups: list[Lookup]) -> list[Lookup]:
-        try:
-            return lookups if self._end.accumulate_steps == 1 else [embedding.unique_rows(lookups)]
-        except Exception:  # the call itself will raise it
-            self._unknown.add(embedding)
-            return []
-
-
-def make_run(
-    graph: nn.Module,
-    rank_state: RankStepState,
-    end: StepEpilogue,
-    batches: Iterable[Any],
-    ahead: int,
-    known_lookups: Callable[..., KnownLookups | None],
-    progress: RunProgress,
-    abandoned: list[None],
-    uneven: str,
-) -> Run:
-    """A run of this process, or of all ranks if embeddings of the graph have a world. InputError."""
-    if uneven not in UNEVEN:
-        raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")
-    world = world_of(graph)
-    if world is None:
-        return Run(graph, batches, ahead, known_lookups, progress, abandoned, Announcer(end))
-    announcer, join = RankAnnouncer(end, graph), partial(rank_state.join, graph)
-    return RankRun(world, uneven, join, graph, batches, ahead, known_lookups, progress, abandoned, announcer)
