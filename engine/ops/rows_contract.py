@@ -53,15 +53,6 @@ class Pinned(Protocol):
         """End the pin; the rows stay as they are."""
 
 
-class SharedPinned(Pinned, Protocol):
-    """A `Pinned` of rows that ranks share."""
-
-    unsent: BaseException | None  # why the gradients were not sent
-
-    def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """Start to send the gradients, as `update` takes them, to the ranks that have the rows."""
-
-
 class EmbeddingBase(nn.Module):
     """A module whose rows a step reads and trains."""
 

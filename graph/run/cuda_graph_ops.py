@@ -9,35 +9,50 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...embedding.saved_rows import SavedRows
-from ...engine.options.lookup import Gradients, Lookup
+from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ...engine.table.table import OpenTable, PinnedBatch
 
 
-def pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
-    """Launch what `embedding.pin` launches. The batch that it returns can gather, and give gradients of weights."""
-    return capture_pin(embedding.opened().own_table, lookups, embedding.output_dtype, like)
-
-
-def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-    """Launch what `batch.update` launches."""
-    capture_update(batch, batch.gradients(grads, weights))
-
-
-def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-    """Launch what `embedding.read` launches."""
+def capture_pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
+    """Launch the kernels of `embedding.pin`. `begin_replay` does the rest of it before each replay."""
     table = embedding.opened().own_table
-    return table.processor.gather(capture_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
+    batch = table.processor.batch(lookups, None if like is None else like.core)
+    table.opened().pin(batch, table.room)
+    table.settle(batch)
+    return table.hold(batch, lookups, embedding.output_dtype)
 
 
-def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
-    """Launch what `embedding.read_weights_grad` launches."""
+def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+    """Launch the kernels of `batch.update`, and end the pin."""
+    table, gradients = batch.table, batch.gradients(grads, weights)
+    table.check_pinned(batch)
+    table.watch.before_batch(batch.core)
+    table.processor.update(batch.core, gradients, table.rule)
+    table.release()
+
+
+def capture_read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+    """Launch the kernels of `embedding.read`."""
     table = embedding.opened().own_table
-    return table.processor.weights_grad(capture_peek(table, lookup), 0, lookup, grad)
+    return table.processor.gather(_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
+
+
+def capture_read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
+    """Launch the kernels of `embedding.read_weights_grad`."""
+    table = embedding.opened().own_table
+    return table.processor.weights_grad(_peek(table, lookup), 0, lookup, grad)
+
+
+def _peek(table: OpenTable, lookup: Lookup) -> Any:
+    """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
+    batch = table.processor.batch([lookup])
+    table.opened().peek(batch)
+    table.settle(batch)
+    return batch
 
 
 @contextmanager
@@ -77,31 +92,6 @@ def replay_key(table: OpenTable) -> Hashable | None:
     if table.watch.has_image:
         return None
     return table.optimizer and table.optimizer.rule, table.lagging, table.watch.changes
-
-
-def capture_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
-    """Launch the kernels of `OpenTable.pin`. `begin_replay` does the rest of `pin` before each replay."""
-    batch = table.processor.batch(lookups, None if like is None else like.core)
-    table.opened().pin(batch, table.room)
-    table.settle(batch)
-    return table.hold(batch, lookups, dtype)
-
-
-def capture_update(pinned: PinnedBatch, gradients: Gradients) -> None:
-    """Launch the kernels of `OpenTable.update`, and end the pin."""
-    table = pinned.table
-    table.check_pinned(pinned)
-    table.watch.before_batch(pinned.core)
-    table.processor.update(pinned.core, gradients, table.rule)
-    table.release()
-
-
-def capture_peek(table: OpenTable, lookup: Lookup) -> Any:
-    """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
-    batch = table.processor.batch([lookup])
-    table.opened().peek(batch)
-    table.settle(batch)
-    return batch
 
 
 def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:

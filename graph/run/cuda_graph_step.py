@@ -28,10 +28,10 @@ _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
 _CAPTURE_OPS: dict[Any, Callable[..., Any]] = {
-    "pin": cuda_graph_ops.pin,
-    "update": cuda_graph_ops.update,
-    "read": cuda_graph_ops.read,
-    "read_weights_grad": cuda_graph_ops.read_weights_grad,
+    "pin": cuda_graph_ops.capture_pin,
+    "update": cuda_graph_ops.capture_update,
+    "read": cuda_graph_ops.capture_read,
+    "read_weights_grad": cuda_graph_ops.capture_read_weights_grad,
 }
 
 
