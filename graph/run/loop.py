@@ -365,8 +365,8 @@ class Run(Iterator[Any]):
         self.left = list(self._window)
         if self._world is not None and len(missing) < self._world.size:
             log.info(
-                "%s ended after %d steps, since rank %s has no more batches; `left` of the run has %d that this rank "
-                "drew and did not train, and its loader the rest",
+                "%s ended after %d steps, since rank %s has no more batches; this rank has %d more that it drew, in "
+                "`left` of the run, and the rest of its loader",
                 self._op,
                 self._steps,
                 ", ".join(map(str, missing)),
