@@ -28,7 +28,7 @@ class Compiled(nn.Module):
         except Exception as error:
             raise GraphError(
                 f"compile_dense: TorchInductor could not compile the dense part: {error}; it needs a C++ compiler and "
-                "options of its own; leave compile_dense out to run without"
+                "valid options; leave compile_dense out to run without"
             ) from error
 
     def forward(self, *inputs: Any) -> Any:

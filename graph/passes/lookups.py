@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ...embedding import lookup_op as recorded
+from ...embedding import lookup_op
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
@@ -212,7 +212,7 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: 
 def _lookup(node: fx.Node) -> Lookup:
     """The `Lookup` of a node, a lookup or one of its gradients. Their arguments differ in the first alone."""
     arguments: Any = node.args[1:6]
-    return recorded.lookup_of(*arguments)
+    return lookup_op.lookup_of(*arguments)
 
 
 def _shared_lookup(node: fx.Node) -> SharedLookup:
@@ -284,7 +284,7 @@ def _attribute(module: fx.GraphModule, handle: int, name_of: Callable[[int], str
     name = name_of(handle)
     for node in module.graph.find_nodes(op="get_attr", target=name):
         return node
-    setattr(module, name, recorded.embedding_of(handle))
+    setattr(module, name, lookup_op.embedding_of(handle))
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
         return module.graph.get_attr(name)

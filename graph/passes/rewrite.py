@@ -216,4 +216,4 @@ def bind_ops(module: fx.GraphModule) -> None:
         return f"{name}("
 
     _exec_with_source(_OP.sub(bound, code.src), names)
-    type(module).forward = names["forward"]  # each GraphModule has a class of its own
+    type(module).forward = names["forward"]  # each GraphModule has its own class

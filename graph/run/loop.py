@@ -3,9 +3,9 @@
 Batches are drawn ahead of their steps, and their ids announced. A step reads rows when it runs, after the update of the
 step before. So its results are those of the plain loop.
 
-Over ranks, each rank reports before a step what its loader has left, and announced ids are exchanged. Every exchange is
-made at a point of the run that all ranks reach in one order: once a batch is drawn its rank reports it, and waits for
-the others' reports when the current step has ended.
+Over ranks, each rank reports before a step whether its loader has a batch, and sends the announced ids. All ranks make
+these collectives in one order: a rank reports a batch when it is drawn, and waits for the reports of the others when
+the current step has ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Traces `build`: one run on fake tensors, recorded with its backward as aten calls."""
+"""Traces `build`: one run on fake tensors, which gives its forward and backward as aten calls."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in a guard of to
 _OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # a step does not depend on where a view begins
 _COMMON = 64
 _SEED = 0x7165_7262_6564
-BACKWARD = "backward"  # marks, in their meta, nodes that autograd recorded
-LIVE = "live"  # marks, in their meta, placeholders that are parameters or buffers
+BACKWARD = "backward"  # in the meta of nodes that autograd added
+LIVE = "live"  # in the meta of placeholders that are parameters or buffers
 
 ShapeGuard = Callable[[Sequence[Tensor]], bool]  # whether a step accepts inputs of these sizes
 
