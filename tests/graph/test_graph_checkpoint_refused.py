@@ -83,7 +83,7 @@ def test_another_graph_is_refused_before_rows_are_replaced(tmp_path: Path) -> No
 
     larger = rating("device", None)
     larger.mlp.extra = nn.Parameter(torch.zeros(1))
-    fails(larger, tmp_path / "checkpoint", r"lacks \['mlp.extra'\], and has \[\] that the graph has not")
+    fails(larger, tmp_path / "checkpoint", r"lacks \['mlp.extra'\], and has \[\] that the graph lacks")
 
     wider = rating("device", None)
     wider.mlp[2].bias = nn.Parameter(torch.zeros(3))
