@@ -101,13 +101,13 @@ class LocalBatch:
         spec: TableSpec,
         lookups: list[Lookup],
         group: World,
-        like: LocalBatch | None = None,
+        dedup_from: LocalBatch | None = None,
     ) -> None:
-        """like: of an embedding with the same lookups, whose deduplication is reused. Raises InputError."""
+        """dedup_from: of an embedding with the same lookups, whose deduplication is reused. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
-        self.batch: Any = processor.batch(lookups, None if like is None else like.batch)
+        self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
         self.by_owner: ByOwner = (
-            processor.by_owner(self.batch, group.size, group.rank) if like is None else like.by_owner
+            processor.by_owner(self.batch, group.size, group.rank) if dedup_from is None else dedup_from.by_owner
         )
         self.rows: Tensor | None = None  # kept while lines of the batch point into it
         if processor.defers_errors and (late := processor.deferred_error(True)) is not None:

@@ -353,7 +353,7 @@ class ShardedTable:
         return None if table is None else table.optimizer
 
     @_collective("step")
-    def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, like: Any = None) -> ShardedBatch:
+    def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: Any = None) -> ShardedBatch:
         """Begin a training step of all ranks, as `OpenTable.pin`. An error of one rank is raised on every rank.
 
         Rows are in flight when this returns. Raises the errors of `Handshake.wait`.
@@ -361,9 +361,9 @@ class ShardedTable:
         op = f"embedding {self.name!r}, step {self.own.step + 1}"
         self.release()
         self.before_step()
-        local, requested, pools = self._request(op, lookups, like, dtype)
-        like_own = None if like is None else like.own
-        own, error = catch(lambda: self._pin_own(requested, like_own))
+        local, requested, pools = self._request(op, lookups, dedup_from, dtype)
+        own_dedup_from = None if dedup_from is None else dedup_from.own
+        own, error = catch(lambda: self._pin_own(requested, own_dedup_from))
         self.pinned = ShardedBatch(self, op, local, requested, pools, own, error, dtype)
         if self.world.pinned_batches is not None:
             self.world.pinned_batches.append(self.pinned)
@@ -378,14 +378,14 @@ class ShardedTable:
         with self.own.lock:
             self.own.before_write(self.own.step)
 
-    def _pin_own(self, requested: list[Lookup], like: PinnedBatch | None) -> PinnedBatch:
+    def _pin_own(self, requested: list[Lookup], dedup_from: PinnedBatch | None) -> PinnedBatch:
         self._clear_clean_marker()
-        pinned = self.own.pin(requested, torch.float32, like)
+        pinned = self.own.pin(requested, torch.float32, dedup_from)
         self.own.check()  # deferred errors of a device, which all ranks raise in this step
         return pinned
 
     def _request(
-        self, op: str, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None
+        self, op: str, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None
     ) -> tuple[LocalBatch, list[Lookup], bool]:
         """This rank's unique rows, the lookup that each rank requests of this one, and whether a rank pools rows.
 
@@ -395,7 +395,7 @@ class ShardedTable:
         number = self.id_prefetcher.number_of(lookups, own.processor) if is_step else 0
         pools = any(lookup.pooling is not None for lookup in lookups)
 
-        same: dict[str, Any] = {"graph": world.collectives, "shared lookups": like is not None}
+        same: dict[str, Any] = {"graph": world.collectives, "shared lookups": dedup_from is not None}
 
         def prepare() -> LocalBatch:
             self._check_diverged()
@@ -403,9 +403,9 @@ class ShardedTable:
                 optimizer = own.check_optimizer()
                 numbers = optimizer.numbers(own.step + 1)
                 same.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
-            if number and like is None:
+            if number and dedup_from is None:
                 return self.id_prefetcher.local_of(number)
-            return LocalBatch(own.processor, own.spec, lookups, world, None if like is None else like.local)
+            return LocalBatch(own.processor, own.spec, lookups, world, None if dedup_from is None else dedup_from.local)
 
         local, error = catch(prepare)
         counts = [0] * world.size if local is None else local.counts
@@ -420,9 +420,9 @@ class ShardedTable:
         if answer.wants_more:
             self.serve_requests()
         pools = any(note & 1 for note in answer.notes)
-        if like is not None:
+        if dedup_from is not None:
             self.id_prefetcher.skip(number)
-            return local, like.requested, pools
+            return local, dedup_from.requested, pools
         if number and all(note >> 1 == number for note in answer.notes):
             return local, self.id_prefetcher.take(number), pools
         self.id_prefetcher.skip(number)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from threading import Thread, current_thread, get_ident
 from typing import Any
@@ -250,26 +249,32 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
     shadow.grad.rows.add(lookup, grad, weights, order)
 
 
-@contextmanager
-def exclusive_step(embeddings: Iterable[EmbeddingBase], owner: str) -> Iterator[None]:
+class exclusive_step:  # a class, like `uninterrupted`: a generator costs more
     """A block for a step that pins rows of `embeddings`: a step in another thread would unpin them.
 
     owner: whose step it is, for messages. GraphError if another thread is in a step of one of them.
     """
-    mine = current_thread(), owner
-    taken = []
-    try:
-        for embedding in embeddings:
+
+    __slots__ = ("_embeddings", "_locked", "_owner")
+
+    def __init__(self, embeddings: Iterable[EmbeddingBase], owner: str) -> None:
+        self._embeddings, self._owner = embeddings, owner
+        self._locked: list[int] = []  # handles of the embeddings that this block keeps from other threads
+
+    def __enter__(self) -> None:
+        mine = current_thread(), self._owner
+        for embedding in self._embeddings:
             thread, other = first = _training.setdefault(embedding.handle, mine)
             if thread is not mine[0]:
+                self.__exit__()
                 raise GraphError(
-                    f"a step of {owner} in thread {mine[0].name!r} trains embedding {embedding.name!r} while a step of "
-                    f"{other} in thread {thread.name!r} does; let one thread make all training steps of an embedding, "
-                    "or hold a lock of your own around each"
+                    f"a step of {self._owner} in thread {mine[0].name!r} trains embedding {embedding.name!r} while a "
+                    f"step of {other} in thread {thread.name!r} does; let one thread make all training steps of an "
+                    "embedding, or hold a lock of your own around each"
                 )
             if first is mine:
-                taken.append(embedding.handle)
-        yield
-    finally:
-        for handle in taken:
+                self._locked.append(embedding.handle)
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._locked:
             del _training[handle]

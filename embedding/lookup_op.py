@@ -1,7 +1,7 @@
 """The ops that a trace records: a lookup, and its gradients for rows and for weights.
 
-A compiled graph replaces them by the functions of `row_ops.py`; called eagerly, a lookup reads, and its gradient is
-kept for the step of an `EagerOptimizer`.
+A compiled graph replaces them by methods of the embedding and of its pinned batch. Called eagerly, a lookup reads, and
+its gradient is kept for the step of an `EagerOptimizer`.
 
 `shadow` is the embedding's one-element parameter: autograd records gradients by it, and an optimizer holds it.
 """

@@ -15,6 +15,7 @@ _DEFERRED = tuple(
 )
 _received: list[tuple[int, FrameType | None]] | None = None  # signals in a block of the main thread, if it is in one
 
+_NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: set by code that is not Python's
 Handler = Callable[[int, FrameType | None], object]
 
 
@@ -37,7 +38,8 @@ class uninterrupted:  # a class, since a generator costs more and a step enters 
         def note(number: int, frame: FrameType | None) -> None:
             signals.append((number, frame))
 
-        handlers = {number: handler for number in _DEFERRED if callable(handler := getsignal(number))}
+        found = zip(_DEFERRED, map(getsignal, _DEFERRED), strict=True)
+        handlers = {number: handler for number, handler in found if handler not in _NO_HANDLER}
         if not handlers:  # there may be handlers when the next block begins
             return
         try:

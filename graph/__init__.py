@@ -1,1 +1,1 @@
-"""The static graph: a user's step, traced once an input signature and run as one compiled step."""
+"""The static graph: a user's step, traced once for each input signature and run as one compiled step."""

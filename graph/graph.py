@@ -29,13 +29,13 @@ from ..snapshots.store.selection import Selection
 from .passes.lookups import KnownLookups
 from .passes.step_epilogue import StepEpilogue
 from .run.compiled_step import CompiledStep, Forward, compile_step
-from .run.loop import AHEAD, Bar, NoProgress, Run, forget_announced, iterate, make_run
-from .run.rank_step import RankStepState, tell_ranks
+from .run.loop import AHEAD, Run, RunProgress, forget_announced, iterate
+from .run.rank_step import RankStepState, raise_on_ranks
 from .run.rollback import DynamicStepFailed
-from .run.step_cache import StepCache, tell_uncompiled
+from .run.step_cache import StepCache, warn_uncompiled
 from .show.listing import draw
 from .show.profile import Profile, Timer, profile
-from .show.why import RecompileLog, facts
+from .show.why import RecompileLog, guard_facts
 from .state import checkpoint
 from .state.extra_state import (
     check_state,
@@ -48,15 +48,16 @@ from .state.extra_state import (
 from .state.optimizer_set import OptimizerSet
 from .trace.built import HasBuild
 from .trace.names import path_of
-from .trace.signature import NONE_OPEN, Call, Dims, Given, Structure, call_key, open_leaves, tensors_spec
+from .trace.signature import NO_DYNAMIC, Call, Dims, Given, Structure, call_key, dynamic_leaves_of, tensors_spec
 from .trace.swap import trace_lock
 from .trace.trace import trace
 
-STEPS = 64
+MAX_CACHED_STEPS = 64
+_TENSORS = {Tensor}
 
 
 class Graph(ModelSnapshots, HasBuild):
-    """A training or evaluation step, traced once an input signature and then run without autograd.
+    """A training or evaluation step, traced once for each input signature and then run without autograd.
 
     A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`. `build` computes a
     loss, calls `loss.backward()`, and reaches parameters through `self`. Calling the graph runs one step: forward,
@@ -75,31 +76,31 @@ class Graph(ModelSnapshots, HasBuild):
         super().__init__()
         if type(self).forward is not Graph.forward:
             raise GraphError(
-                f"{type(self).__name__} defines forward(), which a call would run in place of the compiled step; name "
+                f"{type(self).__name__} defines forward(), which a call would run instead of the compiled step; name "
                 "it build(), and do what is not part of the step around the call"
             )
         self.__optimizers = OptimizerSet()
         self.__end = StepEpilogue()
         self.__inductor: dict[str, Any] | None = None
-        self.__recorded = False
-        self.__left: list[None] = []  # an item for each run that was left before its end
+        self.__captures = False
+        self.__abandoned: list[None] = []  # an item for each run that was collected before its end
         # two underscores: a subclass may have attributes of any name
-        self.__steps = StepCache(STEPS)
+        self.__steps = StepCache(MAX_CACHED_STEPS)
         # of the last call with containers
-        self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NONE_OPEN
-        self.__told = False  # whether the log said that compile_dense compiles nothing of a step for many sizes
+        self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NO_DYNAMIC
+        self.__has_warned = False  # that compile_dense compiles nothing of a dynamic-shape step
         self.__structure: Structure | None = None
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
-        self.__compiles = RecompileLog(STEPS)
+        self.__compiles = RecompileLog(MAX_CACHED_STEPS)
         self.__forward: Forward | None = None  # while a profile runs
-        self.__together = RankStepState()
+        self.__rank_state = RankStepState()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
-        """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
+        """Let a torch optimizer train the parameters that it holds, and the rows of embeddings whose shadow it holds.
 
         Its parameter groups are read at every step, so learning rate schedulers work. `lr_sch`, a scheduler made over
-        the optimizer, makes a step after each step of the optimizer. Raises OptimizerError for what is no torch
-        optimizer or no scheduler of it, an optimizer that rows cannot follow, and a parameter that another optimizer of
+        the optimizer, makes a step after each step of the optimizer. Raises OptimizerError for anything but a torch
+        optimizer and a scheduler of it, an optimizer that cannot train rows, and a parameter that another optimizer of
         this graph holds.
         """
         self.__optimizers.add(optimizer, lr_sch)
@@ -110,79 +111,79 @@ class Graph(ModelSnapshots, HasBuild):
             raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the graph, and with it what its optimizers keep of its parameters."""
+        """Move the graph, and the state that its optimizers keep of its parameters."""
         super()._apply(fn, recurse)
         self.__optimizers.follow_parameters()
         return self
 
     def clip_grad_norm(self, max_norm: float | None) -> None:
-        """Scale all gradients of a step, of rows too, so that their L2 norm together is at most `max_norm`.
+        """Scale all gradients of a step, those of rows too, so that their total L2 norm is at most `max_norm`.
 
         A row counts once, with the sum of the gradients of its occurrences, as in a dense `nn.Embedding`. None: off.
         """
-        wanted = positive("max_norm", max_norm)
-        self.__refuse_recorded("clip_grad_norm", wanted is not None)
-        self.__end.max_norm = wanted
+        limit = positive("max_norm", max_norm)
+        self.__refuse_captured("clip_grad_norm", limit is not None)
+        self.__end.max_norm = limit
 
     def clip_grad_value(self, clip_value: float | None) -> None:
         """Clip each element of all gradients, of rows summed over their occurrences, to [-clip_value, clip_value]."""
         self.__end.clip_value = positive("clip_value", clip_value)
 
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
-        """Sum the gradients of so many calls before parameters and rows move; with `mean`, take their mean.
+        """Sum the gradients of `steps` calls before parameters and rows are updated; with `mean`, take their mean.
 
-        Calls before the last read rows as they are. The rows of all calls are brought up and pinned at the last. Of a
-        row the gradients of a call are summed first, in float32, then those of the calls in their order.
+        Calls before the last read rows as they are. The rows of all calls are fetched and pinned at the last. The
+        gradients of a row are summed over each call first, in float32, then over the calls in their order.
         """
-        self.__refuse_recorded("accumulate_grads", steps != 1)
+        self.__refuse_captured("accumulate_grads", steps != 1)
         self.__end.accumulate(steps, mean)
 
     def drop_grads(self) -> None:
-        """Forget the gradients of accumulated calls that wait for their update, as those of an epoch's remainder."""
+        """Drop the gradients of accumulated calls that wait for their update, such as those of an epoch's remainder."""
         self.__end.clear()
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
         """Divide gradients by the scale of `scaler`, by which `build` multiplies: `scaler.scale(loss).backward()`.
 
-        A step with a gradient that is not finite moves no row and no parameter, and lowers the scale. None: no scaler.
+        A step with a gradient that is not finite updates nothing and lowers the scale. None: no scaler.
         """
         if scaler is None:
             self.__end.scaler = None
             return
         if not isinstance(scaler, GradScaler):
             raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
-        self.__refuse_recorded("set_grad_scaler", scaler.is_enabled())
+        self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
         device = next((tensor.device for tensor in self.parameters()), "cpu")
-        scaler.scale(torch.zeros((), device=device))  # makes the tensors of the scaler, which a trace could not make
+        scaler.scale(torch.zeros((), device=device))  # creates the tensors of the scaler, which a trace could not
         self.__end.scaler = scaler
 
     def compile_dense(self, **options: Any) -> None:
         """Let TorchInductor compile the dense part of each step, with these options of TorchInductor.
 
         The first call of each shape takes seconds longer. Needs a C++ compiler. Random draws, in-place ops, rows and
-        optimizers run as before; results equal those of eager to rounding. GraphError where it cannot compile.
+        optimizers run as before; results equal those of eager up to rounding. GraphError if it cannot compile.
         """
-        self.__refuse_recorded("compile_dense", True)
+        self.__refuse_captured("compile_dense", True)
         self.__inductor = options
 
     def cuda_graph(self, enabled: bool = True) -> None:
-        """Record each training step as a CUDA graph after its first 3 calls, and replay the graph from then on.
+        """Capture each training step as a CUDA graph after its first 3 calls, and replay the graph from then on.
 
-        Results have the bits of plain steps. Embeddings are in `device_mem` with a capacity, on a CUDA device like all
-        else that the step computes with; docs/graph.md has the details. False: record and replay no more. A call raises
-        GraphError or OptionError for what cannot be recorded. Raises OptionError together with `clip_grad_norm`,
-        `accumulate_grads`, `set_grad_scaler` and `compile_dense`.
+        Results are bit-identical to those without. Embeddings have to be in `device_mem` with a capacity, on a CUDA
+        device like all else that the step computes with; docs/graph.md has the details. False: stop capturing and
+        replaying. A call raises GraphError or OptionError for what cannot be captured. Raises OptionError together with
+        `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` and `compile_dense`.
         """
         if not isinstance(enabled, bool):
             raise OptionError(f"enabled={enabled!r}: give True or False")
-        self.__recorded = enabled
+        self.__captures = enabled
         try:
-            self.__refuse_recorded("clip_grad_norm", self.__end.max_norm is not None)
-            self.__refuse_recorded("accumulate_grads", self.__end.every > 1)
-            self.__refuse_recorded("set_grad_scaler", self.__end.scaler is not None and self.__end.scaler.is_enabled())
-            self.__refuse_recorded("compile_dense", self.__inductor is not None)
+            self.__refuse_captured("clip_grad_norm", self.__end.max_norm is not None)
+            self.__refuse_captured("accumulate_grads", self.__end.accumulate_steps > 1)
+            self.__refuse_captured("set_grad_scaler", self.__end.scaler is not None and self.__end.scaler.is_enabled())
+            self.__refuse_captured("compile_dense", self.__inductor is not None)
         except OptionError:
-            self.__recorded = False
+            self.__captures = False
             raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,19 +197,19 @@ class Graph(ModelSnapshots, HasBuild):
         try:
             step, tensors = self.__compiled(args, kwargs)
         except Exception as error:
-            tell_ranks(self, error)
+            raise_on_ranks(self, error)
             raise
         try:
             return step.run(tensors, self.__forward)
         except DynamicStepFailed as failed:
-            cause, told = failed.__cause__, failed.told
+            cause, shared_error = failed.__cause__, failed.shared_error
             assert cause is not None
-            cause.__traceback__ = None  # the frames hold all that the failed step had computed
-        if told is not None:  # the other ranks raise, and do not run again
+            cause.__traceback__ = None  # its frames hold all that the failed step had computed
+        if shared_error is not None:  # the other ranks raise, and do not run again
             self.__steps.drop(type(self).__name__, step, cause)
-            raise told
-        own, tensors = self.__compiled(args, kwargs, alone=True)
-        result = own.run(tensors, self.__forward)  # if this raises as well, the step for many sizes is not at fault
+            raise shared_error
+        own, tensors = self.__compiled(args, kwargs, static_only=True)
+        result = own.run(tensors, self.__forward)  # if this raises as well, the dynamic-shape step is not at fault
         self.__steps.drop(type(self).__name__, step, cause)
         return result
 
@@ -218,20 +219,23 @@ class Graph(ModelSnapshots, HasBuild):
         """Run a step on each batch, and iterate over what `build` returns: `for loss in graph.run(loader)`.
 
         A batch that is a list or a tuple gives the arguments of `build`; any other batch is its one argument. While a
-        step runs, up to `ahead` batches (0 to 31) are drawn, their ids deduplicated, and their rows brought up and
-        pinned in the cache. The cache learns from these batches what to keep. Results are those of
+        step runs, up to `ahead` batches (0 to 31) are drawn, their ids deduplicated, and their rows fetched and pinned
+        in the cache. The cache evicts by the ids of these batches. Results are those of
         `for batch in loader: graph(*batch)`.
         progress: whether to show a bar with the rate; a string is its label. InputError for wrong arguments.
-        uneven: with ranks, whether all "stop" with the shortest loader, or ranks without a batch "join" the others.
+        uneven: over ranks, whether all "stop" with the shortest loader, or ranks without a batch "join" the others.
         """
-        bar = Bar(batches, progress if isinstance(progress, str) else type(self).__name__) if progress else NoProgress()
-        return make_run(self, self.__together, self.__end, batches, ahead, self.__coming, bar, self.__left, uneven)
+        label = progress if isinstance(progress, str) else type(self).__name__ * bool(progress)
+        bar = RunProgress(batches, label)
+        return Run(
+            self, self.__rank_state, self.__end, batches, ahead, uneven, self.__known_lookups, bar, self.__abandoned
+        )
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int = AHEAD) -> Profile:
-        """Run a step on each batch, or on the first `steps`, and tell where the time went.
+        """Run a step on each batch, or on the first `steps`, and report where the time went.
 
-        The steps are those of `run(batches, ahead=ahead)` and train to the same bits. `print` shows time
-        by stage; `by_op()` and `chrome_trace(path)` have each op. Raises what `run` raises.
+        The steps are those of `run(batches, ahead=ahead)`, bit for bit. `print` shows time by stage; `by_op()` and
+        `chrome_trace(path)` have each op. Raises what `run` raises.
         """
         if steps is not None and as_int(steps, minimum=1) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
@@ -239,37 +243,37 @@ class Graph(ModelSnapshots, HasBuild):
         self.__forward = timer.forward
         try:
             some = islice(iterate(batches), steps)
-            run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__recorded
+            run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__captures
             return profile(type(self).__name__, run, some, timer, self.__compiles, may_compile)
         finally:
             self.__forward = None
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a checkpoint, the folder `path`: `state_dict()` and all rows. Once this returns, it survives anything.
+        """Write a checkpoint, the folder `path`: `state_dict()` and all rows. It is durable on return.
 
-        Embeddings with a persistent_path get a snapshot of that name there too. The checkpoint shares its files where
-        the file system allows it. overwrite: whether to replace a checkpoint that is there, at one instant when the new
-        one is durable. A save that fails leaves nothing of its own, and the old checkpoint. Raises SnapshotError where
-        `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold, InputError for what is
-        no path.
+        Embeddings with a persistent_path get a snapshot of that name there too, which shares its files with the
+        checkpoint if the file system allows it. overwrite: whether to replace an existing checkpoint, atomically once
+        the new one is durable. A save that fails leaves no files behind, and keeps the old checkpoint. Raises
+        SnapshotError if `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold,
+        InputError for a path of another type.
         """
-        place = checkpoint.check_save(self, path, overwrite)
+        folder = checkpoint.check_save(self, path, overwrite)
         with rows_apart():
             state = self.state_dict()
-        checkpoint.save(self, state, place, overwrite)
+        checkpoint.save(self, state, folder, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Raise what `save` would raise now for these arguments. Call it before the training that is to be saved."""
+        """Raise what `save` would raise now for these arguments. Call it before the training to be saved."""
         checkpoint.check_save(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:
-        """Go on from a checkpoint: the next steps are those of a run that never stopped.
+        """Continue from a checkpoint: the next steps are those of a run that never stopped.
 
         optimizers: False takes parameters, buffers and the weights of rows alone, for a graph with other optimizers or
         none. convert: True converts rows of embeddings with another dtype or state_dtype: widening is exact, narrowing
-        rounds to nearest even. In both cases rows go back, after a kill, to the snapshot that they went back to before.
+        rounds to nearest even. In both cases a kill still recovers rows from the snapshot that it did before this load.
         Raises SnapshotError for a checkpoint that is missing, damaged or of another graph, before anything is replaced,
-        and InputError for what is no path, or a number that a narrower dtype cannot hold.
+        and InputError for a path of another type, or a number that a narrower dtype cannot hold.
         """
         for argument, value in (("optimizers", optimizers), ("convert", convert)):
             if not isinstance(value, bool):
@@ -292,14 +296,15 @@ class Graph(ModelSnapshots, HasBuild):
 
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`, a tuple of a map, or the map."""
-        (held,) = state if isinstance(state, tuple) else (state,)
-        load_extra_state(self, self.__optimizers, self.__end, of_this_rank(self, held))
-        self.__together.torn = ""
+        (loaded,) = state if isinstance(state, tuple) else (state,)
+        load_extra_state(self, self.__optimizers, self.__end, of_this_rank(self, loaded))
+        self.__rank_state.partial_update = ""
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the step of the last call as an SVG picture: stages, ops, shapes, and the store of each lookup.
+        """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
 
-        Raises GraphError before the first call, InputError for what is no path.
+        The file is text in Mermaid, which GitHub and GitLab, editors and mermaid.live draw. Raises GraphError before
+        the first call, InputError for a path of another type.
         """
         _, step = self.__last
         if step is None:
@@ -309,36 +314,36 @@ class Graph(ModelSnapshots, HasBuild):
     def why_recompiled(self) -> list[str]:
         """For each compiled step but the first, at most the last 64: what differed from the nearest step before it.
 
-        The logger "tierbed" says the same at level INFO.
+        The logger "tierbed" reports the same at level INFO.
         """
         return list(self.__compiles.reasons)
 
-    def __refuse_recorded(self, method: str, asked: bool) -> None:
+    def __refuse_captured(self, method: str, is_used: bool) -> None:
         """OptionError for `method` together with `cuda_graph`."""
-        if self.__recorded and asked:
+        if self.__captures and is_used:
             raise OptionError(
-                f"cuda_graph and {method}: a step with {method} cannot be recorded; leave out one of them: "
+                f"cuda_graph and {method}: a step with {method} cannot be captured; leave out one of them: "
                 f"cuda_graph(False), or no call of {method} (clip_grad_value goes with both)"
             )
 
-    def __coming(self, *args: Any) -> KnownLookups | None:
-        """What a coming call with these arguments looks up, as far as it is known."""
+    def __known_lookups(self, *args: Any) -> KnownLookups | None:
+        """What a later call with these arguments looks up, as far as it is known."""
         try:
             step, tensors = self.__compiled(args, {})
         except Exception:  # the call itself will raise it
             return None
-        return step.coming(tensors)
+        return step.known_lookups(tensors)
 
     def __compiled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False
     ) -> tuple[CompiledStep, list[Tensor]]:
-        """The step of a call, and the tensors that it runs on. alone: whether to take a step for these sizes alone."""
-        if self.__left:
-            self.__left.clear()
+        """The step of a call, and the tensors that it runs on. static_only: whether to take a static-shape step."""
+        if self.__abandoned:
+            self.__abandoned.clear()
             forget_announced(self)
         given = args, kwargs
-        opened = NONE_OPEN
-        if not kwargs and all(type(argument) is Tensor for argument in args):
+        dynamic_leaves = NO_DYNAMIC
+        if not kwargs and set(map(type, args)) <= _TENSORS:
             inputs = leaves = list(args)
             spec = tensors_spec(len(args))
         else:
@@ -346,39 +351,39 @@ class Graph(ModelSnapshots, HasBuild):
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             tree = self.__tree  # read once: a call in another thread may set it
             if spec != tree[0]:
-                tree = self.__tree = spec, open_leaves(spec)
-            spec, opened = tree
-        signature, tensors = self.__signature(given, leaves, spec, opened)
+                tree = self.__tree = spec, dynamic_leaves_of(spec)
+            spec, dynamic_leaves = tree
+        signature, tensors = self.__signature(given, leaves, spec, dynamic_leaves)
         known, step = self.__last
-        if signature != known or alone or (opened and not step.serves(inputs)):
-            call = Call(given, leaves, spec, opened)
+        if signature != known or static_only or (dynamic_leaves and not step.accepts(inputs)):
+            call = Call(given, leaves, spec, dynamic_leaves)
             with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace aborts in torch
-                # anew: a trace in another thread may have been under way
-                signature, tensors = self.__signature(given, leaves, spec, opened)
-                step = self.__step_for(signature, call, tensors, alone)
-            own = bool(opened) and step.fits is None  # its sizes are not in the signature
+                # again: another thread may have been tracing
+                signature, tensors = self.__signature(given, leaves, spec, dynamic_leaves)
+                step = self.__step_for(signature, call, tensors, static_only)
+            own = bool(dynamic_leaves) and step.guard is None  # its sizes are not in the signature
             self.__last = None if own else signature, step
         return step, inputs + tensors
 
     def __signature(
-        self, given: Given, leaves: list[Any], spec: pytree.TreeSpec, opened: frozenset[int]
+        self, given: Given, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
     ) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self)
-            self.__steps.clear()  # no old step can fit again, and they would keep replaced modules alive
+            self.__steps.clear()  # no old step can be used again, and they would keep replaced modules alive
         tensors, state = live
         return (
             spec,
-            call_key(leaves, opened, self.build, given),
+            call_key(leaves, dynamic_leaves, self.build, given),
             state,
             self.__optimizers.key(),
             self.__end.key(),
             repr(self.__inductor),
-            self.__recorded,
+            self.__captures,
         ), tensors
 
-    def __step_for(self, signature: Hashable, call: Call, tensors: list[Tensor], alone: bool) -> CompiledStep:
-        step = self.__steps.find(signature, call, alone)
+    def __step_for(self, signature: Hashable, call: Call, tensors: list[Tensor], static_only: bool) -> CompiledStep:
+        step = self.__steps.find(signature, call, static_only)
         if step is not None:
             return step
         if detect_fake_mode(tensors):
@@ -390,24 +395,30 @@ class Graph(ModelSnapshots, HasBuild):
         self.__optimizers.refuse_foreign(self)
         begin, name = perf_counter(), type(self).__name__
 
-        def compiled(changing: Dims | None) -> CompiledStep:
-            traced = trace(self, call, tensors, self.__optimizers, changing)
-            inductor = self.__inductor if changing is None or changing <= call.open else None
-            recorded = self.__recorded and changing is None
+        def compiled(dynamic: Dims | None) -> CompiledStep:
+            traced = trace(self, call, tensors, self.__optimizers, dynamic)
+            inductor = self.__inductor if dynamic is None or dynamic <= call.dynamic_dims else None
+            captures = self.__captures and dynamic is None
             return compile_step(
-                self, traced, self.__optimizers, self.__end, tensors, inductor, recorded, self.__together
+                self, traced, self.__optimizers, self.__end, tensors, inductor, captures, self.__rank_state
             )
 
-        step = self.__steps.make(name, signature, call, alone, compiled)
-        many = step.fits is not None
-        if self.__inductor is not None and many and not step.compiles_dense and not self.__told:
-            self.__told = True
-            tell_uncompiled(name)
-        why = facts(
-            self, call, call.open if many else Dims(), self.__optimizers, self.__end, self.__inductor, self.__recorded
+        step = self.__steps.make(name, signature, call, static_only, compiled)
+        is_dynamic = step.guard is not None
+        if self.__inductor is not None and is_dynamic and not step.compiles_dense and not self.__has_warned:
+            self.__has_warned = True
+            warn_uncompiled(name)
+        why = guard_facts(
+            self,
+            call,
+            call.dynamic_dims if is_dynamic else Dims(),
+            self.__optimizers,
+            self.__end,
+            self.__inductor,
+            self.__captures,
         )
         self.__compiles.add(name, why, perf_counter() - begin)
-        self.__steps.bound(name)
+        self.__steps.evict_oldest(name)
         return step
 
     def __repr__(self) -> str:

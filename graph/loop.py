@@ -1,4 +1,4 @@
-"""Checkpoints of plain loops: a model, the rows of its embeddings, and what trains it, saved and loaded together."""
+"""Checkpoints of plain loops: a model with the rows of its embeddings, and what trains it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint, the folder `path`: a model with all its rows, and what trains it. `graph.save` for loops.
 
-    Once this returns, it survives anything. Call it after step(); over ranks, all of them call it.
+    The checkpoint is durable on return. Call it after step(); over ranks, all of them call it.
 
-    model: any module; the rows of all embeddings in it are those of one instant. optimizers: one or several, an
-    EagerOptimizer in place of the one that it wraps. schedulers: of torch's learning rates. scaler: a GradScaler.
-    extra: plain values and tensors of your own, such as the epoch, which `load_checkpoint` returns. Random numbers of
-    torch are saved as well. overwrite: whether to replace a checkpoint that is there, at one instant.
-    Raises SnapshotError where `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold,
-    InputError for an argument of another kind.
+    model: any module; the rows of all embeddings in it are saved at the same step. optimizers: one or several, an
+    EagerOptimizer instead of the optimizer that it wraps. schedulers: of torch's learning rates. scaler: a GradScaler.
+    extra: plain values and tensors of your own, such as the epoch, which `load_checkpoint` returns. Random states of
+    torch are saved as well. overwrite: whether to replace an existing checkpoint, atomically.
+    Raises SnapshotError if `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold,
+    InputError for an argument of another type.
     """
     training = _training(model, optimizers, schedulers, scaler)
     for one in model.modules():
@@ -56,12 +56,12 @@ def save_checkpoint(
             )
     if extra is not None and not isinstance(extra, Mapping):
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
-    place = checkpoint.check_save(model, path, overwrite)
+    folder = checkpoint.check_save(model, path, overwrite)
     with rows_apart():
-        held = model.state_dict()
-    state: OrderedDict[str, Any] = OrderedDict(model=dict(held), training=training.state(), extra=dict(extra or {}))
-    state._metadata = getattr(held, "_metadata", None)  # type: ignore[attr-defined]
-    checkpoint.save(model, state, place, overwrite, "loop")
+        of_model = model.state_dict()
+    state: OrderedDict[str, Any] = OrderedDict(model=dict(of_model), training=training.state(), extra=dict(extra or {}))
+    state._metadata = getattr(of_model, "_metadata", None)  # type: ignore[attr-defined]
+    checkpoint.save(model, state, folder, overwrite, "loop")
 
 
 def load_checkpoint(
@@ -73,27 +73,27 @@ def load_checkpoint(
     *,
     convert: bool = False,
 ) -> dict[str, Any]:
-    """Go on from a checkpoint of `save_checkpoint`: the next steps are those of a run that never stopped.
+    """Continue from a checkpoint of `save_checkpoint`: the next steps are those of a run that never stopped.
 
     The arguments are those of the save. convert: as of `Graph.load`. Returns its `extra`. Raises SnapshotError for a
     checkpoint that is missing, damaged or of another model, before anything is replaced, and InputError for an argument
-    of another kind.
+    of another type.
     """
     if not isinstance(convert, bool):
         raise InputError(f"convert={convert!r}: give True or False")
     training = _training(model, optimizers, schedulers, scaler)
 
-    def held(state: dict[str, Any]) -> OrderedDict[str, Any]:
+    def model_state(state: dict[str, Any]) -> OrderedDict[str, Any]:
         of_model = OrderedDict(state["model"])
         of_model._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
         return of_model
 
     def check(state: dict[str, Any]) -> None:
-        check_modules(model, model.state_dict(), held(state), "model")
+        check_modules(model, model.state_dict(), model_state(state), "model")
         check_extra_state(training, state["training"])
 
     def put(state: dict[str, Any]) -> None:
-        model.load_state_dict(held(state))  # the rows are loaded
+        model.load_state_dict(model_state(state))  # the rows are loaded
         training.load(state["training"])
         extra.update(state["extra"])
 
@@ -104,7 +104,7 @@ def load_checkpoint(
 
 
 def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> Training:
-    """Raises InputError for arguments of another kind."""
+    """Raises InputError for arguments of another type."""
     if not isinstance(model, nn.Module) or isinstance(model, Graph):
         remedy = "call its save and load" if isinstance(model, Graph) else "give the nn.Module that is trained"
         raise InputError(f"model={type(model).__name__}: {remedy}")
@@ -117,7 +117,9 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> Trai
             )
     wrapped = [one.optimizer if isinstance(one, EagerOptimizer) else one for one in given]
     if len({*map(id, wrapped)}) < len(wrapped):
-        raise InputError("optimizers: one is there twice; give an EagerOptimizer in the place of the one that it wraps")
+        raise InputError(
+            "optimizers: one is given twice; give an EagerOptimizer instead of the optimizer that it wraps"
+        )
     listed = schedulers if isinstance(schedulers, Sequence) else [schedulers]
     for one in listed:
         if not isinstance(one, LRScheduler):

@@ -53,15 +53,6 @@ class Pinned(Protocol):
         """End the pin; the rows are unchanged."""
 
 
-class SharedPinned(Pinned, Protocol):
-    """`Pinned` of rows that are spread over ranks."""
-
-    unsent: BaseException | None  # the error for which the gradients were not sent
-
-    def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """Start to send the gradients, as in `update`, to the owners of the rows."""
-
-
 class EmbeddingBase(nn.Module):
     """A module whose rows a step reads and trains."""
 

@@ -61,7 +61,7 @@ class RowOptimizer:
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
         limits = [value, norm, row_norm] if row_norm else [value, norm]
-        return [*(float(values[name]) for name in self._names), *limits]
+        return [*[float(values[name]) for name in self._names], *limits]
 
     def numbers(self, step: int) -> dict[str, float]:
         """The numbers of `hyper` by name, as `lr`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ..optim.row_state import RowState
     from ..options.table_spec import TableSpec
     from .processor import Capturer
+
+_DTYPE = attrgetter("dtype")
 
 
 class CpuProcessor:
@@ -102,7 +105,9 @@ class CpuProcessor:
     ) -> Tensor:
         if self._spec.drops and index == 0:  # for all lookups of the batch
             self._dropped += batch.dropped
-        out = empty((*lookup.shape, self.layout.dim), dtype) if out is None else out
+        if out is None:
+            shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # a step makes few calls
+            out = empty((*shape, self.layout.dim), dtype)
         mean, scales = lookup.pooling == "mean", None if weights is None else flat(weights)
         _core.gather(batch, self.layout, index, array_of(out), mean, scales, OUTPUT_DTYPES[dtype])
         return out
@@ -170,7 +175,9 @@ class CpuProcessor:
 
 
 def _arrays(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """(gradients, whether bags are means, weights) in the form that the core takes."""
+    """(gradients, whether bags are means, weights) in the form that the core takes, which checks their shapes."""
+    if not set(map(_DTYPE, gradients.grads)) <= {gradients.dtype}:
+        raise TypeError(f"gradients are to be {gradients.dtype}")
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
     weights = [None if given is None else flat(given) for given in gradients.weights]
     return [array_of(grad) for grad in gradients.grads], means, weights

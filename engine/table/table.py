@@ -102,10 +102,13 @@ class PinnedBatch:
 
         A row's summed gradient is multiplied by `scale`, then each element is clipped to [-clip_value, clip_value].
         """
+        given = weights or [None] * len(self.lookups)
         try:
-            self.table.update(self, self.gradients(grads, weights), scale, clip_value)
-        except BaseException:
+            self.table.update(self, Gradients(self.lookups, grads, given, self.dtype), scale, clip_value)
+        except BaseException as error:
             self.table.refused = True
+            if isinstance(error, TypeError | ValueError):
+                self.gradients(grads, weights)  # raises InputError for gradients that the processor refused
             raise
 
     def release(self) -> None:
@@ -402,8 +405,9 @@ class OpenTable:
         self.yield_to_reader()
         with self.lock, uninterrupted():
             pinned = self._pin(lookups, dtype, dedup_from)
-            self.set_numbers()
-            self.preview_catch_up(pinned.core)
+            if self.catch_up_rule:
+                self.set_numbers()
+                self.preview_catch_up(pinned.core)
             return pinned
 
     def yield_to_reader(self) -> None:
@@ -532,8 +536,9 @@ class OpenTable:
     def _peek(self, lookup: Lookup) -> Any:
         batch = self._batch([lookup])
         self.ready().peek(batch)
-        self.set_numbers()
-        self.preview_catch_up(batch)
+        if self.catch_up_rule:
+            self.set_numbers()
+            self.preview_catch_up(batch)
         return batch
 
     def preview_catch_up(self, batch: Any) -> None:

@@ -1,1 +1,1 @@
-"""Rewriting a recorded step into one that trains."""
+"""Rewriting a trace into a step that trains."""

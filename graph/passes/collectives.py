@@ -1,11 +1,10 @@
-"""The pass for a step whose rows ranks share: rows and gradients set out as early as they can, and one vote.
+"""The pass for a step over ranks: rows and gradients are sent as early as possible, and ranks vote once.
 
-The collectives of a step are in one order, which is the same on every rank.
+Every rank makes the collectives of a step in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,42 +13,41 @@ from torch import Tensor, fx
 from ...distributed.dense import Vote, described
 from ...distributed.rank_group import CollectiveSequence
 from ...engine.errors import GraphError
-from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
-from ..trace.alias import memory, written
+from ..trace.alias import called, memory, written
 from .lookups import is_repeatable, sources_of
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, are_finite
 
-_EXCHANGES = "exchanges"
-_KINDS: dict[Callable[..., Any] | str, str] = {
-    row_ops.pin: "pin",
-    row_ops.read: "read",
-    row_ops.read_weights_grad: "read",
-    row_ops.send: "send",
+_COLLECTIVES = "collectives"
+_KINDS: dict[Any, str] = {
+    "pin": "pin",
+    "read": "read",
+    "read_weights_grad": "read",
+    "send": "send",
     accumulate: "vote",
 }
 
 
 class CollectiveCall(NamedTuple):
-    """One exchange of a step: `pin`, `rows`, `read` or `send` of an embedding, or the `vote` of all ranks.
+    """One collective of a step: `pin`, `rows`, `read` or `send` of an embedding, or the `vote` of all ranks.
 
-    `rows` is where the rows of a pin are waited for.
+    `rows` is the wait for the rows of a pin.
     """
 
     kind: str
     embedding: EmbeddingBase | None
-    like: int | None = None  # of a pin: the place in the script of the pin whose ids it takes
+    like: int | None = None  # of a pin: the index of the pin whose ids it takes
 
 
-_FIRST_USES = (row_ops.gather, row_ops.weights_grad, row_ops.send)
+_FIRST_USES = ("gather", "weights_grad", "send")
 
 
 def sum_over_ranks(
-    exchanges: Any, end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], present: bool = True
+    collectives: Any, end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], present: bool = True
 ) -> Vote:
-    """Sum dense gradients over the ranks that are present. Raises on all what made a step fail on one of them."""
+    """Sum dense gradients over the ranks that are present. If the step failed on one rank, raises its error on all."""
     finite = end.scaler is None or are_finite([grad for part in rows for grad in part.grads])
-    vote: Vote = exchanges.vote(dense, finite=finite, present=present)
+    vote: Vote = collectives.vote(dense, finite=finite, present=present)
     return vote
 
 
@@ -57,7 +55,7 @@ _KINDS[sum_over_ranks] = "vote"
 
 
 def refuse_worlds(embeddings: dict[str, EmbeddingBase]) -> Any:
-    """The world of a graph's embeddings, None where they have none. GraphError where they differ."""
+    """The world of a graph's embeddings, None if they have none. GraphError if they differ."""
     by_world = {id(embedding.world): (name, embedding.world) for name, embedding in embeddings.items()}
     if len(by_world) > 1:
         (one, first), (other, second) = list(by_world.values())[:2]
@@ -73,13 +71,13 @@ def _described(world: Any) -> str:
 
 
 def pin_early(module: fx.GraphModule) -> None:
-    """Move each pin to the top of the step, where its ids are made by torch's pure ops from what nobody writes to.
+    """Move each pin to the top of the step if torch's pure ops make its ids from tensors that the step never writes to.
 
-    A read of the same embedding stays before its pin, which may let rows leave.
+    A read of the same embedding stays before its pin, which may evict rows.
     """
     graph = module.graph
     changed = set().union(*map(written, graph.nodes))
-    pins = graph.find_nodes(op="call_function", target=row_ops.pin)
+    pins = graph.find_nodes(op="call_method", target="pin")
     last = graph.find_nodes(op="placeholder")[-1] if graph.find_nodes(op="placeholder") else None
     moved: set[fx.Node] = set()
     for pin in pins:
@@ -100,22 +98,22 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _reads_before(pin: fx.Node, embedding: Any) -> bool:
-    reads = {row_ops.read, row_ops.read_weights_grad}
     node = pin.prev
     while node.op != "root":
-        if node.target in reads and node.args[0] is embedding:
+        if called(node) in ("read", "read_weights_grad") and node.args[0] is embedding:
             return True
         node = node.prev
     return False
 
 
-def exchange(
-    module: fx.GraphModule, exchanges: Any, node: fx.Node | None
+def schedule_collectives(
+    module: fx.GraphModule, collectives: Any, node: fx.Node | None
 ) -> tuple[list[CollectiveCall], list[tuple[str, Tensor]]]:
-    """Let gradients of rows set out where they are complete, and ranks vote before `node`, which ends the step.
+    """Send gradients of rows once they are complete, and let ranks vote before `node`, which ends the step.
 
-    node: `apply_gradients` or `accumulate`, None in a step that trains nothing. exchanges: takes part for the step when
-    it runs. Returns the collectives, and the trained dense parameters by name. GraphError for a sparse gradient.
+    node: `apply_gradients` or `accumulate`, None in a step that trains nothing. collectives: the `StepCollectives` by
+    which the step makes them. Returns the collectives, and the trained dense parameters by name. GraphError for a
+    sparse gradient.
     """
     graph = module.graph
     trained: list[tuple[str, Tensor]] = []
@@ -126,9 +124,9 @@ def exchange(
             for param, grad in zip(params, grads, strict=True):
                 _refuse_sparse(str(param.target), grad.meta["val"])
                 trained.append((str(param.target), param.meta["val"]))
-        setattr(module, _EXCHANGES, exchanges)
+        setattr(module, _COLLECTIVES, collectives)
         with graph.inserting_before(node):
-            own = graph.create_node("get_attr", _EXCHANGES)
+            own = graph.create_node("get_attr", _COLLECTIVES)
         if node.target is apply_gradients:
             for part in rows:
                 _send_early(graph, part)
@@ -137,7 +135,7 @@ def exchange(
             node.args = (end, rows, dense, vote)
         else:
             node.args = (end, rows, dense, own)
-    return _script(module), trained
+    return _calls(module), trained
 
 
 def _send_early(graph: fx.Graph, part: Any) -> None:
@@ -148,37 +146,37 @@ def _send_early(graph: fx.Graph, part: Any) -> None:
         if node in sources or written(node) & used:
             last = node
     with graph.inserting_after(last):
-        graph.call_function(row_ops.send, (batch, grads, weights))
+        graph.call_method("send", (batch, grads, weights))
 
 
-def _script(module: fx.GraphModule) -> list[CollectiveCall]:
-    script: list[CollectiveCall] = []
+def _calls(module: fx.GraphModule) -> list[CollectiveCall]:
+    calls: list[CollectiveCall] = []
     pinned: dict[Any, tuple[int, EmbeddingBase]] = {}
-    awaited: set[Any] = set()
+    waited: set[Any] = set()
     for node in module.graph.nodes:
-        if node.target in _FIRST_USES and node.args[0] not in awaited:
-            awaited.add(node.args[0])
-            script.append(CollectiveCall("rows", pinned[node.args[0]][1]))
-        kind = _KINDS.get(node.target) if node.op == "call_function" else None
+        if called(node) in _FIRST_USES and node.args[0] not in waited:
+            waited.add(node.args[0])
+            calls.append(CollectiveCall("rows", pinned[node.args[0]][1]))
+        kind = _KINDS.get(called(node))
         if kind == "vote":
-            script.append(CollectiveCall(kind, None))
+            calls.append(CollectiveCall(kind, None))
         elif kind == "send":
-            script.append(CollectiveCall(kind, pinned[node.args[0]][1]))
+            calls.append(CollectiveCall(kind, pinned[node.args[0]][1]))
         elif kind is not None:
             embedding = getattr(module, node.args[0].target)
             like = pinned[node.args[2]][0] if kind == "pin" and node.args[2:] else None
-            pinned[node] = len(script), embedding
-            script.append(CollectiveCall(kind, embedding, like))
-    return script
+            pinned[node] = len(calls), embedding
+            calls.append(CollectiveCall(kind, embedding, like))
+    return calls
 
 
-def in_words(script: list[CollectiveCall], trained: list[tuple[str, Tensor]]) -> CollectiveSequence:
-    """The script as ranks compare it. trained: dense parameters by name, in order."""
-    exchanges = [
+def describe_collectives(calls: list[CollectiveCall], trained: list[tuple[str, Tensor]]) -> CollectiveSequence:
+    """The collectives in the form that ranks compare. trained: dense parameters by name, in order."""
+    described_calls = [
         kind + ("" if embedding is None else f" of {embedding.name!r}") + ("" if like is None else f", ids of {like}")
-        for kind, embedding, like in script
+        for kind, embedding, like in calls
     ]
-    return CollectiveSequence(exchanges, described(trained))
+    return CollectiveSequence(described_calls, described(trained))
 
 
 def _refuse_sparse(name: str, grad: Tensor) -> None:

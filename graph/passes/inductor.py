@@ -1,6 +1,6 @@
 """The pass that lets TorchInductor compile the dense part of a step.
 
-An op that draws random numbers, changes memory in place or works on rows stays by itself, in the eager order.
+Ops that draw random numbers, change memory in place or work on rows are not compiled, and keep their order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import GraphError
-from ...engine.ops import row_ops
 from ..trace.alias import is_random, memory, written
 
 
@@ -29,7 +28,7 @@ class Compiled(nn.Module):
         except Exception as error:
             raise GraphError(
                 f"compile_dense: TorchInductor could not compile the dense part: {error}; it needs a C++ compiler and "
-                "options of its own; leave compile_dense out to run without"
+                "valid options; leave compile_dense out to run without"
             ) from error
 
     def forward(self, *inputs: Any) -> Any:
@@ -37,9 +36,9 @@ class Compiled(nn.Module):
 
 
 def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule:
-    """The same step, with its parts of several pure aten ops compiled for their shapes. Parts are as large as can be.
+    """The same step, with groups of pure aten ops, as large as possible, compiled for their shapes.
 
-    Ops that make ids, and ops on tensors of open sizes, stay as they are. GraphError where Inductor cannot compile.
+    Ops that make ids, and ops on dynamic shapes, are not compiled. GraphError if Inductor cannot compile.
     """
     fused = CapabilityBasedPartitioner(module, _Pure(module.graph)).partition_and_fuse(prefix="dense_")
     for node in fused.graph.find_nodes(op="call_module", sort=True):
@@ -63,15 +62,15 @@ class _Pure(OperatorSupportBase):
             and not is_random(node.target, node.args)
             and not memory((node, *node.all_input_nodes)) & changed
             and isinstance(node.meta.get("val"), Tensor | tuple | list)
-            and all(map(_has_known_sizes, (node, *node.all_input_nodes)))
+            and all(map(_has_static_shape, (node, *node.all_input_nodes)))
         }
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
         return node in self._pure
 
 
-def _has_known_sizes(node: fx.Node) -> bool:
-    """Whether the trace left no size of a node's value open."""
+def _has_static_shape(node: fx.Node) -> bool:
+    """Whether no size of a node's value is dynamic."""
     values = pytree.tree_leaves(node.meta.get("val"))
     sizes = (size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,)))
     return not any(isinstance(size, torch.SymInt) for size in sizes)
@@ -79,7 +78,7 @@ def _has_known_sizes(node: fx.Node) -> bool:
 
 def _sources_of_ids(graph: fx.Graph) -> set[fx.Node]:
     sources: set[fx.Node] = set()
-    pending = [n for target in (row_ops.pin, row_ops.read) for n in graph.find_nodes(op="call_function", target=target)]
+    pending = [n for method in ("pin", "read") for n in graph.find_nodes(op="call_method", target=method)]
     while pending:
         for node in pending.pop().all_input_nodes:
             if node not in sources:

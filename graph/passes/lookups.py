@@ -1,7 +1,7 @@
-"""The passes over lookups: pin, gather and update; one deduplication of ids that embeddings share; announced lookups.
+"""The passes over lookups: pin, gather and update; one deduplication of ids that embeddings share; ids known ahead.
 
-For the last, the ops that make the ids of training lookups are cut from a compiled step and run on the inputs of a
-batch to come. They are hints: each step computes its ids itself.
+For the last, the ops that make the ids of training lookups are extracted from a compiled step and run on the inputs of
+a later batch. These ids are hints: each step computes its ids itself.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ...embedding import lookup_op as recorded
+from ...embedding import lookup_op
 from ...engine.errors import GraphError
-from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..trace.alias import external, is_random, memory, stable, storages, written
+from ..trace.alias import called, external, is_random, memory, stable, storages, written
 from .step_epilogue import accumulate
 
 KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
@@ -34,9 +33,8 @@ _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, 
 def share_batches(module: fx.GraphModule) -> None:
     """Let a pin take the unique rows of an earlier pin of the same lookups by another embedding.
 
-    Lookups are the same where the same ops of torch make their tensors of the same tensors. Nothing may write to these
-    tensors anywhere in the step. Embeddings must agree in their number of tables, key type, padding
-    and legal ids.
+    Lookups are the same if the same ops of torch make their tensors of the same tensors. Nothing may write to these
+    tensors anywhere in the step. Embeddings must agree in their number of tables, key type, padding and legal ids.
     """
     changed = set().union(*map(written, module.graph.nodes))
     values: dict[Hashable, int] = {}
@@ -44,7 +42,7 @@ def share_batches(module: fx.GraphModule) -> None:
     first: dict[Hashable, fx.Node] = {}
     for node in module.graph.nodes:
         is_constant = not memory((node, *node.all_input_nodes)) & changed
-        if is_constant and node.target is row_ops.pin:
+        if is_constant and called(node) == "pin":
             embedding, lookups = node.args
             spec = getattr(module, embedding.target).spec
             key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _key(lookups, value_of))
@@ -58,7 +56,7 @@ def share_batches(module: fx.GraphModule) -> None:
 
 
 def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
-    """A key that is equal for arguments of equal values. A node goes by its value, a number by its type as well."""
+    """A key that is equal for arguments of equal values: of a node by its value, of a number by its type as well."""
     if isinstance(argument, fx.Node):
         return fx.Node, value_of[argument]
     if isinstance(argument, list | tuple):
@@ -68,7 +66,7 @@ def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
 
 def _is_pure(node: fx.Node) -> bool:
     if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt):
-        return True  # a size that the trace left open, or a number made of one
+        return True  # a dynamic size, or a number made of one
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
     return is_torch and not is_random(node.target, node.args)
 
@@ -76,11 +74,11 @@ def _is_pure(node: fx.Node) -> bool:
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
     """A module with the placeholders of the compiled `module`, which returns (embedding, lookups) for all it trains.
 
-    A lookup is the tuple of its fields there, since a module of torch 2.11 returns no NamedTuple. Left out
-    are lookups whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an op that
-    is not torch's own. None where nothing is left.
+    A lookup is the tuple of its fields there, since a module of torch 2.11 returns no NamedTuple. Lookups are left out
+    if their ids depend on rows, on random numbers, on what this step changes outside of it, or on an op that is not
+    torch's own. None if no lookup remains.
     """
-    known = known_ahead(module)
+    known = prefetchable_lookups(module)
     if not known:
         return None
     needed = set().union(*(sources_of(node, lookups) for node, lookups in known))
@@ -94,10 +92,10 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
     return fx.GraphModule(module, cut)
 
 
-def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """The nodes that pin rows which can be brought up before the step runs, with their (embedding, lookups)."""
+def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
+    """The nodes that pin rows which can be fetched before the step runs, with their (embedding, lookups)."""
     trained: list[tuple[fx.Node, Any]] = []
-    for node in module.graph.find_nodes(op="call_function", target=row_ops.pin):
+    for node in module.graph.find_nodes(op="call_method", target="pin"):
         trained.append((node, node.args[:2]))
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         rows: Any = node.args[1]
@@ -130,14 +128,15 @@ def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
 
 
 def is_repeatable(node: fx.Node, outside: set[int]) -> bool:
-    if node.op != "call_function" or isinstance(node.meta.get("val"), torch.SymInt):
+    """Whether a node computes the same again if nothing of the step ran before: no rows, random numbers, own ops."""
+    if called(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
     return is_torch and not (is_random(node.target, node.args) or written(node) & outside)
 
 
 class SharedLookup(NamedTuple):
-    """A lookup of a batch, which equal lookups of the step share; nodes compare by identity."""
+    """A lookup of a batch, which equal lookups of the step share. Nodes compare by identity."""
 
     lookup: Lookup
     weights: Any
@@ -145,7 +144,7 @@ class SharedLookup(NamedTuple):
 
 
 def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
-    """Replace every lookup, and every gradient of weights, that is left by a read, which changes nothing."""
+    """Replace every remaining lookup, and every remaining gradient of weights, by a read, which changes nothing."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
@@ -153,30 +152,30 @@ def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         embedding = _attribute(module, node.args[-1], name_of)
         with graph.inserting_before(node):
-            read = graph.call_function(row_ops.read_weights_grad, (embedding, _lookup(node), node.args[0]))
+            read = graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0]))
             _replace(node, read)
 
 
 def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: Callable[[int], str]) -> None:
-    """Make one pin before the first lookup with a gradient, a gather for each, one update at the step's end.
+    """Make one pin before the first lookup with a gradient, a gather for each, and one update at the step's end.
 
-    Gradients of weights are taken between, where build wants them: from the rows as they were gathered.
+    Gradients of weights are computed in between, where build needs them, from the rows as they were gathered.
 
-    grad: what build left as the gradient of the embedding's parameter. Raises GraphError where `grad` is more than a
-    sum of lookups' gradients, and where hoisting would change the ids of a lookup or the order of random draws.
+    grad: what build left as the gradient of the embedding's parameter. Raises GraphError if `grad` is more than a sum
+    of lookups' gradients, or if hoisting would change the ids of a lookup or the order of random draws.
     """
     graph = module.graph
     grads: dict[SharedLookup, list[Any]] = defaultdict(list)
     weights: dict[SharedLookup, Any] = {}
     for node in _terms(graph, handle, grad, name_of(handle)):
-        segment = _segment(node)
-        grads[segment].append(stable(graph, node, node.args[0]))
-        if segment not in weights:
-            weights[segment] = stable(graph, node, segment.weights)
+        one = _shared_lookup(node)
+        grads[one].append(stable(graph, node, node.args[0]))
+        if one not in weights:
+            weights[one] = stable(graph, node, one.weights)
     lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == handle]
-    trained = {node: segment for node in lookups if (segment := _segment(node)) in grads}
-    segments = list(dict.fromkeys(trained.values()))
-    if len(segments) != len(grads):
+    trained = {node: one for node in lookups if (one := _shared_lookup(node)) in grads}
+    shared = list(dict.fromkeys(trained.values()))
+    if len(shared) != len(grads):
         raise GraphError(
             f"embedding {name_of(handle)!r}: the ids or weights that backward() saved are not those of the lookup; "
             "leave lookups out of saved_tensors_hooks"
@@ -185,22 +184,20 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
     lookups = list(trained)
     _hoist_ids(graph, lookups, embedding, name_of(handle))
     with graph.inserting_before(lookups[0]):
-        batch = graph.call_function(row_ops.pin, (embedding, [segment.lookup for segment in segments]))
-    _expand_weights_grads(graph, handle, batch, segments)
-    for node, segment in trained.items():
+        batch = graph.call_method("pin", (embedding, [one.lookup for one in shared]))
+    _expand_weights_grads(graph, handle, batch, shared)
+    for node, one in trained.items():
         with graph.inserting_before(node):
-            _replace(
-                node, graph.call_function(row_ops.gather, (batch, segments.index(segment), *_given(segment.weights)))
-            )
+            _replace(node, graph.call_method("gather", (batch, shared.index(one), *_weights_argument(one.weights))))
     with graph.inserting_before(graph.output_node()):
-        used = [weights[segment] for segment in segments]
-        totals = [_total(graph, grads[segment]) for segment in segments]
-        graph.call_function(row_ops.update, (batch, totals, *([used] if any(used) else [])))
+        used = [weights[one] for one in shared]
+        totals = [_total(graph, grads[one]) for one in shared]
+        graph.call_method("update", (batch, totals, *([used] if any(used) else [])))
 
 
-def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments: list[SharedLookup]) -> None:
-    """Let the gradients of weights use the rows of the batch, where it has these. Rows do not depend on the weights."""
-    index_of = {segment.lookup: index for index, segment in enumerate(segments)}
+def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
+    """Let the gradients of weights use the rows of the batch if it has them. Rows do not depend on the weights."""
+    index_of = {one.lookup: index for index, one in enumerate(shared)}
     node = batch.next
     while node.op != "output":
         following = node.next
@@ -208,18 +205,18 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments
             index = index_of.get(_lookup(node))
             if index is not None:
                 with graph.inserting_before(node):
-                    _replace(node, graph.call_function(row_ops.weights_grad, (batch, index, node.args[0])))
+                    _replace(node, graph.call_method("weights_grad", (batch, index, node.args[0])))
         node = following
 
 
 def _lookup(node: fx.Node) -> Lookup:
-    """The `Lookup` of a node, a lookup or one of its gradients. Their arguments are alike but for the first."""
+    """The `Lookup` of a node, a lookup or one of its gradients. Their arguments differ in the first alone."""
     arguments: Any = node.args[1:6]
-    return recorded.lookup_of(*arguments)
+    return lookup_op.lookup_of(*arguments)
 
 
-def _segment(node: fx.Node) -> SharedLookup:
-    """The segment of a node, a lookup or its gradient."""
+def _shared_lookup(node: fx.Node) -> SharedLookup:
+    """The `SharedLookup` of a node, a lookup or its gradient."""
     weights: Any = node.args[6]
     changed = None
     if weights is not None:
@@ -230,18 +227,18 @@ def _segment(node: fx.Node) -> SharedLookup:
 
 
 def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
-    """A read in place of a lookup, at the graph's insertion point."""
-    return graph.call_function(row_ops.read, (embedding, _lookup(node), *_given(node.args[6])))
+    """A read instead of a lookup, at the graph's insertion point."""
+    return graph.call_method("read", (embedding, _lookup(node), *_weights_argument(node.args[6])))
 
 
-def _given(weights: Any) -> tuple[Any, ...]:
+def _weights_argument(weights: Any) -> tuple[Any, ...]:
     return () if weights is None else (weights,)
 
 
 def refuse_used(graph: fx.Graph, shadows: dict[fx.Node, str], name_of: Callable[[int], str]) -> None:
     """GraphError if a node still uses an embedding's parameter or its gradient, since neither has a value.
 
-    shadows: the nodes of these parameters. Runs when lookups are expanded and dead nodes dropped.
+    shadows: the nodes of these parameters. Runs after lookups are expanded and dead nodes are dropped.
     """
     for shadow, name in shadows.items():
         if shadow.users:
@@ -259,7 +256,7 @@ def _no_tensor(name: str) -> GraphError:
 
 
 def _terms(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.Node]:
-    """The lookup gradients whose plain sum is `grad`; one that counts twice is there twice. GraphError otherwise."""
+    """The lookup gradients whose plain sum is `grad`, one that counts twice listed twice. GraphError otherwise."""
     counts: Counter[fx.Node] = Counter()
     summed: set[fx.Node] = set()
     pending: list[Any] = [grad]
@@ -287,7 +284,7 @@ def _attribute(module: fx.GraphModule, handle: int, name_of: Callable[[int], str
     name = name_of(handle)
     for node in module.graph.find_nodes(op="get_attr", target=name):
         return node
-    setattr(module, name, recorded.embedding_of(handle))
+    setattr(module, name, lookup_op.embedding_of(handle))
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
         return module.graph.get_attr(name)
@@ -309,7 +306,7 @@ def _total(graph: fx.Graph, grads: list[fx.Node]) -> fx.Node:
 def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
     """Move the ops that make the ids of later lookups before the first lookup.
 
-    Where ids are made from rows of an earlier lookup, those rows are read first: a batch is fetched as a whole.
+    If ids are made from rows of an earlier lookup, those rows are read first, since a batch is pinned as a whole.
     """
     between: list[fx.Node] = []
     node = lookups[0]

@@ -1,14 +1,13 @@
 """Passes that turn any trace into a compiled step, over an FX graph whose nodes carry fake tensors in `meta`.
 
-A dynamic-shape step takes all numbers from its inputs' sizes at its beginning. A trace takes a size from the tensor
-where it met that size first, when the size is needed: by then an op may have changed the tensor's shape in place, and a
-stride that a kernel chooses need not be the traced one. The generated code looks each op up once, not at every step.
+A dynamic-shape step computes all numbers from its inputs' sizes at its beginning. A trace reads a size, when it is
+needed, from the tensor that had it first. By then an op may have changed the tensor's shape in place, and a stride that
+a kernel chooses may differ from the traced one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ...engine.errors import GraphError
-from ...engine.ops import row_ops
 from ...engine.options.lookup import Lookup
 from ..trace.alias import external, is_reshape, live_nodes, reshaped, stable, storages
 from ..trace.names import identifiers
@@ -28,48 +26,38 @@ from ..trace.trace import LIVE
 from .collectives import sum_over_ranks
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
-# the nodes that move rows and parameters
-EFFECTS: set[Callable[..., Any]] = {row_ops.update, sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
+# what the nodes call that change rows and parameters: functions, and a method of a pinned batch
+EFFECTS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
 _OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
-# the ops of a step, and the methods of their first argument that they call
-_METHODS: dict[Callable[..., Any], str] = {
-    row_ops.pin: "pin",
-    row_ops.gather: "gather",
-    row_ops.weights_grad: "weights_grad",
-    row_ops.send: "send",
-    row_ops.update: "update",
-    row_ops.read: "read",
-    row_ops.read_weights_grad: "read_weights_grad",
-}
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
-    """Let the printed step show an argument by its name and a parameter by its path."""
+    """Name placeholders for the printed step: arguments by their names, parameters by their paths."""
     for node, name in zip(nodes, identifiers(names), strict=True):
         node._rename(name)
         node.target = node.name
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """Remove detach, without autograd the identity, unless its input or its result is reshaped alone.
+    """Remove detach, which is the identity without autograd, unless its input or its result alone is reshaped.
 
-    A detach of an argument is removed always. The trace made it, and build reshapes the very tensor of the call.
+    A detach of an argument is always removed: the trace added it, and build reshapes the tensor of the call itself.
     """
-    apart = reshaped(graph)
+    changed = reshaped(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     arguments = [n for n in detaches if n.args[0].op == "placeholder" and LIVE not in n.args[0].meta]
     for node in detaches:
-        if node in arguments or not storages(node) & apart:
+        if node in arguments or not storages(node) & changed:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
 def drop_double_transpose(graph: fx.Graph) -> None:
-    """Remove pairs of transposes. The backward of a linear layer has them, for its weight and the weight's gradient."""
+    """Remove pairs of transposes, which the backward of a linear layer has for its weight and the weight's gradient."""
     transpose = torch.ops.aten.t.default
-    apart = reshaped(graph)
+    changed = reshaped(graph)
     for node in graph.find_nodes(op="call_function", target=transpose):
-        if node.args[0].target is transpose and not storages(node) & apart:
+        if node.args[0].target is transpose and not storages(node) & changed:
             node.replace_all_uses_with(node.args[0].args[0])
             graph.erase_node(node)
 
@@ -104,10 +92,10 @@ def add_dense_steps(
 def end_together(module: fx.GraphModule, end: StepEpilogue) -> fx.Node:
     """Replace all updates and dense steps by one node, which scales and clips their gradients together."""
     graph = module.graph
-    accumulates = end.every > 1
+    accumulates = end.accumulate_steps > 1
     rows: list[Any] = []
     dense: list[Any] = []
-    for node in graph.find_nodes(op="call_function", target=row_ops.update):
+    for node in graph.find_nodes(op="call_method", target="update"):
         given: Any
         batch, grads, *given = node.args
         weights = given[0] if given else [None] * len(grads)
@@ -124,26 +112,23 @@ def end_together(module: fx.GraphModule, end: StepEpilogue) -> fx.Node:
         graph.erase_node(node)
     module.step_end = end  # type: ignore[assignment]  # torch allows any
     with graph.inserting_before(graph.output_node()):
-        held = graph.create_node("get_attr", "step_end")
-        last = graph.call_function(accumulate if accumulates else apply_gradients, (held, rows, dense))
+        epilogue = graph.create_node("get_attr", "step_end")
+        last = graph.call_function(accumulate if accumulates else apply_gradients, (epilogue, rows, dense))
     if accumulates:
-        for node in graph.find_nodes(op="call_function", target=row_ops.pin):
+        for node in graph.find_nodes(op="call_method", target="pin"):
             _read_instead(graph, node)
     return last
 
 
 def _read_instead(graph: fx.Graph, pin: fx.Node) -> None:
-    """Let the uses of a pinned batch read instead: accumulated rows are pinned when their gradients are complete."""
+    """Replace the uses of a pinned batch by reads: accumulated rows are pinned once their gradients are complete."""
     arguments: Any = pin.args
     embedding, lookups = arguments
-    reads: dict[Any, Callable[..., Any]] = {
-        row_ops.gather: row_ops.read,
-        row_ops.weights_grad: row_ops.read_weights_grad,
-    }
+    reads: dict[Any, str] = {"gather": "read", "weights_grad": "read_weights_grad"}
     for node in list(pin.users):
         index: Any = node.args[1]
         with graph.inserting_before(node):
-            read = graph.call_function(reads[node.target], (embedding, lookups[index], *node.args[2:]))
+            read = graph.call_method(reads[node.target], (embedding, lookups[index], *node.args[2:]))
         read.meta.update(node.meta)
         node.replace_all_uses_with(read)
         graph.erase_node(node)
@@ -151,7 +136,7 @@ def _read_instead(graph: fx.Graph, pin: fx.Node) -> None:
 
 
 def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], stepped: fx.Node | None) -> None:
-    """Add a step of each learning rate schedule at the end. stepped: a node that says whether optimizers had a step."""
+    """Add a step of each learning rate schedule at the end. stepped: a node that is true if optimizers had a step."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for name, scheduler in schedulers.items():
@@ -161,7 +146,7 @@ def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], st
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Remove nodes that nothing depends on, and in-place ops on memory that nobody reads, unlike FX's own pass."""
+    """Remove nodes that nothing depends on and, unlike FX's own pass, in-place ops on memory that no node reads."""
     live = live_nodes(graph, EFFECTS)
     for node in reversed(list(graph.nodes)):
         if node not in live:
@@ -169,9 +154,9 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def sizes_from_inputs(module: fx.GraphModule) -> None:
-    """Replace nodes that read a size, a stride or an offset of a tensor by numbers made of the placeholders' sizes.
+    """Replace nodes that read a size, a stride or an offset of a tensor by numbers computed from the inputs' sizes.
 
-    GraphError where the step changes the shape of an input or of a live tensor in place: no other call has that size.
+    GraphError if the step changes the shape of an input or of a live tensor in place: no other call has that size.
     """
     graph = module.graph
     if any(is_reshape(node) and node.args[0].op != "call_function" for node in graph.nodes):
@@ -179,7 +164,7 @@ def sizes_from_inputs(module: fx.GraphModule) -> None:
     read = [node for node in graph.nodes if _is_size(node) and _reads_tensor(node)]
     before = set(graph.nodes)
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        known = _open_sizes(graph)
+        known = _dynamic_sizes(graph)
         symbols = dict(known)
         for node in read:
             expression = node.meta["val"].node.expr
@@ -195,16 +180,16 @@ def sizes_from_inputs(module: fx.GraphModule) -> None:
             node.meta["val"] = node.target(*args, **kwargs)
 
 
-def _open_sizes(graph: fx.Graph) -> dict[Any, Any]:
-    """The sympy symbols of a recording, each with the proxy of a node that reads it from a placeholder."""
+def _dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
+    """The sympy symbols of a trace, each with the proxy of a node that reads it from a placeholder."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     found: dict[Any, Any] = {}
     for node in graph.find_nodes(op="placeholder"):
         for dim, size in enumerate(node.meta["val"].shape):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in found:
-                asked = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                asked.meta["val"] = size
-                found[size.node.expr] = fx.Proxy(asked, tracer)
+                read = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                read.meta["val"] = size
+                found[size.node.expr] = fx.Proxy(read, tracer)
     return found
 
 
@@ -217,23 +202,18 @@ def _reads_tensor(node: fx.Node) -> bool:
 
 
 def bind_ops(module: fx.GraphModule) -> None:
-    """Let `module.forward` call torch's ops by names of their own, and rows by their methods. `recompile` undoes it."""
+    """Let `module.forward` call each op of torch by a global name, so no step looks ops up. `recompile` undoes it."""
     code = module.graph.python_code("self")
     names: dict[str, Any] = dict(code.globals)
-    taken = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
+    used = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
 
     def bound(match: re.Match[str]) -> str:
         space, op, overload = match.groups()
         name = f"{space}_{op}_{overload}_op"
-        while name in taken:  # a parameter of build may have any name
+        while name in used:  # a parameter of build may have any name
             name += "_"
         names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # without a frame of Python
         return f"{name}("
 
-    source = _OP.sub(bound, code.src)
-    for name, function in code.globals.items():
-        for op, method in _METHODS.items():
-            if function is op:
-                source = re.sub(rf"\b{name}\((\w+)(?:, )?", rf"\1.{method}(", source)
-    _exec_with_source(source, names)
-    type(module).forward = names["forward"]  # each GraphModule has a class of its own
+    _exec_with_source(_OP.sub(bound, code.src), names)
+    type(module).forward = names["forward"]  # each GraphModule has its own class

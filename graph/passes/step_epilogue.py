@@ -1,6 +1,6 @@
-"""The end of a step: gradients accumulated, unscaled or clipped, then optimizers of dense parameters, run as they are.
+"""The end of a step: gradients are accumulated, unscaled and clipped, then rows and dense parameters are updated.
 
-If gradients are none of these, a step ends in a node for each embedding and each optimizer instead.
+If gradients need none of this, a step ends in a node for each embedding and each optimizer instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LookupGrads = tuple[EmbeddingBase, list[Lookup], list[Tensor], list[Tensor | Non
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
     """`optimizer.step()` with these gradients. Its learning rates, schedulers and step counts are live.
 
-    A parameter of the optimizer that is not in `params` keeps `grad` None, so torch leaves it as it is.
+    A parameter of the optimizer that is not in `params` keeps `grad` None, so torch does not change it.
     """
     with trace_lock:
         for group in optimizer.param_groups:
@@ -52,12 +52,12 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
 
 
 def numbers_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
-    """The settings of optimizers by name and group, to be compared between ranks."""
+    """The settings of optimizers by name and group, which ranks compare."""
     return {
-        f"{type(optimizer).__name__} {place}, group {index}": {
+        f"{type(optimizer).__name__} {number}, group {index}": {
             name: _plain(value) for name, value in group.items() if name != "params"
         }
-        for place, optimizer in enumerate(optimizers)
+        for number, optimizer in enumerate(optimizers)
         for index, group in enumerate(optimizer.param_groups)
     }
 
@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
 
 
 class DenseGrads(NamedTuple):
-    """The gradients of one optimizer's parameters, as far as backward() reached them."""
+    """The gradients of those parameters of one optimizer that backward() reached."""
 
     optimizer: Optimizer
     params: list[Tensor]
@@ -87,14 +87,14 @@ class RowGrads(NamedTuple):
     weights: list[Tensor | None]
 
 
-class _Same:
-    """A part of a key that equals itself alone. It keeps a tensor, so that no other tensor can take its id."""
+class _IdentityKey:
+    """A part of a key that equals itself alone. It keeps a tensor alive, so no other tensor can get its id."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._tensor is self._tensor
+        return isinstance(other, _IdentityKey) and other._tensor is self._tensor
 
     def __hash__(self) -> int:
         return id(self._tensor)
@@ -107,52 +107,52 @@ class StepEpilogue:
         self.max_norm: float | None = None
         self.clip_value: float | None = None
         self.scaler: GradScaler | None = None
-        self.every = 1  # how many steps' gradients are summed
-        self.mean = False  # whether their sum is divided by `every`
-        self.steps = 0  # how many steps' gradients wait
-        self.present = False  # whether this one of several ranks had a batch in one of these steps
+        self.accumulate_steps = 1  # the number of calls whose gradients are summed
+        self.mean = False  # whether their sum is divided by `accumulate_steps`
+        self.steps = 0  # the number of calls whose gradients wait
+        self.present = False  # over ranks, whether this one had a batch in one of these calls
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
         self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # the rows and gradients of each step
 
     @property
     def is_plain(self) -> bool:
-        """Whether gradients go to the optimizers as they are."""
-        return self.max_norm is None and self.clip_value is None and self.scaler is None and self.every == 1
+        """Whether optimizers get the gradients unchanged."""
+        return self.max_norm is None and self.clip_value is None and self.scaler is None and self.accumulate_steps == 1
 
     def key(self) -> Hashable:
         """A key that changes with the settings that a compiled step depends on."""
-        return self.is_plain, self.every > 1, self.scaling()
+        return self.is_plain, self.accumulate_steps > 1, None if self.scaler is None else self.scaling()
 
     def accumulate(self, steps: int, mean: bool) -> None:
-        """Set how many steps' gradients are summed, and whether their mean is taken. OptimizerError."""
-        every = as_int(steps, minimum=1)
-        if every is None:
+        """Set the number of calls whose gradients are summed, and whether their mean is taken. OptimizerError."""
+        count = as_int(steps, minimum=1)
+        if count is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
         if not isinstance(mean, bool):
             raise OptimizerError(f"mean={mean!r}: give True or False")
         if self.steps:
             raise OptimizerError(
-                f"steps={steps}: gradients of {self.steps} of {self.every} calls wait for their update; "
+                f"steps={steps}: gradients of {self.steps} of {self.accumulate_steps} calls wait for their update; "
                 "change it after the last of them, or call drop_grads() first"
             )
-        self.every, self.mean = every, mean
+        self.accumulate_steps, self.mean = count, mean
 
     @property
-    def share(self) -> float:
-        """What the sum of all gradients is multiplied by."""
-        return 1.0 / self.every if self.mean else 1.0
+    def grad_scale(self) -> float:
+        """The factor on the sum of all gradients."""
+        return 1.0 / self.accumulate_steps if self.mean else 1.0
 
     def scaling(self) -> Hashable:
         """A key that changes with the tensor that a compiled step multiplies its loss by."""
         scale = self._scale
-        return None if scale is None else _Same(scale)
+        return None if scale is None else _IdentityKey(scale)
 
     @property
     def _scale(self) -> Tensor | None:
         return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler._scale
 
     def check_scaled(self, module: fx.GraphModule) -> None:
-        """GraphError where the loss of a recorded step is not multiplied by the scale that its end divides by."""
+        """GraphError if the loss of a traced step is not multiplied by the scale that its end divides by."""
         scale = self._scale
         nodes = module.graph.find_nodes(op="get_attr")
         if scale is not None and not any(getattr(module, node.target, None) is scale for node in nodes):
@@ -161,44 +161,46 @@ class StepEpilogue:
                 "with that scaler"
             )
 
-    def keep(self, rows: list[LookupGrads], dense: list[DenseGrads]) -> None:
-        """Add the gradients of one more step to the waiting gradients, those of each row summed."""
+    def add(self, rows: list[LookupGrads], dense: list[DenseGrads]) -> None:
+        """Add the gradients of one more call to those that wait, summed by row."""
         with uninterrupted():
-            parts = [
+            micro_batches = [
                 (embedding, embedding.sum_gradients(lookups, grads, weights))
                 for embedding, lookups, grads, weights in rows
             ]
-            for embedding, part in parts:
-                self._rows.setdefault(embedding, []).append(part)
+            for embedding, micro_batch in micro_batches:
+                self._rows.setdefault(embedding, []).append(micro_batch)
             for optimizer, params, grads in dense:
                 sums = self._dense.setdefault(optimizer, {})
                 for param, grad in zip(params, grads, strict=True):
-                    sums[param] = sums[param] + grad if param in sums else grad.clone()  # a view of an argument, maybe
+                    sums[param] = (
+                        sums[param] + grad if param in sums else grad.clone()
+                    )  # it may be a view of an argument
             self.steps += 1
 
-    def pin(self) -> tuple[list[RowGrads], list[DenseGrads]]:
-        """All waiting gradients, with their rows pinned."""
+    def pinned_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
+        """All gradients that wait, with their rows pinned."""
         rows = []
-        for embedding, parts in self._rows.items():
-            lookups, grads = ([*of_parts] for of_parts in zip(*parts, strict=True))
+        for embedding, micro_batches in self._rows.items():
+            lookups, grads = map(list, zip(*micro_batches, strict=True))
             for lookup in lookups:
                 if lookup.ids.device != embedding.device:
                     raise InputError(
                         f"gradients of embedding {embedding.name!r} wait on {lookup.ids.device}, and the embedding is "
                         f"on {embedding.device}; call drop_grads() after moving a module"
                     )
-            rows.append(RowGrads(embedding.pin(lookups, dtype=torch.float32), grads, [None] * len(parts)))
+            rows.append(RowGrads(embedding.pin(lookups, dtype=torch.float32), grads, [None] * len(lookups)))
         dense = [DenseGrads(optimizer, list(sums), list(sums.values())) for optimizer, sums in self._dense.items()]
         return rows, dense
 
     @property
     def embeddings(self) -> list[EmbeddingBase]:
-        """Those whose gradients wait, in the order in which `pin` takes them."""
+        """The embeddings whose gradients wait, in the order in which `pinned_gradients` pins them."""
         return list(self._rows)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those whose gradients wait, in the order of these."""
+        """The dense parameters whose gradients wait, in the order of these."""
         return [parameter for sums in self._dense.values() for parameter in sums]
 
     def release(self) -> None:
@@ -207,7 +209,7 @@ class StepEpilogue:
             embedding.release()
 
     def clear(self) -> None:
-        """Forget the waiting gradients."""
+        """Drop the gradients that wait."""
         self.steps = 0
         self.present = False
         self._dense.clear()
@@ -215,13 +217,13 @@ class StepEpilogue:
 
 
 def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
-    """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether they moved.
+    """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether it did.
 
-    Where a gradient scaler is set and a gradient is not finite, nothing moves, and the scale falls.
+    If a gradient scaler is set and a gradient is not finite, nothing is updated, and the scale is lowered.
 
-    vote: of the ranks that share the rows, whose mean is trained; the gradients of rows are on their way to them.
+    vote: over ranks, which train the mean of their gradients; the gradients of rows have been sent.
     """
-    scale, finite = end.share, True
+    scale, finite = end.grad_scale, True
     if vote is not None:
         scale, finite, dense = scale / vote.present, vote.finite, _with_grads(dense, vote.sums)
     scaler = end.scaler if end.scaler is not None and end.scaler.is_enabled() else None
@@ -229,14 +231,14 @@ def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGr
     if scaler is not None:
         scale *= 1.0 / scaler.get_scale()
         finite = finite and are_finite([*grads, *(g for part in rows for g in part.grads if vote is None)])
-        _tell(scaler, finite)
+        _update_scaler(scaler, finite)
     if finite:
         if end.max_norm is not None:
             squares = sum_of_squares(grads) + sum(r.batch.square_gradients(r.grads, r.weights) for r in rows)
-            share = end.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-            scale *= 1.0 if share > 1.0 else share
-        for batch, of_rows, weights in rows:
-            batch.update(of_rows, weights, scale, end.clip_value)
+            factor = end.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+            scale *= 1.0 if factor > 1.0 else factor
+        for batch, row_grads, weights in rows:
+            batch.update(row_grads, weights, scale, end.clip_value)
     else:
         for batch, *_ in rows:
             batch.release()
@@ -255,29 +257,31 @@ def _with_grads(dense: list[DenseGrads], grads: list[Tensor]) -> list[DenseGrads
 
 
 def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
-    """What `apply_gradients` does to dense parameters."""
+    """Update dense parameters, as `apply_gradients` does."""
     for optimizer, params, grads in dense:
         dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
     return True
 
 
 def accumulate(
-    end: StepEpilogue, rows: list[LookupGrads], dense: list[DenseGrads], exchanges: Any = None, present: bool = True
+    end: StepEpilogue, rows: list[LookupGrads], dense: list[DenseGrads], collectives: Any = None, present: bool = True
 ) -> bool:
-    """Keep the gradients of a step. After the last of `end.every` steps, do as `apply_gradients` with their sums.
+    """Add the gradients of a call. After the last of `end.accumulate_steps` calls, do `apply_gradients` with the sums.
 
-    Where `apply_gradients` raises, as on a full capacity, the gradients are dropped, and the next call begins anew.
+    If `apply_gradients` raises, as on a full capacity, the gradients are dropped, and accumulation starts again.
 
-    exchanges: with the ranks that share the rows. present: whether this rank has a batch in this step.
+    collectives: those of a step over ranks. present: whether this rank has a batch in this call.
     """
-    if exchanges is not None:
-        exchanges.vote([], finite=True)  # no rank keeps what another one failed to compute
+    if collectives is not None:
+        collectives.vote([], finite=True)  # if one rank failed, no rank adds its gradients
         end.present = end.present or present
-    end.keep(rows, dense)
-    if end.steps < end.every:
+    end.add(rows, dense)
+    if end.steps < end.accumulate_steps:
         return False
     try:
-        return apply_gradients(end, *(end.pin() if exchanges is None else exchanges.pin(end)))
+        return apply_gradients(
+            end, *(end.pinned_gradients() if collectives is None else collectives.pin_accumulated(end))
+        )
     except BaseException:
         end.release()
         raise
@@ -292,7 +296,7 @@ def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
 
 
 def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """OptimizerError for what is no schedule of this optimizer, or a schedule that needs more than the step count."""
+    """OptimizerError if this is not a schedule of the optimizer, or needs more than the step count."""
     if not isinstance(scheduler, LRScheduler):
         raise OptimizerError(
             f"lr_sch={type(scheduler).__name__}: give a scheduler of torch.optim.lr_scheduler, made over the optimizer"
@@ -306,7 +310,7 @@ def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
 
 
 def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
-    """Gradients scaled and clipped. Not in place: a gradient may be a view, or a result of the step."""
+    """Scaled and clipped gradients. Not in place: a gradient may be a view, or a result of the step."""
     if grads and scale != 1.0:
         grads = list(torch._foreach_mul(grads, scale))
     if grads and clip_value is not None:
@@ -314,8 +318,8 @@ def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> lis
     return grads
 
 
-def _tell(scaler: GradScaler, finite: bool) -> None:
-    """Let the scaler adapt its scale. It looks at an optimizer's gradients: here at one number that says `finite`."""
+def _update_scaler(scaler: GradScaler, finite: bool) -> None:
+    """Let the scaler adapt its scale. It reads an optimizer's gradients: here one number that is finite or not."""
     probe = torch.zeros(())
     probe.grad = torch.tensor(0.0 if finite else math.inf)
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))

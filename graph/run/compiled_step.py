@@ -1,4 +1,4 @@
-"""One compiled step: the passes in their order, and how it runs."""
+"""A compiled step: the passes in their order, and how the step runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
-from ..passes.collectives import exchange, pin_early, refuse_worlds
+from ..passes.collectives import pin_early, refuse_worlds, schedule_collectives
 from ..passes.inductor import compile_dense
 from ..passes.lookups import KnownLookups, expand_reads, expand_trained, extract_id_graph, refuse_used, share_batches
 from ..passes.rewrite import (
@@ -41,7 +41,7 @@ from ..trace.built import HasBuild
 from ..trace.names import identifiers, tensor_names
 from ..trace.trace import ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
-from .rank_step import Exchanges, RankStepState
+from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
 
 # (module, tensors) -> the result of the module
@@ -59,21 +59,21 @@ class CompiledStep:
     spec: pytree.TreeSpec
     constants: list[Any]
     is_tensor: list[bool]
-    captured: CudaGraphStep | None = None  # set where training steps run as a CUDA graph
-    attempt: RollbackStep | None = None  # set where the step is for many sizes
-    fits: ShapeGuard | None = None  # set with it: whether the step serves inputs of these sizes
+    captured: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
+    rollback: RollbackStep | None = None  # set in a dynamic-shape step
+    guard: ShapeGuard | None = None  # set with it: whether the step accepts inputs of these sizes
 
-    def serves(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the step is right for inputs of its signature. One for a single size has all sizes in its key."""
-        return self.fits is None or self.fits(inputs)
+    def accepts(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the step is right for inputs of its signature. The key of a static-shape step has all sizes."""
+        return self.guard is None or self.guard(inputs)
 
     @property
     def compiles_dense(self) -> bool:
         """Whether TorchInductor compiled a part of the step."""
         return bool(self.module.graph.find_nodes(op="call_module"))
 
-    def coming(self, tensors: list[Tensor]) -> KnownLookups | None:
-        """What a coming run on these tensors trains, as far as it is known. That run raises what is wrong with them."""
+    def known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
+        """The lookups that a later run on these tensors trains, as far as they are known. That run raises errors."""
         if self.lookups is None:
             return None
         try:
@@ -83,16 +83,16 @@ class CompiledStep:
             return None
 
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
-        """Run the step and return what build returned. If an op raises, pins are dropped and the exception goes on.
+        """Run the step and return what build returned. If an op raises, pins are dropped, and the exception is raised.
 
-        forward: runs the step's module on tensors, in place of the module's `forward`.
+        forward: runs the step's module on tensors, instead of the module's `forward`.
 
-        GraphError while another thread trains the same rows. DynamicStepFailed where a step for other sizes may run.
+        GraphError while another thread trains the same rows. DynamicStepFailed if a static-shape step may run instead.
         """
         if not self.trained:
             outputs = self._forward(tensors, forward)
         else:
-            # Ctrl-C waits: a step is made whole or not at all
+            # Ctrl-C waits: a step is run to its end or not at all
             with uninterrupted(), exclusive_step([embedding for embedding, _ in self.trained], self.owner):
                 outputs = self._train(tensors, forward)
         following = iter(outputs)
@@ -115,10 +115,10 @@ class CompiledStep:
             raise
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        # not no_grad: some kernels choose by gradient mode, which has to be the one of the trace
+        # not no_grad: some kernels depend on gradient mode, which has to be that of the trace
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            if self.attempt is not None:
-                return self.attempt.run(tensors, forward or _plain)
+            if self.rollback is not None:
+                return self.rollback.run(tensors, forward or _plain)
             if forward is not None:
                 return forward(self.module, tensors)
             if self.captured is not None:
@@ -127,28 +127,23 @@ class CompiledStep:
 
     def code(self) -> str:
         """The step as Python, one op a line, with shapes, dtypes and stores as comments."""
-        recorded = self.captured is not None and self.captured.recording is not None
-        return ("# recorded as a CUDA graph\n" if recorded else "") + listing(self.module)
+        is_captured = self.captured is not None and self.captured.captured_graph is not None
+        return ("# captured as a CUDA graph\n" if is_captured else "") + listing(self.module)
 
 
 @dataclass(frozen=True)
-class SharedStep(CompiledStep):
-    """A compiled step of embeddings whose rows ranks share."""
+class RankStep(CompiledStep):
+    """A compiled step of embeddings with a world."""
 
-    exchanges: Exchanges = field(kw_only=True)
-    first_values: list[tuple[str, int]] = field(kw_only=True)  # parameters and buffers, by name and place in tensors
+    collectives: StepCollectives = field(kw_only=True)
+    first_values: list[tuple[str, int]] = field(kw_only=True)  # parameters and buffers, by name and index in tensors
     in_training: bool = field(kw_only=True)  # whether it is for a graph in the mode of `train()`
-    together: RankStepState = field(kw_only=True)
-
-    @property
-    def trains(self) -> bool:
-        """Whether it updates rows or parameters."""
-        return self.exchanges.trains
+    rank_state: RankStepState = field(kw_only=True)
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        self.together.runs(self)
-        with uninterrupted(), self.exchanges.step(lambda: [(name, tensors[at]) for name, at in self.first_values]):
-            return super()._forward(tensors, forward) if tensors else self.exchanges.join()
+        self.rank_state.note_run(self.in_training, self.collectives.trains, self.join)
+        with uninterrupted(), self.collectives.step(lambda: [(name, tensors[at]) for name, at in self.first_values]):
+            return super()._forward(tensors, forward) if tensors else self.collectives.join()
 
     def join(self) -> None:
         """Take part in the step without a batch, for ranks that have one."""
@@ -168,11 +163,11 @@ def compile_step(
     tensors: list[Tensor],
     inductor: Mapping[str, Any] | None,
     cuda_graph: bool,
-    together: RankStepState,
+    rank_state: RankStepState,
 ) -> CompiledStep:
     """Rewrite a trace into a step that trains if `root.training` and build called backward().
 
-    inductor: options of TorchInductor, where it compiles the dense part. cuda_graph: whether training is recorded.
+    inductor: options of TorchInductor if it compiles the dense part. cuda_graph: whether training steps are captured.
 
     OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
     """
@@ -183,8 +178,8 @@ def compile_step(
     world = refuse_worlds(embeddings)
     if world is not None and cuda_graph:
         raise OptionError(
-            "cuda_graph: rows of a world travel between ranks through host memory, sent by the host in the middle of "
-            "the step, and a recorded step runs without the host; call cuda_graph(False)"
+            "cuda_graph: rows of a world are sent between ranks through host memory, by the host in the middle of the "
+            "step, and a captured step runs without the host; call cuda_graph(False)"
         )
     reserved = dir(module)
     optimizer_names = identifiers([type(optimizer).__name__.lower() for optimizer in optimizers], reserved)
@@ -201,12 +196,12 @@ def compile_step(
     name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
     by_shadow = embeddings_by_shadow(root)
     drop_detach(graph)
-    if traced.fits is not None:
+    if traced.guard is not None:
         sizes_from_inputs(module)
     drop_double_transpose(graph)
     count = sum(returned.is_tensor)
     with_grad = returned.with_grad if root.training else []
-    optimizers.tell_untrained(root, bool(with_grad))
+    optimizers.warn_untrained(root, bool(with_grad))
     values: Any = graph.output_node().args[0]
     trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
     ended: fx.Node | None = None
@@ -250,21 +245,21 @@ def compile_step(
         node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
     }
     refuse_used(graph, shadows, label)
-    exchanges: Exchanges | None = None
+    collectives: StepCollectives | None = None
     if world is not None:
-        exchanges = Exchanges(world, together, type(root).__name__, end, trains=ended is not None)
+        collectives = StepCollectives(world, rank_state, type(root).__name__, end, trains=ended is not None)
         pin_early(module)
-        script, parameters = exchange(module, exchanges, ended)
-        exchanges.follow(script, parameters, [embedding for embedding, _ in trained], parts, schedulers)
+        calls, parameters = schedule_collectives(module, collectives, ended)
+        collectives.set_sequence(calls, parameters, [embedding for embedding, _ in trained], parts, schedulers)
     graph.lint()
     module.recompile()
-    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a recorded step makes its batches itself
+    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself
     if inductor is not None:
         module = compile_dense(module, inductor)
     captured = (
         CudaGraphStep(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
     )
-    attempt = None if traced.fits is None else RollbackStep(module)
+    rollback = None if traced.guard is None else RollbackStep(module)
     bind_ops(module)
     step = CompiledStep(
         type(root).__name__,
@@ -275,13 +270,14 @@ def compile_step(
         returned.constants,
         returned.is_tensor,
         captured,
-        attempt,
-        traced.fits,
+        rollback,
+        traced.guard,
     )
-    if exchanges is None:
+    if collectives is None:
         return step
     first = {id(t): (paths[id(t)], i) for i, t in reversed([*enumerate(tensors)]) if id(t) not in by_shadow}
-    first_values = [(name, len(traced.inputs) + place) for name, place in reversed(first.values())]
-    return SharedStep(
-        **vars(step), exchanges=exchanges, first_values=first_values, in_training=root.training, together=together
+    first_values = [(name, len(traced.inputs) + index) for name, index in reversed(first.values())]
+    training = root.training
+    return RankStep(
+        **vars(step), collectives=collectives, first_values=first_values, in_training=training, rank_state=rank_state
     )

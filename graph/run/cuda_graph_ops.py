@@ -1,4 +1,4 @@
-"""What a step calls, in place of the functions of `row_ops.py`, while a device records it: what launches, and no more.
+"""What a step calls instead of an embedding's and a batch's methods while a CUDA graph captures it: launches alone.
 
 What the host does at each step, it does around each replay.
 """
@@ -9,95 +9,45 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...embedding.saved_rows import SavedRows
-from ...engine.options.lookup import Gradients, Lookup
+from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ...engine.table.table import OpenTable, PinnedBatch
 
 
-def pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
-    """Launch what `row_ops.pin` launches. `gather` and `weights_grad` of `row_ops` take the batch that it returns."""
-    return record_pin(embedding.opened().own_table, lookups, embedding.output_dtype, like)
-
-
-def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-    """Launch what `row_ops.update` launches."""
-    record_update(batch, batch.gradients(grads, weights))
-
-
-def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-    """Launch what `row_ops.read` launches."""
+def capture_pin(embedding: SavedRows, lookups: list[Lookup], dedup_from: PinnedBatch | None = None) -> PinnedBatch:
+    """Launch the kernels of `embedding.pin`. `begin_replay` does the rest of it before each replay."""
     table = embedding.opened().own_table
-    return table.processor.gather(record_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
-
-
-def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
-    """Launch what `row_ops.read_weights_grad` launches."""
-    table = embedding.opened().own_table
-    return table.processor.weights_grad(record_peek(table, lookup), 0, lookup, grad)
-
-
-@contextmanager
-def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
-    """Nobody else uses these tables."""
-    with ExitStack() as stack:
-        for table in sorted(tables, key=id):  # in one order: another graph may want the same
-            stack.enter_context(table.lock)
-        with uninterrupted():
-            yield
-
-
-@contextmanager
-def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
-    """Around one replay, with the tables `locked`: what the host does in a step that trains and reads these tables.
-
-    Raises what the step would, before the replay.
-    """
-    for table in read:
-        begin_replay(table, False, None)
-    begun = [(table, begin_replay(table, True, clip_value)) for table in trained]
-    try:
-        yield
-    except BaseException as error:
-        for table in trained:
-            table.failure = error  # some of its lines may be written
-        raise
-    for table, (step, hyper) in begun:
-        table.updated(step, hyper)
-
-
-def replay_key(table: OpenTable) -> Hashable | None:
-    """What a recording depends on: it may be replayed while this key is equal to that of the recording.
-
-    None where no recording may be replayed, since a snapshot is being saved in the background: a replay would not keep
-    the rows that it changes.
-    """
-    if table.observers.has_image:
-        return None
-    return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.changes
-
-
-def record_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
-    """Launch the kernels of `OpenTable.pin`. `begin_replay` does the rest of `pin` before each replay."""
-    batch = table.processor.batch(lookups, None if like is None else like.core)
+    batch = table.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
     table.require_open().pin(batch, table.capacity_limit)
     table.preview_catch_up(batch)
-    return table.pinned(batch, lookups, dtype)
+    return table.pinned(batch, lookups, embedding.output_dtype)
 
 
-def record_update(pinned: PinnedBatch, gradients: Gradients) -> None:
-    """Launch the kernels of `OpenTable.update`, and end the pin."""
-    table = pinned.table
-    table.check_pinned(pinned)
-    table.observers.before_update(pinned.core)
-    table.processor.update(pinned.core, gradients, table.rule)
+def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+    """Launch the kernels of `batch.update`, and end the pin."""
+    table, gradients = batch.table, batch.gradients(grads, weights)
+    table.check_pinned(batch)
+    table.observers.before_update(batch.core)
+    table.processor.update(batch.core, gradients, table.rule)
     table.release()
 
 
-def record_peek(table: OpenTable, lookup: Lookup) -> Any:
+def capture_read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+    """Launch the kernels of `embedding.read`."""
+    table = embedding.opened().own_table
+    return table.processor.gather(_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
+
+
+def capture_read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
+    """Launch the kernels of `embedding.read_weights_grad`."""
+    table = embedding.opened().own_table
+    return table.processor.weights_grad(_peek(table, lookup), 0, lookup, grad)
+
+
+def _peek(table: OpenTable, lookup: Lookup) -> Any:
     """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
     batch = table.processor.batch([lookup])
     table.require_open().peek(batch)
@@ -105,8 +55,47 @@ def record_peek(table: OpenTable, lookup: Lookup) -> Any:
     return batch
 
 
+@contextmanager
+def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
+    """A block in which no other thread uses these tables."""
+    with ExitStack() as stack:
+        for table in sorted(tables, key=id):  # in one order: another graph may lock the same
+            stack.enter_context(table.lock)
+        with uninterrupted():
+            yield
+
+
+@contextmanager
+def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
+    """A block around one replay, with the tables `locked`: does the host's part of a step on these tables.
+
+    Raises what the step would raise, before the replay.
+    """
+    for table in read:
+        begin_replay(table, False, None)
+    started = [(table, begin_replay(table, True, clip_value)) for table in trained]
+    try:
+        yield
+    except BaseException as error:
+        for table in trained:
+            table.failure = error  # some of its lines may be written
+        raise
+    for table, (step, hyper) in started:
+        table.updated(step, hyper)
+
+
+def replay_key(table: OpenTable) -> Hashable | None:
+    """What a captured graph depends on: it may be replayed while this key is equal to that of its capture.
+
+    None while a snapshot is saved in the background, when no graph may be replayed: a replay saves no before-images.
+    """
+    if table.observers.has_image:
+        return None
+    return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.changes
+
+
 def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
-    """Do the host's part of a step before its replay: of `pin` and `update` where it `trains`, else of `read`.
+    """Do the host's part of a step before its replay: of `pin` and `update` if it `trains`, else of `read`.
 
     Returns the step and the rule's numbers, for `OpenTable.updated`. Raises what these methods raise; then nothing has
     changed.
@@ -114,7 +103,7 @@ def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tu
     if trains:
         table.release()
         with table.announced(()):
-            pass  # the batch is made by what was recorded, whatever was announced
+            pass  # the captured ops make the batch, whatever was announced
     table.ready()
     table.check(wait=False)
     if not trains:

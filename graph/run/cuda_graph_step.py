@@ -1,4 +1,4 @@
-"""A training step that a device records once, as a CUDA graph, and runs again at each later call."""
+"""A training step that is captured once, as a CUDA graph, and replayed at each later call."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from torch.utils import _pytree as pytree
 
 from ...embedding.saved_rows import SavedRows
 from ...engine.errors import GraphError, OptionError, TierbedError
-from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.processors.processor import Capturer
 from ...engine.table.table import OpenTable
 from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense
-from ..trace.alias import memory, written
+from ..trace.alias import called, memory, written
 from . import cuda_graph_ops
 from .cuda_graph_ops import replay_key
-from .rollback import split
+from .rollback import split_updates
 
-WARM_UP = 3  # calls that run plainly first: kernels are compiled, libraries and memory settle
+WARM_UP = 3  # calls that run normally first: kernels are compiled, libraries allocate their memory
 
 _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
-_RECORDED: dict[Any, Callable[..., Any]] = {
-    row_ops.pin: cuda_graph_ops.pin,
-    row_ops.update: cuda_graph_ops.update,
-    row_ops.read: cuda_graph_ops.read,
-    row_ops.read_weights_grad: cuda_graph_ops.read_weights_grad,
+_CAPTURE_OPS: dict[Any, Callable[..., Any]] = {
+    "pin": cuda_graph_ops.capture_pin,
+    "update": cuda_graph_ops.capture_update,
+    "read": cuda_graph_ops.capture_read,
+    "read_weights_grad": cuda_graph_ops.capture_read_weights_grad,
 }
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A recorded step. `replay` reads `inputs`, and writes `outputs`, the results, and `ends`, for the step's end."""
+    """A captured step. `replay` reads `inputs`, and writes `outputs`, the results, and `ends`, for the step's end."""
 
     replay: Callable[[], None]
     inputs: list[Tensor]
@@ -49,75 +48,80 @@ class CapturedGraph:
 class CudaGraphStep:
     """How a compiled training step runs as a CUDA graph.
 
-    All is recorded but optimizers of dense parameters and schedules; these run after each replay, on what it computed.
-    A recording is valid while the memory that it used stays in place. Where that changes, another recording is made.
+    All is captured but optimizers of dense parameters and schedules; these run after each replay, on what it computed.
+    A captured graph is valid while the memory that it uses stays in place. If that changes, the step is captured again.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: int, trained: list[EmbeddingBase], end: StepEpilogue) -> None:
         """module: the step. Its first `inputs` placeholders are the tensors of a call."""
-        self._recorded, self._end_of_step = cut(module)
+        self._captured, self._end_of_step = cut(module)
         self._inputs, self._trained, self._end = inputs, trained, end
         nodes = [n for n in module.graph.nodes if n.op == "get_attr"]
-        held = dict.fromkeys(getattr(module, str(node.target)) for node in nodes)
-        self._read = [m for m in held if isinstance(m, EmbeddingBase) and m not in trained]
-        self._constants = [value for value in held if isinstance(value, Tensor)]
-        placeholders = self._recorded.graph.find_nodes(op="placeholder")
+        attributes = dict.fromkeys(getattr(module, str(node.target)) for node in nodes)
+        self._read = [m for m in attributes if isinstance(m, EmbeddingBase) and m not in trained]
+        self._constants = [value for value in attributes if isinstance(value, Tensor)]
+        placeholders = self._captured.graph.find_nodes(op="placeholder")
         self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
-        self._seen: Any = None  # what a recording of the latest calls depends on
-        self._calls = 0  # how many calls had this in common, up to WARM_UP
-        self._refused: GraphError | None = None  # why such calls cannot be recorded
-        self.recording: CapturedGraph | None = None
+        self._seen: Any = None  # what a captured graph of the latest calls depends on
+        self._calls = 0  # the number of calls with the same, up to WARM_UP
+        self._refused: GraphError | None = None  # why such calls cannot be captured
+        self.captured_graph: CapturedGraph | None = None
 
     def run(self, tensors: list[Tensor], plain: Callable[[], Any]) -> Any:
-        """What the step returns, tensors of their own. `plain` runs it without a recording, to the same bits.
+        """The results of the step, in new tensors. `plain` runs it without a captured graph, with equal bits.
 
-        Raises GraphError and OptionError for what cannot be recorded, before the step.
+        Raises GraphError and OptionError for what cannot be captured, before the step.
         """
         trained, read = _tables(self._trained), _tables(self._read)
         for table in trained:
             table.yield_to_reader()
         with cuda_graph_ops.locked([*trained, *read]):
-            recording = self._recording([*trained, *read], tensors)
-            if recording is not None:
-                for given, own in zip(tensors, recording.inputs, strict=False):
+            captured = self._captured_graph_for([*trained, *read], tensors)
+            if captured is not None:
+                for given, own in zip(tensors, captured.inputs, strict=False):
                     own.copy_(given)
                 with cuda_graph_ops.replayed(trained, read, self._end.clip_value):
-                    recording.replay()
-        if recording is None:
+                    captured.replay()
+        if captured is None:
             return plain()
-        self._end_of_step.forward(*recording.ends)
-        return [output.clone() for output in recording.outputs]
+        self._end_of_step.forward(*captured.ends)
+        return [output.clone() for output in captured.outputs]
 
-    def _recording(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
-        """That of a call, made where it is time to; None where the call is to run plainly."""
+    def _captured_graph_for(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
+        """The captured graph of a call, captured now after the warm-up; None if the call is to run without one."""
         state = [replay_key(table) for table in tables]
         if None in state:
             return None
         live = [*(tensors[index] for index in self._used), *self._constants]
-        seen = get_ident(), tables, state, [tensor.data_ptr() for tensor in live]  # libraries settle for each thread
+        seen = (
+            get_ident(),
+            tables,
+            state,
+            [tensor.data_ptr() for tensor in live],
+        )  # libraries allocate memory for each thread
         if seen != self._seen:
             self._check(tables)
-            self._seen, self._calls, self.recording, self._refused = seen, 0, None, None
-        if self.recording is None and self._calls == WARM_UP:
-            self.recording = self._record(tensors, tables[0].processor.capturer)
+            self._seen, self._calls, self.captured_graph, self._refused = seen, 0, None, None
+        if self.captured_graph is None and self._calls == WARM_UP:
+            self.captured_graph = self._capture(tensors, tables[0].processor.capturer)
         self._calls = min(self._calls + 1, WARM_UP)
-        return self.recording
+        return self.captured_graph
 
-    def _record(self, tensors: list[Tensor], capturer: Capturer | None) -> CapturedGraph:
+    def _capture(self, tensors: list[Tensor], capturer: Capturer | None) -> CapturedGraph:
         assert capturer is not None
         if self._refused is not None:  # each try would cost memory that torch does not give back
             raise self._refused
         inputs = [torch.empty_like(tensor) for tensor in tensors[: self._inputs]]
         try:
             replay, (outputs, ends) = capturer.capture(
-                lambda: self._recorded.forward(*inputs, *tensors[self._inputs :])
+                lambda: self._captured.forward(*inputs, *tensors[self._inputs :])
             )
         except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            cause = str(error.__context__ or error).partition("\n")[0]  # torch raises another at the recording's end
+            cause = str(error.__context__ or error).partition("\n")[0]  # torch raises another when the capture ends
             self._refused = GraphError(
-                f"cuda_graph: the step could not be recorded: {cause}; leave out of build what waits for the device, "
+                f"cuda_graph: the step could not be captured: {cause}; leave out of build what waits for the device, "
                 "such as an op of your own that reads a value, or call cuda_graph(False)"
             )
             raise self._refused from error
@@ -128,7 +132,7 @@ class CudaGraphStep:
             name, options = embedding.name, embedding.store_options
             if table.processor.capturer is None:
                 raise GraphError(
-                    f"cuda_graph: embedding {name!r} is on {table.processor.device}, and steps are recorded on CUDA "
+                    f"cuda_graph: embedding {name!r} is on {table.processor.device}, and steps are captured on CUDA "
                     "devices; move the graph by .cuda(), or call cuda_graph(False)"
                 )
             if options.store != "device_mem" or options.capacity is None:
@@ -136,16 +140,16 @@ class CudaGraphStep:
                     f"cuda_graph: embedding {name!r} has store={options.store!r}, capacity={options.capacity!r}, whose "
                     "steps wait for the device; give it device_mem with a capacity, or call cuda_graph(False)"
                 )
-        places = {table.processor.device for table in tables}
-        if len(places) > 1:
+        devices = {table.processor.device for table in tables}
+        if len(devices) > 1:
             raise GraphError(
-                f"cuda_graph: the embeddings are on {', '.join(sorted(map(str, places)))}; move the graph to one of "
+                f"cuda_graph: the embeddings are on {', '.join(sorted(map(str, devices)))}; move the graph to one of "
                 "them, or call cuda_graph(False)"
             )
-        self._check_tensors(places.pop())
+        self._check_tensors(devices.pop())
 
     def _check_tensors(self, device: torch.device) -> None:
-        graph = self._recorded.graph
+        graph = self._captured.graph
         placeholders = graph.find_nodes(op="placeholder")
         for node in graph.nodes:
             values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
@@ -153,12 +157,12 @@ class CudaGraphStep:
             if away and node.users:
                 what = "argument" if node in placeholders[: self._inputs] else "tensor"
                 raise GraphError(
-                    f"cuda_graph: {what} {node.name} is on {away[0]}, which a recorded step would read but once; make "
+                    f"cuda_graph: {what} {node.name} is on {away[0]}, which a captured step would read but once; make "
                     f"it on {device}, write a number instead, or call cuda_graph(False)"
                 )
             if _waits(node):
                 raise GraphError(
-                    f"cuda_graph: {node.target} waits for the device, and a step that does cannot be recorded; leave "
+                    f"cuda_graph: {node.target} waits for the device, and a step that does cannot be captured; leave "
                     "it out of build (torch.where instead of a mask as an index), or call cuda_graph(False)"
                 )
         changed: set[int] = set().union(*map(written, graph.nodes))
@@ -166,18 +170,18 @@ class CudaGraphStep:
             given = node.meta["val"]
             if given.stride() != torch.empty_like(given).stride():
                 raise GraphError(
-                    f"cuda_graph: argument {node.name} is a slice or was expanded, and a recorded step has a copy of "
+                    f"cuda_graph: argument {node.name} is a slice or was expanded, and a captured step has a copy of "
                     f"it without gaps; give {node.name}.contiguous(), or call cuda_graph(False)"
                 )
             if memory([node]) & changed:
                 raise GraphError(
-                    f"cuda_graph: build changes its argument {node.name} in place, and a recorded step has a copy of "
+                    f"cuda_graph: build changes its argument {node.name} in place, and a captured step has a copy of "
                     "it; change a clone(), or call cuda_graph(False)"
                 )
 
 
 def _waits(node: fx.Node) -> bool:
-    """Whether an op of torch is known to read values from the device: a mask as an index is turned into numbers."""
+    """Whether an op of torch is known to read values from the device, as a mask does that is an index."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target.overloadpacket in _INDEXED:
@@ -187,14 +191,15 @@ def _waits(node: fx.Node) -> bool:
 
 
 def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A compiled step in two: the recorded part, which returns (results, the arguments of the rest), and the rest."""
+    """A compiled step in two: the captured part, which returns (results, the arguments of the rest), and the rest."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.find_nodes(op="call_function", target=apply_gradients):
         _split_end(graph, node)
     for node in graph.nodes:
-        node.target = _RECORDED.get(node.target, node.target)
-    return split(module, graph, _LIVE)
+        if called(node) in _CAPTURE_OPS:
+            node.op, node.target = "call_function", _CAPTURE_OPS[node.target]
+    return split_updates(module, graph, _LIVE)
 
 
 def _split_end(graph: fx.Graph, node: fx.Node) -> None:
@@ -203,17 +208,17 @@ def _split_end(graph: fx.Graph, node: fx.Node) -> None:
     end, rows, dense = node.args
     with graph.inserting_before(node):
         for batch, grads, weights in rows:
-            graph.call_function(row_ops.update, (batch, grads, weights))
+            graph.call_method("update", (batch, grads, weights))
         node.replace_all_uses_with(graph.call_function(step_dense, (end, dense)))
     graph.erase_node(node)
 
 
 def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
-    """The open tables of embeddings. GraphError for rows that stand in no table of this process."""
+    """The open tables of embeddings. GraphError for rows that are in no table of this process."""
     for embedding in embeddings:
         if not isinstance(embedding, SavedRows):
             raise GraphError(
                 f"cuda_graph: the rows of {embedding.name!r}, a {type(embedding).__name__}, are in no table of this "
-                "process, and their steps cannot be recorded; call cuda_graph(False)"
+                "process, and their steps cannot be captured; call cuda_graph(False)"
             )
     return [embedding.opened().own_table for embedding in embeddings if isinstance(embedding, SavedRows)]

@@ -1,6 +1,6 @@
-"""How a dynamic-shape step runs: in two halves, one that computes, and one that updates parameters and rows by it.
+"""How a dynamic-shape step runs: in two halves, one that computes, and one that updates parameters and rows.
 
-If the first fails, all is put back, and another step may run.
+If the first half fails, what it changed is restored, and another step may run.
 """
 
 from __future__ import annotations
@@ -14,32 +14,30 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
 from ..passes.rewrite import EFFECTS, bind_ops
-from ..trace.alias import is_random, storages, written
+from ..trace.alias import called, is_random, storages, written
 
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
-def split(
-    module: fx.GraphModule, graph: fx.Graph, last: set[Callable[..., Any]]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A step in two modules: `graph` without the calls of functions in `last`, and these calls, in their order.
+def split_updates(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A step in two modules: `graph` without the calls of what is in `last`, and these calls, in their order.
 
-    `graph` was made of the graph of `module`, and is used up here. The first module returns (results, the arguments of
+    `graph` is a copy of the graph of `module`, and is changed here. The first module returns (results, the arguments of
     the second).
     """
     output, end = graph.output_node(), fx.Graph()
-    moving = [node for node in graph.nodes if node.target in last]
+    moving = [node for node in graph.nodes if called(node) in last]
     sources = dict.fromkeys(source for node in moving for source in node.all_input_nodes if source not in moving)
-    taken = [source for source in sources if source.op != "get_attr"]
+    passed = [source for source in sources if source.op != "get_attr"]
     copies: dict[fx.Node, fx.Node] = {}
-    for source in taken:
+    for source in passed:
         copies[source] = end.placeholder(source.name)
         copies[source].meta.update(source.meta)
     for node in graph.nodes:
         if node in moving or (node in sources and node.op == "get_attr"):
             copies[node] = end.node_copy(node, copies.__getitem__)
     end.output(None)
-    output.args = ((output.args[0], taken),)
+    output.args = ((output.args[0], passed),)
     for node in reversed(moving):
         graph.erase_node(node)
     for node in graph.find_nodes(op="get_attr"):
@@ -49,9 +47,9 @@ def split(
 
 
 class DynamicStepFailed(Exception):
-    """A step for many sizes failed, and all is as it was before. `__cause__` is what torch raised."""
+    """A dynamic-shape step failed, and what it changed is restored. `__cause__` is what torch raised."""
 
-    told: BaseException | None = None  # what all ranks raise, where ranks share the step's rows
+    shared_error: BaseException | None = None  # what all ranks raise, over ranks
 
 
 class RollbackStep:
@@ -60,14 +58,14 @@ class RollbackStep:
     def __init__(self, module: fx.GraphModule) -> None:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
-        self._first, self._last = split(module, graph, EFFECTS)
+        self._first, self._last = split_updates(module, graph, EFFECTS)
         computing = self._first.graph
         changed: set[int] = set().union(*map(written, computing.nodes))
         placeholders = computing.find_nodes(op="placeholder")
         self._changed = [i for i, node in enumerate(placeholders) if storages(node) & changed]
-        held = {node: getattr(self._first, str(node.target)) for node in computing.find_nodes(op="get_attr")}
-        self._held: list[Tensor] = [value for node, value in held.items() if storages(node) & changed]
-        self._generators = [value for value in held.values() if isinstance(value, torch.Generator)]
+        attributes = {node: getattr(self._first, str(node.target)) for node in computing.find_nodes(op="get_attr")}
+        self._constants: list[Tensor] = [value for node, value in attributes.items() if storages(node) & changed]
+        self._generators = [value for value in attributes.values() if isinstance(value, torch.Generator)]
         self._generators += _generators(computing)
         bind_ops(self._first)
         bind_ops(self._last)
@@ -75,14 +73,14 @@ class RollbackStep:
     def run(self, tensors: list[Tensor], forward: Forward) -> Any:
         """Run the step, each half by `forward(module, tensors)`, and return its result.
 
-        Raises DynamicStepFailed for what torch raises before parameters or rows move; buffers, arguments and random
-        numbers are put back. tierbed's own errors, and errors that come later, are raised as they are.
+        Raises DynamicStepFailed for what torch raises before parameters or rows change; buffers, arguments and random
+        generators are restored. tierbed's own errors, and later errors, are raised as they are.
         """
-        changed = [*(tensors[i] for i in self._changed), *self._held]
+        changed = [*(tensors[i] for i in self._changed), *self._constants]
         before = [tensor.clone() for tensor in changed]
         random = [generator.get_state() for generator in self._generators]
         try:
-            outputs, taken = forward(self._first, tensors)
+            outputs, arguments = forward(self._first, tensors)
         except TierbedError:
             raise  # an error of rows or of the graph, which another step would raise as well
         except Exception as error:
@@ -91,7 +89,7 @@ class RollbackStep:
             for generator, state in zip(self._generators, random, strict=True):
                 generator.set_state(state)
             raise DynamicStepFailed from error
-        forward(self._last, taken)
+        forward(self._last, arguments)
         return outputs
 
 

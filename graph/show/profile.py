@@ -1,7 +1,7 @@
 """`Graph.profile`: steps of a run with a clock after each op, as tables and as a Chrome trace.
 
-A profiled step is the compiled step with the clock read in between, so it computes what the plain step does. It also
-says how long threads of this process waited for a core, and the remedy if idle threads hold the cores.
+A profiled step is the compiled step with a clock read after each op, so it computes the same. The profile also reports
+how long threads of this process waited for a core, and the remedy if idle threads occupy the cores.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ from ..trace.names import path_of
 from .listing import STAGES, describe, stages
 from .why import RecompileLog
 
-_WAITING_SHARE = 0.1  # the share of the time that passed, from which on there is advice
+_WAITING_SHARE = 0.1  # of the elapsed time; there is advice above it
 _CLOCK = "_clock"
 _AROUND = "Python around"
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
-_FUSED_SHARE = 0.25  # the share of a step that ops which fuse take, from which on there is advice
+_FUSED_SHARE = 0.25  # of a step, of the time of ops that fuse; there is advice above it
 
 
-class Waiting:
-    """The time that threads waited for a core during `watch`: `seconds` of all threads, of `passed` seconds.
+class CpuWait:
+    """The time that threads waited for a core during `watch`: `seconds` of all threads, in `elapsed` seconds.
 
-    Both stay 0 where the system does not count, as on any but Linux.
+    Both stay 0 on systems that do not count it, which are all but Linux.
     """
 
     def __init__(self) -> None:
-        self.seconds = self.passed = 0.0
+        self.seconds = self.elapsed = 0.0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         before, begin = _waited(), perf_counter_ns()
         yield
         waited = sum(ns - before.get(thread, 0) for thread, ns in _waited().items())
-        self.seconds, self.passed = waited / 1e9, (perf_counter_ns() - begin) / 1e9
+        self.seconds, self.elapsed = waited / 1e9, (perf_counter_ns() - begin) / 1e9
 
     @property
     def advice(self) -> str:
-        """A line of advice where spinning threads of torch may hold the cores; else an empty string."""
+        """A line of advice if spinning threads of torch may occupy the cores; else an empty string."""
         spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
-        if not spin or self.seconds <= _WAITING_SHARE * self.passed:
+        if not spin or self.seconds <= _WAITING_SHARE * self.elapsed:
             return ""
         return (
-            f"threads waited {self.seconds:.2f} s for a core, and those of torch hold theirs while they have no work: "
+            f"threads waited {self.seconds:.2f} s for a core, and threads of torch occupy cores while idle: "
             "start the process with OMP_WAIT_POLICY=PASSIVE"
         )
 
 
 def _waited() -> dict[str, int]:
-    """By thread of this process, the nanoseconds that it could have run and had no core."""
+    """By thread of this process, the nanoseconds for which it was ready to run and had no core."""
     waited = {}
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError, IndexError):  # the thread has ended, or this system does not count
+        with suppress(OSError, IndexError):  # the thread has ended, or this system does not count it
             waited[thread.name] = int((thread / "schedstat").read_text().split()[1])
     return waited
 
 
 class Op(NamedTuple):
-    """A node of a compiled step: its name in `print(graph)`, its stage, and what it makes.
+    """A node of a compiled step: its name in `print(graph)`, its stage, and what it returns.
 
-    fuses: whether TorchInductor would make one loop of it and its neighbours.
+    fuses: whether TorchInductor would fuse it with its neighbours.
     """
 
     name: str
@@ -97,12 +97,12 @@ class Step(NamedTuple):
 
 
 class Timer:
-    """Runs compiled steps and keeps the time of each op. On a GPU it waits for each op to end."""
+    """Runs compiled steps and records the time of each op. On a GPU it waits for each op to end."""
 
     def __init__(self) -> None:
         self._timed: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
         self._ran: list[tuple[Op, Span]] = []
-        self.preparing = 0  # ns of putting the clock in
+        self.preparing = 0  # ns of adding the clock
 
     def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
         """The result of `module.forward(*tensors)`, with a clock after each op."""
@@ -125,12 +125,12 @@ class Timer:
 class Profile:
     """Where the time of steps went. `print(profile)` shows it by stage, `print(profile.by_op())` by op.
 
-    steps: how many steps. stages: the seconds of each stage, all steps together. `Python around` is what is left of the
+    steps: the number of steps. stages: the seconds of each stage, of all steps. `Python around` is the rest of the
     steps: the check of the signature, the arguments, the window of batches. compile_seconds: the seconds of compiling
-    and of preparing the profile, which are no part of the stages.
+    and of adding the clock, which are not part of the stages.
     """
 
-    def __init__(self, name: str, steps: list[Step], waiting: Waiting, may_compile: bool) -> None:
+    def __init__(self, name: str, steps: list[Step], waiting: CpuWait, may_compile: bool) -> None:
         self._name, self._steps, self._waiting, self._may_compile = name, steps, waiting, may_compile
         self.steps = len(steps)
         self.compile_seconds = sum(step.compiling for step in steps) / 1e9
@@ -145,7 +145,7 @@ class Profile:
     def __str__(self) -> str:
         """A table with the total, the mean of a step and the share of each stage.
 
-        Lines below it say where `compile_dense` is worth a try, and where threads waited for a core.
+        Lines below it say whether to try `compile_dense`, and whether threads waited for a core.
         """
         seconds = sum(self.stages.values())
         rows = [*self.stages.items(), ("step", seconds)]
@@ -153,7 +153,7 @@ class Profile:
         for name, spent in rows:
             lines.append(f"{name:14}{self._figures(spent, seconds)}")
         if self.compile_seconds:
-            lines.append(f"and {self.compile_seconds:.2f} s to compile and to put the clock in, not counted above")
+            lines.append(f"and {self.compile_seconds:.2f} s to compile and to add the clock, not counted above")
         return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._waiting.advice])])
 
     def by_op(self, most: int = 20) -> str:
@@ -219,7 +219,7 @@ def profile(
     """
     drawn: list[Span] = []
     steps: list[Step] = []
-    waiting = Waiting()
+    waiting = CpuWait()
     with waiting.watch():
         running = run(_timed(batches, drawn))
         begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
@@ -248,7 +248,7 @@ def _timed(batches: Iterable[Any], drawn: list[Span]) -> Iterator[Any]:
 
 
 def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
-    """A module that does the same, and appends the time to a list at its beginning and after each op."""
+    """A module that computes the same, and appends the time to a list at its beginning and after each op."""
     stage_of = stages(module.graph)
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
@@ -268,8 +268,8 @@ def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list
             stage = stage_of[node]
             fuses = stage in ("forward", "backward") and _fuses(node)
             ops.append(Op(node.name, stage, describe(module, node), fuses))
-    held = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
-    attributes = {name: getattr(module, name) for name in held}
+    names = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
+    attributes = {name: getattr(module, name) for name in names}
     return fx.GraphModule({_CLOCK: clock, **attributes}, graph), clock, ops
 
 

@@ -1,6 +1,6 @@
-"""Why a graph compiled another step: what of a call differs from the nearest signature that was compiled before.
+"""Why a graph compiled another step: how a call differs from the nearest signature that was compiled before.
 
-The signature is fast to compare and tells nothing; this is made anew at each compile, from the same things.
+A signature is fast to compare, but has no names; these facts are read from the same objects at each compile.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..trace.built import HasBuild
 from ..trace.names import tensor_names
 from ..trace.signature import Call, Dims, argument_names
 
-_SHOWN = 6  # the most differences that are shown of one step
+_MAX_SHOWN = 6  # differences of one step
 _NO_TENSOR = "no tensor"
-_ABSENT = "not there"
+_ABSENT = "missing"
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _OF_MODULES = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,7 +31,7 @@ log = logging.getLogger("tierbed")
 
 
 class _AnySize:
-    """A size that a step leaves open."""
+    """A dynamic size."""
 
     def __repr__(self) -> str:
         return "any"
@@ -41,7 +41,7 @@ _ANY = _AnySize()
 
 
 class _Tensor(NamedTuple):
-    """A tensor as a signature sees it, with the tensor's owner where a step keeps the very object."""
+    """A tensor as a signature has it, with the tensor's id if a step keeps the object itself."""
 
     shape: tuple[int | _AnySize, ...]
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class _Tensor(NamedTuple):
 
 
 class _Object(NamedTuple):
-    """An object that a signature knows by its identity, in words."""
+    """An object that a signature has by identity, as text."""
 
     text: str
     identity: Hashable
@@ -63,16 +63,16 @@ Facts = dict[tuple[str, str], Any]  # by (kind, name or path)
 
 
 class RecompileLog:
-    """The steps that a graph has compiled: facts and reasons of the last `kept` steps, the time of all steps."""
+    """The steps that a graph has compiled: facts and reasons of the last `most` steps, the time of all steps."""
 
-    def __init__(self, kept: int) -> None:
-        self._facts: deque[Facts] = deque(maxlen=kept)
-        self.reasons: deque[str] = deque(maxlen=kept)
+    def __init__(self, most: int) -> None:
+        self._facts: deque[Facts] = deque(maxlen=most)
+        self.reasons: deque[str] = deque(maxlen=most)
         self.count = 0
         self.seconds = 0.0
 
     def add(self, name: str, new: Facts, seconds: float) -> None:
-        """Take a step of the graph `name`. From the second on it has a reason, which is logged."""
+        """Add a step of the graph `name`. From the second on it has a reason, which is logged."""
         if self._facts:
             nearest = min((_differences(new, old) for old in reversed(self._facts)), key=len)
             self.reasons.append(f"step {self.count}: {_joined(nearest)}")
@@ -82,21 +82,21 @@ class RecompileLog:
         self.seconds += seconds
 
 
-def facts(
+def guard_facts(
     root: HasBuild,
     call: Call,
-    opened: Dims,
+    dynamic_dims: Dims,
     optimizers: Iterable[Optimizer],
     end: StepEpilogue,
     inductor: Mapping[str, Any] | None,
     cuda_graph: bool,
 ) -> Facts:
-    """What a step of `root` for a call depends on, by the user's name for it. opened: dimensions of any size."""
+    """What a step of `root` for a call depends on, by the user's name for it. dynamic_dims: of any size."""
     found: Facts = {}
     number = 0
     for name, leaf in zip(argument_names(root.build, call.given), call.leaves, strict=True):
         if isinstance(leaf, Tensor):
-            found["argument", name] = _describe(leaf, opened=[d for i, d in opened if i == number])
+            found["argument", name] = _describe(leaf, dynamic=[d for i, d in dynamic_dims if i == number])
             number += 1
         else:
             found["argument", name] = repr(leaf)
@@ -110,7 +110,7 @@ def facts(
         text = f"{type(optimizer).__name__} of {' + '.join(map(str, sizes))} parameters"
         found["optimizer", str(i)] = _Object(text, (id(optimizer), *sizes))
     found["gradients", ""] = (
-        "accumulated" if end.every > 1 else "as they are" if end.is_plain else "clipped or unscaled"
+        "accumulated" if end.accumulate_steps > 1 else "as they are" if end.is_plain else "clipped or unscaled"
     )
     found["gradient scaler", ""] = _Object("none" if end.scaler is None else "GradScaler", end.scaling())
     found["cuda_graph", ""] = cuda_graph
@@ -139,9 +139,9 @@ def _module_facts(path: str, module: nn.Module) -> Facts:
     return found
 
 
-def _describe(tensor: Tensor, identity: int | None = None, opened: Collection[int] = ()) -> _Tensor:
+def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> _Tensor:
     strides = tensor.stride() if tensor.layout == torch.strided else None
-    shape = tuple(_ANY if d in opened else size for d, size in enumerate(tensor.shape))
+    shape = tuple(_ANY if d in dynamic else size for d, size in enumerate(tensor.shape))
     return _Tensor(shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, strides, identity)
 
 
@@ -158,9 +158,9 @@ def _differences(new: Facts, old: Facts) -> list[str]:
 
 
 def _joined(differences: list[str]) -> str:
-    more = len(differences) - _SHOWN
-    shown = differences[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-    return "; ".join(shown) or "an equal one is no longer kept, or tensors are tied in another way"
+    more = len(differences) - _MAX_SHOWN
+    shown = differences[:_MAX_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+    return "; ".join(shown) or "an equal step was dropped, or tensors are tied in another way"
 
 
 def _difference(new: Any, old: Any) -> str:
@@ -180,7 +180,7 @@ def _text(value: Any) -> str:
 
 
 def _follows(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
-    """Whether another difference explains this one: a replaced module around it, or `eval()` of such a module."""
+    """Whether another difference explains this one: a replaced module around it, or `eval()` of a module around it."""
     if kind not in _OF_MODULES or not path:
         return False
     around = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]

@@ -1,1 +1,1 @@
-"""What a graph keeps beside its modules: optimizers, their state, and checkpoints of it."""
+"""Optimizers of a graph, their state, and checkpoints."""

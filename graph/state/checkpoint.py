@@ -11,7 +11,7 @@ States of optimizers and schedulers are plain values and named tensors, so that 
 The folder is written under a temporary name and renamed when all of it is on the disk, so it is complete or absent. A
 folder that replaces another is exchanged with it atomically, and the old folder is removed after that.
 
-If ranks share rows, each of them writes its shard of these, and rank 0 the rest, after checksums of all ranks agreed.
+Over ranks, each of them writes its shard of the rows, and rank 0 the rest, after checksums of all ranks agreed.
 Buffers are those of rank 0; `ranks` in graph.msgpack has the random state of each of the others.
 
 Format 1 numbered the tensors. Format 3 is of plain loops alone, and has `of`: "loop".
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
-_TAKEN = ("", "__metadata__")  # names that no tensor in a safetensors file has
-_ITEMS = 1 << 16  # the most items of a container that `unseal` reads
+_RESERVED = ("", "__metadata__")  # names that no tensor in a safetensors file has
+_MAX_ITEMS = 1 << 16  # of a container that `unseal` reads
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
 Random = list[Tensor]  # the states of a process's generators of random numbers
 log = logging.getLogger("tierbed")
@@ -79,20 +79,20 @@ log = logging.getLogger("tierbed")
 def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -> Any:
     """`value` with containers as [tag, items] and tensors as ["tensor", name]; tensors are added to `tensors`.
 
-    A name is the keys that lead to the tensor, with dots between. GraphError for any other value, naming its place.
+    A name is the keys that lead to the tensor, joined by dots. GraphError, which names `where`, for any other value.
     """
     if isinstance(value, Tensor):
         _check_tensor(value, where)
-        while name in tensors or name in _TAKEN:
+        while name in tensors or name in _RESERVED:
             name += "'"
         tensors[name] = value.detach()
         return ["tensor", name]
     if value is None:
         return None
     if type(value) in _TAGS:
-        if len(value) > _ITEMS:
+        if len(value) > _MAX_ITEMS:
             raise GraphError(
-                f"{where} has {len(value)} items, and a container in a checkpoint at most {_ITEMS}; keep them in a "
+                f"{where} has {len(value)} items, and a container in a checkpoint at most {_MAX_ITEMS}; keep them in a "
                 "tensor, or in several containers"
             )
         if isinstance(value, dict):
@@ -104,7 +104,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
             items = [encode(item, tensors, f"{where}[{i}]", _join(name, i)) for i, item in enumerate(value)]
         return [_TAGS[type(value)], items]
     for kind in _PLAIN:  # a subclass, such as NumPy's float64, becomes the plain type
-        if isinstance(value, kind) and (kind is not int or _is_held(value)):
+        if isinstance(value, kind) and (kind is not int or _fits_64_bits(value)):
             return kind(value)
     raise GraphError(
         f"{where} is a {type(value).__name__}{' of over 64 bits' * isinstance(value, int)}, which a checkpoint cannot "
@@ -113,7 +113,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
 
 
 def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value that `encode` was given. ValueError, KeyError for what `encode` does not make."""
+    """The value that `encode` was given. ValueError, KeyError for anything that `encode` does not return."""
     if not isinstance(value, list):
         return value
     tag, content = value
@@ -131,19 +131,19 @@ def _join(name: str, key: Any) -> str:
 
 
 def _key(key: Any, where: str) -> Any:
-    if type(key) is str or (type(key) is int and _is_held(key)):
+    if type(key) is str or (type(key) is int and _fits_64_bits(key)):
         return key
     raise GraphError(
         f"{where} has the key {key!r}, and a checkpoint holds strings and whole numbers of 64 bits as keys; {_REMEDY}"
     )
 
 
-def _is_held(number: int) -> bool:
+def _fits_64_bits(number: int) -> bool:
     return -(1 << 63) <= number < 1 << 64
 
 
 def _check_tensor(tensor: Tensor, where: str) -> None:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not _is_held_dtype(tensor.dtype):
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not _fits_dtype(tensor.dtype):
         raise GraphError(
             f"{where} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which a checkpoint cannot "
             f"hold; make it a dense one of another dtype, register a buffer with persistent=False, or {_REMEDY}"
@@ -151,23 +151,23 @@ def _check_tensor(tensor: Tensor, where: str) -> None:
 
 
 @cache
-def _is_held_dtype(dtype: torch.dtype) -> bool:
+def _fits_dtype(dtype: torch.dtype) -> bool:
     try:
         as_safetensors({"": torch.empty(0, dtype=dtype)})
-    except (KeyError, RuntimeError, TypeError, ValueError):  # its versions know different ones
+    except (KeyError, RuntimeError, TypeError, ValueError):  # its versions know different dtypes
         return False
     return True
 
 
 class CheckpointRanks:
-    """One save or load of a graph. `world` is None for one process; then every method does its call and no more."""
+    """The ranks that save or load a graph together. In one process `world` is None: methods are the plain calls."""
 
     def __init__(self, world: World | None, what: str) -> None:
         """what: names the save or load in messages."""
         self._world, self._what = world, what
 
     def each(self, step: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
-        """The result of a call of this rank. What one rank raises is raised on all. same: equal on all ranks."""
+        """The result of a call of this rank. What it raises on one rank is raised on all. same: equal on all ranks."""
         if self._world is None:
             return call()
         from ...distributed.world import catch
@@ -184,7 +184,7 @@ class CheckpointRanks:
 
     @contextmanager
     def atomic_folder(self, folder: Path, overwrite: bool, errors: Callable[[], Any]) -> Iterator[Path]:
-        """`durable.atomic_folder`, done by rank 0. errors: makes a block that tells an error of the system."""
+        """`durable.atomic_folder`, made by rank 0. errors: makes a block that translates errors of the system."""
         block = ExitStack()
 
         def begin() -> None:
@@ -204,7 +204,7 @@ class CheckpointRanks:
         self.first("in place", end)
 
     def check_equal(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Raises GraphError on all ranks where a value that training keeps equal differs between them."""
+        """Raises GraphError on all ranks if a value that training keeps equal differs between them."""
         if self._world is None:
             return
 
@@ -215,7 +215,11 @@ class CheckpointRanks:
         if any(len(one) != len(sums[0]) for one in sums):
             differ = ["the number of tensors"]
         else:
-            differ = [name for i, name in enumerate(["what is no tensor", *names]) if len({one[i] for one in sums}) > 1]
+            differ = [
+                name
+                for i, name in enumerate(["values that are not tensors", *names])
+                if len({one[i] for one in sums}) > 1
+            ]
         if differ:
             raise GraphError(
                 f"{self._what}: ranks have other values of {', '.join(differ[:5])}{' and more' * (len(differ) > 5)}; a "
@@ -232,7 +236,7 @@ class CheckpointRanks:
         return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
 
     def own_random(self, first: Random, others: list[Random]) -> Random:
-        """The random state of this rank in a checkpoint. A rank that it has none of keeps its own."""
+        """The random state of this rank in a checkpoint. A rank without one in it keeps its own."""
         rank = 0 if self._world is None else self._world.rank
         if rank == 0:
             return first
@@ -249,7 +253,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
-    """The folder of a new checkpoint; `overwrite`: an old one may be there. SnapshotError, InputError, GraphError."""
+    """The folder of a new checkpoint; `overwrite`: an old one may exist. SnapshotError, InputError, GraphError."""
     saving = CheckpointRanks(refuse_worlds(dict(_saved(root))), "checking a checkpoint")
     folder: Path = saving.each("its path", lambda: _folder_of(path, overwrite))
     saving.each("its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
@@ -263,7 +267,7 @@ def _folder_of(path: Any, overwrite: Any) -> Path:
     folder = path_of(path).absolute()
     if not is_folder_name(folder.name) or len(folder.name.encode()) > 200 - 9:
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} cannot be used: its name is to be 1 to {200 - 9} printable bytes, without "
+            f"checkpoint {str(folder)!r} cannot be used: its name has to be 1 to {200 - 9} printable bytes, without "
             "'\\' and without a leading '.'"
         )
     return folder
@@ -274,7 +278,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         return
     if not os.path.lexists(folder / STATE):
         raise SnapshotError(
-            f"{str(folder)!r} exists and is no checkpoint, and nothing else is overwritten: choose another path"
+            f"{str(folder)!r} exists and is not a checkpoint, and nothing else is overwritten: choose another path"
         )
     if not overwrite:
         raise SnapshotError(
@@ -289,12 +293,12 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 
 
 def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False, of: str = "graph") -> None:
-    """Write `state`, and the rows of all embeddings under `root`. When it returns, the checkpoint survives anything.
+    """Write `state`, and the rows of all embeddings under `root`. The checkpoint is durable on return.
 
     folder: from `check_save`. of: whether a "graph" is saved, or a "loop", whose state has a `model` and `training`.
-    With `overwrite` the checkpoint replaces one that is there, and its snapshots in store folders replace the old
-    one's. Raises SnapshotError where it cannot be written, GraphError for a state that a checkpoint cannot hold, or
-    that ranks differ in.
+    With `overwrite` the checkpoint replaces an existing one, and its snapshots in store folders replace the old one's.
+    Raises SnapshotError if it cannot be written, GraphError for a state that a checkpoint cannot hold, or that differs
+    between ranks.
     """
     embeddings = _saved(root)
     saving = CheckpointRanks(refuse_worlds(dict(embeddings)), f"saving checkpoint {folder.name!r}")
@@ -312,41 +316,48 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     record |= {"embeddings": list(embeddings), "snapshot": name}
     if others := saving.others_random(random):
         record["ranks"] = encode(others, tensors, "random numbers of ranks", "ranks")
-    replaced, there = _rows_in(folder), False
+    replaced, is_complete = _rows_in(folder), False
     try:
-        with saving.atomic_folder(folder, overwrite, lambda: _told(folder)) as place:
-            saving.first("parameters", lambda: _write(place, record, tensors, folder))
-            save_rows([*embeddings.values()], [place / ROWS / str(number) / name for number in range(len(embeddings))])
-        there = True
+        with saving.atomic_folder(folder, overwrite, lambda: _snapshot_errors(folder)) as temporary:
+            saving.first("parameters", lambda: _write(temporary, record, tensors, folder))
+            save_rows([*embeddings.values()], _row_folders(temporary, name, embeddings))
+        is_complete = True
     finally:
-        if not there and _record_of(folder).get("snapshot") != name:  # Ctrl-C may come when the checkpoint is in place
+        if (
+            not is_complete and _record_of(folder).get("snapshot") != name
+        ):  # Ctrl-C may come once the checkpoint is in place
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # the first error is the one to raise
                     embedding.opened().discard_rows(name)
     _drop_replaced(embeddings, replaced)
 
 
+def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SavedRows]) -> list[Path]:
+    """Where the snapshot of each embedding is."""
+    return [checkpoint / ROWS / str(number) / snapshot for number in range(len(embeddings))]
+
+
 def _record(state: Mapping[str, Any], tensors: dict[str, Tensor], of: str) -> dict[str, Any]:
-    """What the file STATE has of a state, but for its tensors."""
+    """What the file STATE has of a state: all but its tensors."""
     plain = encode(dict(state), tensors, "state")
     metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
     kind = {} if of == "graph" else {"of": of}
     return {"format": FORMATS[of], **kind, "state": plain, "metadata": metadata}
 
 
-def _write(place: Path, record: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-    with _told(folder):
+def _write(temporary: Path, record: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    with _snapshot_errors(folder):
         # equal bytes are written for each tensor: safetensors refuses tensors that share memory
-        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, place / TENSORS)
-        fsync_file(place / TENSORS)
-        written = {"checksum": checksum(place / TENSORS), "created": time.time_ns()}
-        (place / STATE).write_bytes(_sealed({**record, **written}))
-        fsync_file(place / STATE)
+        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSORS)
+        fsync_file(temporary / TENSORS)
+        written = {"checksum": checksum(temporary / TENSORS), "created": time.time_ns()}
+        (temporary / STATE).write_bytes(_sealed({**record, **written}))
+        fsync_file(temporary / STATE)
 
 
 @contextlib.contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """What goes wrong in the block is told of the checkpoint `folder`."""
+def _snapshot_errors(folder: Path) -> Iterator[None]:
+    """Raise errors of the block as SnapshotError of the checkpoint `folder`."""
     try:
         yield
     except UnsyncedError as error:
@@ -365,9 +376,9 @@ def load(
 ) -> None:
     """Load the rows of all embeddings under `root`, and the state, by `put`. All is checked before a row is replaced.
 
-    of: as of `save`. `check` raises GraphError where a state does not fit. selection: what of the rows is loaded: with
-    their state or without, converted or not. Raises SnapshotError where the checkpoint is missing, damaged or of
-    another graph, and what `put` does: then no embedding can be used until a load succeeds.
+    of: as of `save`. `check` raises GraphError if a state does not fit. selection: whether rows are loaded with their
+    state, and whether they are converted. Raises SnapshotError if the checkpoint is missing, damaged or of another
+    graph, and what `put` raises: then no embedding can be used until a load succeeds.
     """
     folder = folder.absolute()
     embeddings = _saved(root)
@@ -378,11 +389,11 @@ def load(
         lambda: None,
         {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert},
     )
-    rows = [folder / ROWS / str(number) / record["snapshot"] for number in range(len(embeddings))]
+    rows = _row_folders(folder, record["snapshot"], embeddings)
     try:
         saving.each("state", lambda: check(state))
-        for embedding, place in zip(embeddings.values(), rows, strict=True):
-            embedding.opened(for_load=True).check_rows(place, selection)
+        for embedding, path in zip(embeddings.values(), rows, strict=True):
+            embedding.opened(for_load=True).check_rows(path, selection)
     except (GraphError, OptimizerError) as error:
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and of == "graph" else ""
         raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {error}{remedy}") from error
@@ -404,9 +415,9 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
     if not os.path.isdir(folder):
         raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that {saves} wrote")
     if not os.path.lexists(folder / STATE):
-        inside = sorted(place.parent.name for place in folder.glob(f"*/{STATE}"))
+        inside = sorted(file.parent.name for file in folder.glob(f"*/{STATE}"))
         raise SnapshotError(
-            f"the folder {str(folder)!r} is no checkpoint, which has a file {STATE}; "
+            f"the folder {str(folder)!r} is not a checkpoint, which has a file {STATE}; "
             + (f"it holds the checkpoints {inside}: give the path of one" if inside else f"give one of {saves}")
         )
     try:
@@ -447,7 +458,7 @@ def _saved(root: nn.Module) -> dict[str, SavedRows]:
 
 
 def _rows_in(folder: Path) -> dict[str, Snapshot]:
-    """The snapshots in a checkpoint, by the paths of their embeddings; none where they cannot be read."""
+    """The snapshots in a checkpoint, by the paths of their embeddings; none if they cannot be read."""
     record = _record_of(folder)
     with contextlib.suppress(KeyError, TypeError, SnapshotError):
         return {
@@ -458,7 +469,7 @@ def _rows_in(folder: Path) -> dict[str, Snapshot]:
 
 
 def _record_of(folder: Path) -> dict[str, Any]:
-    """The record of a checkpoint; empty where there is no checkpoint, or it cannot be read."""
+    """The record of a checkpoint; empty if there is no checkpoint, or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         record = unseal(read_record(folder / STATE))
         if isinstance(record, dict):
@@ -481,6 +492,6 @@ def _sealed(record: dict[str, Any]) -> bytes:
         return seal(record)
     except ValueError as error:
         raise GraphError(
-            f"the values in the state that are no tensors cannot be written together: {error}; keep large ones, such "
+            f"the values in the state that are not tensors cannot be written together: {error}; keep large ones, such "
             "as those of a module's get_extra_state, in tensors"
         ) from error

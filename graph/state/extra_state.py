@@ -1,4 +1,4 @@
-"""What a graph's state_dict holds beside parameters and buffers, and whether one fits a graph."""
+"""The extra state in a graph's state_dict, next to parameters and buffers, and the check that one fits a graph."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .optimizer_set import OptimizerSet, embeddings_of
 def extra_state(optimizers: OptimizerSet, end: StepEpilogue) -> dict[str, Any]:
     """States of optimizers, schedules, scaler and random numbers.
 
-    GraphError while gradients of several steps wait for their update, since no state holds these.
+    GraphError while accumulated gradients wait for their update, since no state holds these.
     """
     if end.steps:
         raise GraphError(
-            f"gradients of {end.steps} of {end.every} steps wait for their update, and a state holds none; take it "
-            "after the last of them, or call drop_grads() first"
+            f"gradients of {end.steps} of {end.accumulate_steps} steps wait for their update, and a state holds none; "
+            "take it after the last of them, or call drop_grads() first"
         )
     return _of_graph(optimizers, end).state()
 
 
 class Training(NamedTuple):
-    """What trains a model beside its rows. of: what has it, and how the user gives it the same as before."""
+    """What trains a model. of: what has it. remedies: how the user gives it the same as before."""
 
     optimizers: Sequence[Optimizer]
     schedules: Sequence[Any]
@@ -52,12 +52,12 @@ class Training(NamedTuple):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put back what `state` gave, by a copy: optimizers train the tensors that they are given."""
+        """Load what `state` returned, from a copy: optimizers train the tensors that they are given."""
         state = copy.deepcopy(state)
-        for optimizer, held in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(held)
-        for scheduler, held in zip(self.schedules, state["schedules"], strict=True):
-            scheduler.load_state_dict(held)
+        for optimizer, loaded in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(loaded)
+        for scheduler, loaded in zip(self.schedules, state["schedules"], strict=True):
+            scheduler.load_state_dict(loaded)
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         cpu, *cuda = state["random"]
@@ -67,22 +67,24 @@ class Training(NamedTuple):
 
 
 def _of_graph(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
-    remedy = "add the same by add_optimizer, or where it only scores, graph.load(path, optimizers=False)"
+    remedy = "add the same by add_optimizer, or if it only scores, graph.load(path, optimizers=False)"
     return Training(
         [*optimizers], optimizers.schedulers(), end.scaler, "this graph", remedy, "call set_grad_scaler({})"
     )
 
 
 def check_extra_state(training: Training, state: dict[str, Any]) -> None:
-    """GraphError where there are other numbers of optimizers, schedules, parameters in a group, or scalers."""
+    """GraphError if the numbers of optimizers, schedules, parameters in a group, or scalers differ."""
     optimizers = training.optimizers
     for what, mine in (("optimizers", optimizers), ("schedules", training.schedules)):
         if len(mine) != len(state[what]):
             raise GraphError(
                 f"the state has {len(state[what])} {what}, and {training.of} {len(mine)}; {training.remedy}"
             )
-    for number, (optimizer, held) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
-        theirs, ours = ([len(g["params"]) for g in groups] for groups in (held["param_groups"], optimizer.param_groups))
+    for number, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
+        theirs, ours = (
+            [len(g["params"]) for g in groups] for groups in (saved["param_groups"], optimizer.param_groups)
+        )
         if theirs != ours:
             raise GraphError(
                 f"optimizer {number} of the state, the first being 0, has groups of {theirs} parameters, and that of "
@@ -100,7 +102,7 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
 def check_state(
     root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: dict[str, Any], with_optimizers: bool = True
 ) -> None:
-    """GraphError where a state_dict has other names, shapes, or numbers of optimizers than that of the graph.
+    """GraphError if a state_dict has other names, shapes, or numbers of optimizers than that of the graph.
 
     Modules of another version migrate their tensors themselves, and shapes of lazy modules are not known yet.
     """
@@ -116,7 +118,7 @@ def check_state(
 
 
 def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], thing: str) -> None:
-    """GraphError where a state_dict has other names or shapes than `own`, that of `root`."""
+    """GraphError if a state_dict has other names or shapes than `own`, that of `root`."""
     versions = getattr(state, "_metadata", None) or {}
     migrating = tuple(
         f"{path}." if path else ""
@@ -127,22 +129,22 @@ def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], t
     lacking, foreign = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
     if lacking or foreign:
         raise GraphError(
-            f"the state lacks {lacking}, and has {foreign} that the {thing} has not; load it into a {thing} with the "
+            f"the state lacks {lacking}, and has {foreign} that the {thing} lacks; load it into a {thing} with the "
             "modules of the one that saved it"
         )
     for name, value in mine.items():
         if not isinstance(value, Tensor) or is_lazy(value) or name.endswith(EXTRA):
             continue
-        held = theirs[name].shape if isinstance(theirs[name], Tensor) else ()
-        if value.shape != held:
+        shape = theirs[name].shape if isinstance(theirs[name], Tensor) else ()
+        if value.shape != shape:
             raise GraphError(
-                f"{name} has shape {list(held)} in the state, and {list(value.shape)} in the {thing}; give its module "
+                f"{name} has shape {list(shape)} in the state, and {list(value.shape)} in the {thing}; give its module "
                 "the size that it was saved with"
             )
 
 
 def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
-    """The state_dict of a checkpoint, without the rows, which were loaded; optimizers: whether with optimizers."""
+    """The state_dict of a checkpoint without rows, which were loaded before. optimizers: whether with optimizers."""
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SavedRows):
             state.pop(f"{path}.{EXTRA}", None)
@@ -152,13 +154,13 @@ def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> di
 
 
 def of_all_ranks(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The extra state with the random numbers of all ranks that share the rows, which all call this."""
+    """The extra state with the random states of all ranks, which all call this."""
     others = _saving(root).others_random(state["random"])
     return {**state, "ranks": others} if others else state
 
 
 def of_this_rank(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """What `of_all_ranks` made, with the random numbers of this rank alone."""
+    """The extra state of `of_all_ranks`, with the random state of this rank alone."""
     if "ranks" not in state:
         return state
     return {**state, "random": _saving(root).own_random(state["random"], state["ranks"])}
@@ -169,9 +171,9 @@ def _saving(root: nn.Module) -> CheckpointRanks:
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: dict[str, Any]) -> None:
-    """Put back what `extra_state` gave, or nothing for an empty one. Rows stay as they are.
+    """Load what `extra_state` returned, nothing if it is empty. Rows do not change.
 
-    Raises what `check_extra_state` raises, before anything is put back.
+    Raises what `check_extra_state` raises, before anything is loaded.
     """
     if not state:  # empty: a load without optimizers
         return
@@ -180,7 +182,7 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogu
     training.load(state)
     end.clear()
     embeddings = embeddings_of(root)
-    for path, held in state.get("embeddings", {}).items():  # of an older state, without that of embeddings
+    for path, saved in state.get("embeddings", {}).items():  # of an older state, in which embeddings had none
         embedding = embeddings.get(path)
         if isinstance(embedding, SavedRows):
-            embedding.await_rows(RowsReference(held["step"], held["snapshot"], None))
+            embedding.await_rows(RowsReference(saved["step"], saved["snapshot"], None))

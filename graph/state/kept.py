@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on the disk: what each holds, and whether it is sound. Reading them loads no torch."""
+"""Checkpoints on disk: what each holds, and whether it is damaged. Reading them does not import torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Kept:
     rows: dict[str, Snapshot]
 
     def tensors(self) -> dict[str, Any]:
-        """What the header of the file of tensors says of each. Raises SnapshotError."""
+        """The entry of each tensor in the header of the file of tensors. Raises SnapshotError."""
         try:
             with open_regular(self.path / TENSORS) as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -58,7 +58,7 @@ class Kept:
 
 
 def kept(folder: Path) -> Kept:
-    """A checkpoint. Raises SnapshotError where it cannot be read."""
+    """A checkpoint. Raises SnapshotError if it cannot be read."""
     try:
         record = read_format(folder)
         names = record["embeddings"]
@@ -80,7 +80,7 @@ def read_format(folder: Path) -> dict[str, Any]:
 
 
 def checksum(path: Path) -> int:
-    """Of a file. Raises OSError."""
+    """The CRC-32 of a file. Raises OSError."""
     found = 0
     with open_regular(path) as file:
         while part := file.read(_CHUNK):
@@ -89,9 +89,9 @@ def checksum(path: Path) -> int:
 
 
 def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
-    """The checkpoint `path`, or those in a folder, the oldest first; and by name what is wrong with those damaged.
+    """The checkpoint `path`, or those in a folder, the oldest first; and the errors of damaged ones, by name.
 
-    Raises SnapshotError where there is none.
+    Raises SnapshotError if there is none.
     """
     found, damaged = [], {}
     for folder in _folders(path.resolve()):
@@ -101,9 +101,12 @@ def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
             damaged[folder.name] = error
     if not found and not damaged:
         if stores_in(path) or (path / "snapshots").is_dir():
-            raise SnapshotError(f"{str(path)!r} is of stores, and has no checkpoint: use `tierbed snapshot` for it")
+            raise SnapshotError(
+                f"{str(path)!r} is a folder of stores, without a checkpoint: use `tierbed snapshot` for it"
+            )
         raise SnapshotError(
-            f"{str(path)!r} is no checkpoint and holds none: give one of graph.save or save_checkpoint, or their folder"
+            f"{str(path)!r} is not a checkpoint and has none: give one of graph.save or save_checkpoint, or a folder "
+            "of them"
         )
     return sorted(found, key=lambda one: (one.created, one.path.name)), damaged
 
@@ -112,27 +115,27 @@ def _folders(path: Path) -> Iterator[Path]:
     if os.path.lexists(path / STATE):
         yield path
     elif path.is_dir():
-        there = (one for one in sorted(path.iterdir()) if not one.name.startswith(".") and not one.is_symlink())
-        yield from (one for one in there if (one / STATE).is_file())
+        visible = (one for one in sorted(path.iterdir()) if not one.name.startswith(".") and not one.is_symlink())
+        yield from (one for one in visible if (one / STATE).is_file())
 
 
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Kept], list[Kept]]:
     """Remove the checkpoints in a folder but the latest `keep_last`, the oldest first. Returns kept and removed.
 
-    A kill leaves each complete or absent. Snapshots in store folders stay. dry_run: remove nothing. Raises
+    A kill leaves each complete or absent. Snapshots in store folders are not removed. dry_run: remove nothing. Raises
     SnapshotError if one cannot be read.
     """
     found, damaged = kept_at(path)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a checkpoint cannot be read: {error}") from error
-    removed, left = found[:-keep_last], found[-keep_last:]
+    removed, retained = found[:-keep_last], found[-keep_last:]
     if dry_run:
-        return left, removed
+        return retained, removed
     try:
-        for leftover in path.glob(f"{TEMPORARY}.*/"):  # of a removal that was killed
+        for leftover in path.glob(f"{TEMPORARY}.*/"):  # of a killed removal
             remove_folder(leftover)
         for one in removed:
             remove_snapshot(one.path)
     except (OSError, SnapshotError) as error:
         raise SnapshotError(f"checkpoints in {str(path)!r} cannot be removed: {error}") from error
-    return left, removed
+    return retained, removed

@@ -1,4 +1,4 @@
-"""The optimizers of a graph: which parameter each one holds, and the embeddings whose rows follow them."""
+"""The optimizers of a graph: the parameters that each one holds, and the embeddings whose rows they train."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def embeddings_of(root: nn.Module) -> dict[str, EmbeddingBase]:
     found = {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
     folders: dict[str, str] = {}
     for path, embedding in found.items():
-        place = embedding.store_options.persistent_path
-        if place is None:
+        path_of_stores = embedding.store_options.persistent_path
+        if path_of_stores is None:
             continue
-        folder = os.path.realpath(os.path.join(place, embedding.name))
+        folder = os.path.realpath(os.path.join(path_of_stores, embedding.name))
         other = folders.setdefault(folder, path)
         if other != path:
             raise GraphError(
                 f"{other} and {path} are two embeddings named {embedding.name!r} with the store folder {folder!r}, "
-                "which one embedding at a time can open; use one embedding in both places, or give each its own name"
+                "which one embedding at a time can open; use one embedding for both, or give each its own name"
             )
     return found
 
 
 def embeddings_by_shadow(root: nn.Module) -> dict[int, EmbeddingBase]:
-    """`embeddings_of`, by the id of the parameter that optimizers know them by."""
+    """`embeddings_of`, by the id of their shadow parameter."""
     return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
 
 
@@ -55,7 +55,7 @@ class OptimizerSet:
         self._optimizers: list[Optimizer] = []
         self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
         self._rows: dict[int, RowOptimizer] = {}
-        self._settled = False  # whether a step trains, or a warning said that none does
+        self._checked = False  # whether a step trains, or a warning said that none does
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._optimizers)
@@ -63,8 +63,8 @@ class OptimizerSet:
     def add(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         """Add an optimizer and its schedule.
 
-        OptimizerError for what is no torch optimizer or no schedule of it, and for an optimizer that needs a closure or
-        was added before.
+        OptimizerError for anything but a torch optimizer and a schedule of it, for an optimizer that needs a closure,
+        and for one that was added before.
         """
         if isinstance(optimizer, EagerOptimizer):
             raise OptimizerError(
@@ -99,10 +99,10 @@ class OptimizerSet:
 
     def key(self) -> Hashable:
         """A key that changes with every optimizer and every parameter that is added."""
-        return tuple((id(o), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers)
+        return tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers])
 
     def attach(self, root: HasBuild) -> None:
-        """Tell each embedding under `root` the group that holds its shadow, once.
+        """Let the group that holds an embedding's shadow train its rows, once for each embedding under `root`.
 
         OptimizerError for a parameter in two optimizers.
         """
@@ -111,7 +111,7 @@ class OptimizerSet:
             train_together(embeddings_of(root).values())
         holders: dict[int, Optimizer] = {}
         rows: dict[int, RowOptimizer] = {}
-        for optimizer, group, parameter in self._held():
+        for optimizer, group, parameter in self._members():
             if holders.setdefault(id(parameter), optimizer) is not optimizer:
                 both = f"{type(holders[id(parameter)]).__name__} and {type(optimizer).__name__}"
                 raise OptimizerError(
@@ -119,11 +119,11 @@ class OptimizerSet:
                 )
             if id(parameter) in by_shadow and id(parameter) not in self._rows:
                 rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
-        self._rows.update(rows)  # only now: a refused optimizer leaves nothing
+        self._rows.update(rows)  # only now: a refused optimizer changes nothing
 
     def follow_parameters(self) -> None:
-        """Move what optimizers keep of a parameter to its device. Torch leaves it where the optimizer was made."""
-        for optimizer, group, parameter in self._held():
+        """Move the state that optimizers have of a parameter to its device, which torch does not do."""
+        for optimizer, group, parameter in self._members():
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as in load_state_dict
@@ -131,35 +131,35 @@ class OptimizerSet:
                     state[name] = value.to(parameter.device)
 
     def rows(self, embedding: EmbeddingBase) -> RowOptimizer:
-        """The optimizer that the rows of an attached embedding follow in this graph."""
+        """The optimizer that trains the rows of an attached embedding in this graph."""
         return self._rows[id(embedding.shadow)]
 
     def holders(self) -> dict[int, Optimizer]:
         """The optimizer of each parameter, by the parameter's id."""
-        return {id(parameter): optimizer for optimizer, _, parameter in self._held()}
+        return {id(parameter): optimizer for optimizer, _, parameter in self._members()}
 
     def refuse_foreign(self, root: HasBuild) -> None:
         """OptimizerError for a parameter that no module under `root` holds: a trace could not see it."""
         known = {id(parameter) for parameter in root.parameters()}
-        for optimizer, _, parameter in self._held():
+        for optimizer, _, parameter in self._members():
             if id(parameter) not in known:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} holds parameter {name_of(root, parameter)}, which is in no module of "
                     "the graph; assign its module to self in __init__, and make the optimizer after replacing any"
                 )
 
-    def tell_untrained(self, root: HasBuild, trains: bool) -> None:
-        """Warn once of a step of `root` in training mode that trains nothing, if no step before it trained."""
-        wanted = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._held())
-        if wanted and not trains and not self._settled:
+    def warn_untrained(self, root: HasBuild, trains: bool) -> None:
+        """Warn once if a step of `root` in training mode trains nothing, and no step before it trained."""
+        should_train = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._members())
+        if should_train and not trains and not self._checked:
             log.warning(
                 "%s has optimizers and is in training mode, but build leaves no gradient, so nothing is trained: call "
                 "loss.backward() in build, or eval() of a graph that only evaluates",
                 type(root).__name__,
             )
-        self._settled = self._settled or wanted
+        self._checked = self._checked or should_train
 
-    def _held(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+    def _members(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

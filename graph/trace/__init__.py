@@ -1,1 +1,1 @@
-"""Recording a user's step: what it depends on, and what it holds."""
+"""Tracing a user's step: what it depends on, and what it holds."""

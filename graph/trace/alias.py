@@ -1,4 +1,4 @@
-"""Which memory a node of a traced graph reads and writes: a trace keeps in-place ops, so liveness goes by memory."""
+"""Which memory a node of a trace reads and writes. A trace keeps in-place ops, so liveness is decided by memory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ def memory(nodes: Iterable[fx.Node]) -> set[int]:
     return set().union(*map(storages, nodes))
 
 
+def called(node: fx.Node) -> Callable[..., Any] | str | None:
+    """The function that a node calls, or the name of the method; None for other nodes."""
+    return node.target if node.op in ("call_function", "call_method") else None
+
+
 def is_random(target: Any, args: Sequence[Any]) -> bool:
-    """Whether a call moves the random stream. Attention without dropout is tagged as if it did."""
+    """Whether a call draws random numbers. Attention without dropout is tagged as if it did."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     names = [argument.name for argument in target._schema.arguments]
@@ -64,7 +69,7 @@ def is_reshape(node: fx.Node) -> bool:
 
 
 def stable(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    """An argument with the value that it has at `node`: a copy where a later op writes to its memory."""
+    """An argument with the value that it has at `node`: a copy if a later op writes to its memory."""
     later = node.next
     while isinstance(value, fx.Node) and later.op != "output":
         if written(later) & storages(value):
@@ -79,15 +84,15 @@ def external(graph: fx.Graph) -> set[int]:
     return memory(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
 
 
-def live_nodes(graph: fx.Graph, effects: set[Callable[..., Any]]) -> set[fx.Node]:
-    """The nodes that an output, a call of one of `effects`, an outside tensor or the random stream depends on."""
+def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
+    """The nodes that an output, a call of one of `effects`, an outside tensor or the random generator depends on."""
     outside = external(graph)
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         for storage in written(node):
             writers[storage].append(node)
     live: set[fx.Node] = set()
-    pending = [node for node in graph.nodes if node.target in effects or _has_effect(node, outside)]
+    pending = [node for node in graph.nodes if called(node) in effects or _has_effect(node, outside)]
     while pending:
         node = pending.pop()
         if node in live:
@@ -101,7 +106,7 @@ def live_nodes(graph: fx.Graph, effects: set[Callable[..., Any]]) -> set[fx.Node
 
 def _has_effect(node: fx.Node, outside: set[int]) -> bool:
     if node.op != "call_function":
-        return node.op != "get_attr"
+        return node.op not in ("call_method", "get_attr")
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure()
     changed = written(node)

@@ -1,4 +1,4 @@
-"""Names of tensors in messages and in the printed graph, and paths that users give."""
+"""Names of tensors in errors and in the printed graph, and paths that users give."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[st
 
 
 def path_of(path: Any) -> Path:
-    """A user's argument as a path. InputError for what is no path."""
+    """A user's argument as a path. InputError if it is of another type."""
     try:
         return Path(path)
     except TypeError:

@@ -23,9 +23,9 @@ from ...engine.errors import GraphError
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments, as the user gave them
 Dims = frozenset[tuple[int, int]]  # (input tensor, dimension) pairs
 
-NONE_OPEN: frozenset[int] = frozenset()
+NO_DYNAMIC: frozenset[int] = frozenset()
 
-# the containers of TorchRec by module and name, with the leaves that have a place for each id
+# the containers of TorchRec by module and name, with the leaves that have an element for each id
 _TORCHREC = "torchrec.sparse.jagged_tensor"
 _OF_TORCHREC = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
 _TRAINING = attrgetter("training")
@@ -39,12 +39,12 @@ _INEXACT = (float, complex, np.generic)
 
 
 class Call(NamedTuple):
-    """The arguments of a call, flattened. opened: the leaves whose containers leave their first dimension open."""
+    """The arguments of a call, flattened. dynamic_leaves: those whose first dimension a container makes dynamic."""
 
     given: Given
     leaves: list[Any]
     spec: pytree.TreeSpec
-    opened: frozenset[int]
+    dynamic_leaves: frozenset[int]
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -52,24 +52,26 @@ class Call(NamedTuple):
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
-    def open(self) -> Dims:
-        """The dimensions that are open from the first call."""
+    def dynamic_dims(self) -> Dims:
+        """The dimensions that are dynamic from the first call on."""
         where = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        return frozenset((i, 0) for i, leaf in enumerate(where) if leaf in self.opened and is_open(self.leaves[leaf]))
+        return frozenset(
+            (i, 0) for i, leaf in enumerate(where) if leaf in self.dynamic_leaves and can_be_dynamic(self.leaves[leaf])
+        )
 
 
 @cache
 def tensors_spec(count: int) -> pytree.TreeSpec:
-    """The tree of a call with so many tensors and nothing else. Kept, since flattening takes a while."""
+    """The tree of a call with `count` tensors and nothing else. Cached, since flattening takes a while."""
     return pytree.tree_structure((tuple(range(count)), {}))
 
 
-def open_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
-    """The leaves whose first dimension may change from call to call, as their containers say.
+def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
+    """The leaves whose first dimension may change from call to call.
 
-    A container says so by its class attribute `open_leaves`, the places of such leaves among what it flattens to.
+    A container declares them by its class attribute `open_leaves`: their positions in what it flattens to.
     """
-    opened: set[int] = set()
+    dynamic_leaves: set[int] = set()
     first, pending = 0, [spec]
     while pending:
         node = pending.pop()
@@ -77,27 +79,27 @@ def open_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
             first += 1
             continue
         children = node.children()
-        places = _open_places(node.type)
-        if places and all(child.is_leaf() for child in children):
-            opened.update(first + place for place in places if place < len(children))
+        positions = _dynamic_positions(node.type)
+        if positions and all(child.is_leaf() for child in children):
+            dynamic_leaves.update(first + position for position in positions if position < len(children))
         pending += reversed(children)
-    return frozenset(opened)
+    return frozenset(dynamic_leaves)
 
 
-def _open_places(kind: Any) -> frozenset[int]:
+def _dynamic_positions(kind: Any) -> frozenset[int]:
     own: Any = getattr(kind, "open_leaves", None)
     if own is None and getattr(kind, "__module__", "") == _TORCHREC:
         own = _OF_TORCHREC.get(kind.__name__)
-    return own or NONE_OPEN
+    return own or NO_DYNAMIC
 
 
-def is_open(tensor: Tensor) -> bool:
-    """Whether the first dimension of a container's leaf can be left open: its layout says nothing of the size."""
+def can_be_dynamic(tensor: Tensor) -> bool:
+    """Whether the first dimension of a container's leaf can be dynamic: the strides do not depend on its size."""
     return tensor.layout is torch.strided and tensor.dim() > 0 and tensor.is_contiguous()
 
 
 def argument_names(build: Callable[..., Any], given: Given) -> list[str]:
-    """How the user wrote each leaf of a call: `ids`, `batch['user']`, `features.values`. Builds no object anew."""
+    """How the user wrote each leaf of a call: `ids`, `batch['user']`, `features.values`. Makes no container again."""
     args, kwargs = given
     names = list(inspect.signature(build).parameters)
     names += [f"number {i}" for i in range(len(names), len(args))]
@@ -113,9 +115,9 @@ def _paths(value: Any) -> list[str]:
 
 
 class Structure:
-    """The modules under `root`, and the state of them that is read at each call, in few steps of the interpreter.
+    """The modules under `root`, and their state: parameters, buffers, and tensors in plain attributes of a module.
 
-    The state is parameters, buffers, and tensors in plain attributes of a module.
+    Each call reads the state, so it is read in few steps of the interpreter.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -131,15 +133,16 @@ class Structure:
         self._children = [module._modules for module in modules]
         self._attributes = list(map(vars, modules))
         self._hooks = [hooks for module in modules for hooks in _MODULE_HOOKS(module)]
-        self._tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
+        tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
+        self._with_tensors, self._tensor_names = [d for d, _ in tensors], [name for _, name in tensors]
         self._shape = self._read_shape()
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
         """Parameters and buffers as they are now, tied ones repeated, and a key of these and of torch's own state.
 
-        None where modules, their hooks or the number of their attributes have changed. Parameters enter the key by
-        identity, because an optimizer holds the very object. Tensors in plain attributes do so too, because a step
-        holds those that it uses. Buffers enter it by type and description alone.
+        None if modules, their hooks or the number of their attributes have changed. The key has parameters by identity,
+        since an optimizer holds the object itself. It has tensors in plain attributes by identity too, since a step
+        holds those that it uses. It has buffers by type and description alone.
         """
         if self._read_shape() != self._shape:
             return None
@@ -147,13 +150,14 @@ class Structure:
         identities = list(map(id, buffers))
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
+        attributes = map(dict.get, self._with_tensors, self._tensor_names)
         return tensors, (
             self,
             _modes(),
             tuple(map(_TRAINING, self._modules)),
             tuple(map(id, parameters)),
             distinct,
-            tuple(_attribute_key(attributes.get(name)) for attributes, name in self._tensors),
+            tuple([None if value is None else _attribute_key(value) for value in attributes]),
             tuple(map(type, buffers)),
             any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
             *map(_DESCRIBE, tensors),
@@ -161,14 +165,14 @@ class Structure:
         )
 
     def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
-        # the numbers of hooks are never given twice
+        # no two hooks ever get the same number
         return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
 
 
 def _attribute_key(value: Any) -> Hashable:
-    """The key of an attribute. A tensor has its id and description; what is no tensor is frozen in the step.
+    """The key of an attribute: id and description of a tensor, None for other values, which a step freezes.
 
-    A step that uses a tensor keeps it, so that no other tensor gets its id; a step that uses its shape alone does not.
+    A step that uses a tensor keeps it alive, so no other tensor gets its id. A step that uses its shape alone does not.
     """
     return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else None
 
@@ -178,7 +182,7 @@ def _values(dicts: list[Any]) -> list[Any]:
 
 
 def _modes() -> Hashable:
-    """The ambient state of torch that decides what a trace records."""
+    """The global state of torch that changes what a trace records."""
     autocast = torch._C._is_any_autocast_enabled() and tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
     )
@@ -186,18 +190,18 @@ def _modes() -> Hashable:
 
 
 def call_key(
-    leaves: list[Any], opened: frozenset[int], build: Callable[..., Any], given: Given
+    leaves: list[Any], dynamic_leaves: frozenset[int], build: Callable[..., Any], given: Given
 ) -> tuple[Hashable, ...]:
     """The key of a call's arguments: tensors by description, plain values by type and value. GraphError for others.
 
-    opened: leaves whose first dimension is not in the key.
+    dynamic_leaves: leaves whose first dimension is left out of the key.
     """
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if leaf.is_nested:
                 raise _no_argument(leaf, argument_names(build, given)[i])
-            if i in opened and is_open(leaf):
+            if i in dynamic_leaves and can_be_dynamic(leaf):
                 key.append((leaf.shape[1:], *_DESCRIBE(leaf)[1:]))
             else:
                 key.append((_DESCRIBE(leaf), leaf.layout, leaf.stride()))
@@ -226,12 +230,12 @@ def _no_argument(leaf: Any, name: str) -> GraphError:
 
 
 def registered(value: Any) -> str:
-    """The end of a message, on how objects of a user's class become arguments."""
+    """The end of an error: how objects of a user's class become arguments."""
     return f"make a class of fields a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
 
 
 def without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """A `call_key` that is the same for tensors of other sizes, with as many dimensions."""
+    """A `call_key` that is the same for tensors of other sizes with the same number of dimensions."""
     sizeless = (
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else one
         for leaf, one in zip(leaves, key, strict=True)
@@ -240,5 +244,5 @@ def without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashabl
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is of a kind that cannot change inside, so that it can stand in a key or a result."""
+    """Whether a value is of an immutable type, so that it can be in a key or a result."""
     return isinstance(value, _PLAIN)

@@ -1,4 +1,4 @@
-"""What `build` meets in place of the live tensors while it is traced, and how all of it is put back."""
+"""The tensors that `build` gets instead of the live ones while it is traced, and how the live ones are put back."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Give each live trainable parameter a `grad` whose use a trace can see, and yield it by the parameter's id.
+    """Give each live trainable parameter a `grad` whose use a trace can see, and yield these by the parameter's id.
 
-    In the end the old gradients are back. GraphError if one was replaced: build had a parameter that is not traced.
+    Puts the old gradients back. GraphError if `build` replaced one: it reached a parameter that is not traced.
     """
     live = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
     before = {id(parameter): parameter.grad for parameter in live}
-    marks = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
+    unused = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
     for parameter in live:
-        parameter.grad = marks[id(parameter)]
+        parameter.grad = unused[id(parameter)]
     changed = False
     try:
-        yield marks
-        changed = any(parameter.grad is not marks[id(parameter)] for parameter in live)
+        yield unused
+        changed = any(parameter.grad is not unused[id(parameter)] for parameter in live)
     finally:
         for parameter in live:
             parameter.grad = before[id(parameter)]
@@ -49,7 +49,7 @@ def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
 
 
 class _Settings(dict[str, Any]):
-    """A param group during a trace. It may be read and not changed."""
+    """A param group during a trace, read-only."""
 
     def __init__(self, group: dict[str, Any], optimizer: Optimizer) -> None:
         super().__init__(group)
@@ -66,7 +66,7 @@ def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
     """The error for a `build` that changes a setting of a param group: only its trace would change it."""
     return GraphError(
         f"build sets {name!r} of a param group of {type(optimizer).__name__}, as step() of a scheduler does, and a "
-        "recorded step does not repeat that; leave it out: add_optimizer(optimizer, lr_sch=scheduler) steps a "
+        "compiled step does not repeat that; leave it out: add_optimizer(optimizer, lr_sch=scheduler) steps a "
         "scheduler, and anything else may be set between calls"
     )
 
@@ -75,10 +75,10 @@ def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
 def swapped(
     root: nn.Module, optimizers: Iterable[Optimizer], swaps: dict[int, Tensor], names: dict[int, str]
 ) -> Iterator[None]:
-    """Put each tensor of `swaps` where a module or an optimizer of the graph holds the tensor of its id.
+    """Replace the tensors that modules and optimizers of the graph hold by those of `swaps`, found by id, in a block.
 
-    In the end all is as before. GraphError if build left another tensor on a module, called step() of an optimizer or
-    of its schedule, or set a learning rate.
+    Undone at the end. GraphError if build left another tensor on a module, called step() of an optimizer or of its
+    schedule, or set a learning rate.
     """
     before = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
     slots = [
@@ -88,11 +88,11 @@ def swapped(
         if live is not None
     ]
     groups = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
-    held = [(group, group["params"]) for _, own in groups for group in own]
+    params = [(group, group["params"]) for _, own in groups for group in own]
     hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
     for module, name, live in slots:
-        setattr(module, name, swaps[id(live)])  # not into the dicts: an LSTM keeps a list of its tensors beside them
-    for group, parameters in held:
+        setattr(module, name, swaps[id(live)])  # not into the dicts: an LSTM also keeps a list of its tensors
+    for group, parameters in params:
         group["params"] = [swaps[id(live)] for live in parameters]
     for optimizer, own in groups:
         optimizer.param_groups[:] = [_Settings(group, optimizer) for group in own]
@@ -105,7 +105,7 @@ def swapped(
             hook.remove()
         for optimizer, own in groups:
             optimizer.param_groups[:] = own
-        for group, parameters in held:
+        for group, parameters in params:
             group["params"] = parameters
         for module, name, live in slots:
             setattr(module, name, live)
@@ -130,7 +130,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The objects that modules under `root` hold, in attributes and containers in them, with their places' names."""
+    """The objects that modules under `root` hold, in attributes and in containers, each with the attribute's name."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [("", root)]
     while pending:

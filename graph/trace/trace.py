@@ -1,4 +1,4 @@
-"""One run of `build` on fake tensors, recorded with its backward as aten calls."""
+"""Traces `build`: one run on fake tensors, which gives its forward and backward as aten calls."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ _LIBRARIES = tuple(
     )
 )
 _INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in a guard of torch
-_OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # where a view begins is nothing that a step uses
+_OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # a step does not depend on where a view begins
 _COMMON = 64
 _SEED = 0x7165_7262_6564
-BACKWARD = "backward"  # marks, in their meta, nodes that autograd recorded
-LIVE = "live"  # marks, in their meta, placeholders that are parameters or buffers
+BACKWARD = "backward"  # in the meta of nodes that autograd added
+LIVE = "live"  # in the meta of placeholders that are parameters or buffers
 
-ShapeGuard = Callable[[Sequence[Tensor]], bool]  # whether a step serves inputs of these sizes
+ShapeGuard = Callable[[Sequence[Tensor]], bool]  # whether a step accepts inputs of these sizes
 
 
 @dataclass(frozen=True)
@@ -63,28 +63,28 @@ class Returned:
     """What build returned, and which live tensors it gave a gradient."""
 
     spec: pytree.TreeSpec
-    constants: list[Any]  # the leaves of the result, None where the recording gives a tensor
+    constants: list[Any]  # the leaves of the result, None for tensors, which the trace returns
     is_tensor: list[bool]
-    with_grad: list[int]  # live tensors whose gradients follow the outputs in the recording's output
+    with_grad: list[int]  # live tensors whose gradients follow the results in the trace's output
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded step. Its placeholders are the input tensors, then the live tensors; its output is one flat list."""
+    """A traced step. Its placeholders are the input tensors, then the live tensors; its output is one flat list."""
 
     module: fx.GraphModule
     returned: Returned
     inputs: list[str]  # names of the input tensors
-    fits: ShapeGuard | None  # says whether the step holds for other inputs; None for a step of these sizes alone
+    guard: ShapeGuard | None  # whether the step accepts other inputs; None for a static-shape step
 
 
 def trace(
-    root: HasBuild, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], changing: Dims | None = None
+    root: HasBuild, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], dynamic: Dims | None = None
 ) -> Trace:
-    """Record `root.build` for the arguments of a call. GraphError for what a static graph cannot hold.
+    """Trace `root.build` for the arguments of a call. GraphError for what a static graph cannot hold.
 
-    `tensors` are the parameters and buffers under `root`; a tied one may be repeated. changing: the dimensions whose
-    sizes are left open.
+    tensors: the parameters and buffers under `root`; a tied one may be repeated. dynamic: the dynamic dimensions, for a
+    dynamic-shape step; None for a static-shape step.
     """
     leaves, inputs, arguments_of = call.leaves, call.inputs, argument_names(root.build, call.given)
     names = tensor_names(root)
@@ -108,10 +108,12 @@ def trace(
         for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
             swaps.setdefault(id(live), _leaf(fake, live))
         args, kwargs = pytree.tree_unflatten(arguments, call.spec)
-        guard = _Guard(root, {**names, **{id(mark): f"{names[live]}.grad" for live, mark in marks.items()}}, settings)
-        with swapped(root, optimizers, swaps, names), guard, _NoData():
+        op_guard = _OpGuard(
+            root, {**names, **{id(grad): f"{names[live]}.grad" for live, grad in unused.items()}}, settings
+        )
+        with swapped(root, optimizers, swaps, names), op_guard, _NoData():
             result = root.build(*args, **kwargs)
-        guard.check_seed()
+        op_guard.check_seed()
         for i in where:
             if arguments[i].grad is not None:
                 raise GraphError(
@@ -132,24 +134,24 @@ def trace(
             grads[live] for live in with_grad
         ]
 
-    shapes = None if changing is None else _open_shapes()
-    opened = call.open if changing else Dims()
+    shapes = None if dynamic is None else _dynamic_shape_env()
+    from_start = call.dynamic_dims if dynamic else Dims()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns gradients on
-    # sizes that a container leaves open are not taken for unequal to 0 and 1, and are not compared with these
-    any_size = symbolic.patch(backed_size_oblivious=bool(opened))  # type: ignore[attr-defined]
+    # torch neither assumes that dynamic sizes of containers are not 0 or 1, nor compares them with these
+    any_size = symbolic.patch(backed_size_oblivious=bool(from_start))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
-        # detach: a tensor that is given twice gets two fakes, since another call may give two tensors
-        fakes = [_fake(mode, tensor.detach(), i, changing, opened) for i, tensor in enumerate([*inputs, *tensors])]
-        # modules under torch.compile are recorded as what they wrap
+        # detach: a tensor that is passed twice gets two fakes, since another call may pass two tensors
+        fakes = [_fake(mode, tensor.detach(), i, dynamic, from_start) for i, tensor in enumerate([*inputs, *tensors])]
+        # modules under torch.compile are traced as what they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-        with unused_grads(tensors) as marks, torch.random.fork_rng(devices=[]), inlined, _raised_alone(), mode:
+        with unused_grads(tensors) as unused, torch.random.fork_rng(devices=[]), inlined, _raised_alone(), mode:
             try:
                 module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
                 if _is_data_dependent(error):
                     raise GraphError(
-                        f"{_line(error)} needs the value of a tensor, and a static graph is recorded without values; "
+                        f"{_line(error)} needs the value of a tensor, and a static graph is traced without values; "
                         f"{_remedy(error)}"
                     ) from error
                 if isinstance(error, ZeroDivisionError) and _is_of_torch(error):
@@ -162,36 +164,35 @@ def trace(
     for node in module.graph.find_nodes(op="placeholder")[len(inputs) :]:
         node.meta[LIVE] = True
     assert returned is not None
-    fits = None if shapes is None else _fits(shapes, fakes[: len(inputs)])
-    return Trace(module, returned, [arguments_of[i] for i in where], fits)
+    guard = None if shapes is None else _shape_guard(shapes, fakes[: len(inputs)])
+    return Trace(module, returned, [arguments_of[i] for i in where], guard)
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: Dims | None, opened: Dims) -> FakeTensor:
-    if changing is None:
+def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, from_start: Dims) -> FakeTensor:
+    if dynamic is None:
         return mode.from_tensor(tensor)
-    if (index, 0) in opened:  # no view, whose size torch would take from its base
-        size = len(tensor) + _COMMON * (len(tensor) < 2)  # torch looks at a size where it may be any
+    if (index, 0) in from_start:  # no view: torch would take the size from its base
+        size = len(tensor) + _COMMON * (len(tensor) < 2)  # torch reads a size that may be any
         tensor = tensor.new_empty((size, *tensor.shape[1:]))
-    sizes = [DimDynamic.DYNAMIC if (index, d) in changing else DimDynamic.STATIC for d in range(tensor.dim())]
+    sizes = [DimDynamic.DYNAMIC if (index, d) in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
 
 
-def _open_shapes() -> ShapeEnv:
-    """An environment of open sizes alone. What depends on values raises, as in a recording of known sizes."""
+def _dynamic_shape_env() -> ShapeEnv:
+    """An environment for dynamic sizes. What depends on values raises, as in a static-shape trace."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
 
 
-def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
-    """The function that tells whether inputs have the sizes that the recording took for granted."""
+def _shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
+    """A function that checks whether inputs have the sizes that the trace assumed."""
     code = shapes.produce_guards_expression(fakes, ignore_static=False)
     if code is None:
         return lambda inputs: True
     code = _OFFSET.sub("True", _INPUT.sub(r"L[\1]", code))
-    fits: ShapeGuard = eval(
-        f"lambda L: {code}", dict(SYMPY_INTERP)
-    )  # once: torch's own function parses it at each call
-    return fits
+    # once: torch's own function parses it at each call
+    guard: ShapeGuard = eval(f"lambda L: {code}", dict(SYMPY_INTERP))
+    return guard
 
 
 def _constant(value: Any) -> Any:
@@ -204,7 +205,7 @@ def _constant(value: Any) -> Any:
 
 
 def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
-    """Make one node for each closure tensor: its uses were recorded as a tensor each."""
+    """Make one node for each closure tensor: the trace made a node for each use."""
     first: dict[Any, fx.Node] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target)
@@ -216,7 +217,7 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
 
 
 def _leaf(fake: Tensor, live: Tensor) -> Tensor:
-    """A tensor for build in place of a parameter or buffer: a leaf, so that no gradient reaches the live tensor."""
+    """A tensor for build instead of a parameter or buffer: a leaf, so that no gradient reaches the live tensor."""
     if not isinstance(live, nn.Parameter):
         return fake
     leaf = nn.Parameter(fake, live.requires_grad)
@@ -237,11 +238,11 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
             )
 
 
-class _Guard(TorchDispatchMode):
-    """Raises GraphError for ops that a recording would get wrong.
+class _OpGuard(TorchDispatchMode):
+    """Raises GraphError for ops that a trace would get wrong.
 
-    Such ops work on trainable tensors that are not traced, reseed random numbers, or write to a learning rate. The
-    guard also marks the nodes of what autograd runs, hooks included, by `BACKWARD`.
+    Such ops work on trainable tensors that are not traced, reseed random numbers, or write to a learning rate. It also
+    sets `BACKWARD` on the nodes that autograd adds, hooks included.
 
     names: the names of the live tensors, and of their gradients during the trace, by id. settings: the tensors in param
     groups.
@@ -255,7 +256,7 @@ class _Guard(TorchDispatchMode):
         self._seed = _SEED
         proxies = get_proxy_mode()
         assert proxies is not None
-        self._recording = proxies.tracer.graph
+        self._graph = proxies.tracer.graph
         torch.default_generator.manual_seed(_SEED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -277,17 +278,17 @@ class _Guard(TorchDispatchMode):
             torch.default_generator.manual_seed(self._seed)
         if torch._C._current_graph_task_id() == -1:
             return func(*args, **(kwargs or {}))
-        last = next(iter(reversed(self._recording.nodes)), None)
+        last = next(iter(reversed(self._graph.nodes)), None)
         result = func(*args, **(kwargs or {}))
-        for node in itertools.takewhile(lambda node: node is not last, reversed(self._recording.nodes)):
+        for node in itertools.takewhile(lambda node: node is not last, reversed(self._graph.nodes)):
             node.meta[BACKWARD] = True
         return result
 
     def check_seed(self) -> None:
-        """GraphError where build went back in the random stream. Fake tensors draw nothing, so the seed tells it."""
+        """GraphError if build reset the random generator. Fake tensors draw nothing, so the seed shows it."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
-                "build sets the state of the random numbers, which a recorded step does not repeat; leave out "
+                "build sets the state of the random numbers, which a compiled step does not repeat; leave out "
                 "torch.manual_seed and fork_rng, and dropout inside torch.utils.checkpoint"
             )
 
@@ -313,7 +314,7 @@ class _Guard(TorchDispatchMode):
 
 
 class _NoData(TorchFunctionMode):
-    """Raises GraphError for an assignment to `.data`, which a recording does not see."""
+    """Raises GraphError for an assignment to `.data`, which a trace does not see."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -324,8 +325,8 @@ class _NoData(TorchFunctionMode):
 def _is_data_dependent(error: Exception) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
-    asked = ("get value out of a tracing tensor", ".numpy() is not supported for tensor subclasses")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in asked)
+    messages = ("get value out of a tracing tensor", ".numpy() is not supported for tensor subclasses")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 
 def _remedy(error: Exception) -> str:
@@ -349,7 +350,7 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _raised_alone() -> Iterator[None]:
-    """Keep torch from logging an exception of this trace with its whole stack; torch raises it as well."""
+    """Keep torch from logging an exception of this trace with its whole stack, since it is also raised."""
     thread = get_ident()
 
     def is_other(record: logging.LogRecord) -> bool:

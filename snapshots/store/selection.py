@@ -138,6 +138,8 @@ class Selection:
         """
         chunks = snapshot.chunks()
         if not self.state:
+            from ...engine.table.row_scan import caught_up  # loads torch
+
             chunks = caught_up(snapshot.description, chunks)
         return self.chunks(_count_progress(chunks, progress), snapshot.description, report)
 

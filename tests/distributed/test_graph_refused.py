@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no world": (no_world, "GraphError: .*one is over a world of 2 ranks, and one is in this process alone"),
     "cuda_graph": (
         recorded,
-        "OptionError: .*cuda_graph: rows of a world travel between ranks through host memory.*without the host",
+        "OptionError: .*cuda_graph: rows of a world are sent between ranks through host memory.*without the host",
     ),
     "DDP": (wrapped, "GraphError: .*after is a DistributedDataParallel: .*give the graph the module without it"),
     "sparse": (sparse, "GraphError: .*the gradient of parameter 'before_weight' is sparse"),

@@ -229,7 +229,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(tmp_path: Path) -> None:
     found = run_ranks(2, refused, tmp_path)
     parts = [
         "exists: choose another path",
-        "exists and is no checkpoint",
+        "exists and is not a checkpoint",
         "exists: choose another path",
         "there is no checkpoint",
         "ranks have other values of mlp.2.weight",

@@ -152,7 +152,7 @@ def of_many_sizes(world: World) -> tuple[list[str], list[float], bool, dict[str,
             losses.append(graph(*batch(world.rank, step, at, size=size)).item())
         except TierbedError as error:
             reports.append(str(error))
-        many = many or any(step.fits is not None for step in graph._Graph__steps.all())
+        many = many or any(step.guard is not None for step in graph._Graph__steps.all())
     return reports, losses, many, state(graph)
 
 
@@ -188,7 +188,9 @@ def amid_updates(world: World) -> list[str]:
 
 
 def test_a_rank_that_fails_amid_the_updates_refuses_further_steps_of_all_until_a_checkpoint_is_loaded() -> None:
-    refused = "rank 1: a step of Ranked raised ArithmeticError('stumbled') during its updates, which other ranks made; "
+    refused = (
+        "rank 1: a step of Ranked raised ArithmeticError('stumbled') during its updates, which other ranks finished; "
+    )
     reports = run_ranks(2, amid_updates)
     assert [*map("".join, zip(*reports, strict=True))][:2] == ["finefine", "finestumbled"]
     for one in reports:

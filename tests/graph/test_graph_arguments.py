@@ -162,14 +162,14 @@ def test_a_batch_norm_without_momentum_is_told_to_take_one() -> None:
         loss.backward()
         return loss
 
-    def made(momentum: float | None) -> Graph:
+    def with_momentum(momentum: float | None) -> Graph:
         net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=momentum))
         return graph_of(build, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
 
     x = torch.randn(4, 3)
     with pytest.raises(GraphError, match=r"graph\.net\(x\).*give the batch norm a momentum, such as 0\.1"):
-        made(None)(x)
-    made(0.1)(x)
+        with_momentum(None)(x)
+    with_momentum(0.1)(x)
 
 
 def test_an_argument_may_have_the_name_by_which_a_step_calls_an_op() -> None:
@@ -204,9 +204,9 @@ def test_accumulated_gradients_are_taken_while_another_thread_traces_the_embeddi
         tracing.in_kernel_invocation = True  # as at the instant at which its ops compute shapes
         keep(*arguments)
 
-    keep = graph._Graph__end.keep
+    keep = graph._Graph__end.add
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "pin", pinned)
-        patch.setattr(graph._Graph__end, "keep", gradients)
+        patch.setattr(graph._Graph__end, "add", gradients)
         graph(torch.arange(3))
     assert rows.metrics()["table"]["step"] == 1

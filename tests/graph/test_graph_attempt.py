@@ -1,4 +1,4 @@
-"""A step for many sizes that fails: another takes its place, and nothing happens twice or by half."""
+"""A dynamic-shape step that fails: another takes its place, and nothing happens twice or by half."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("few_steps_of_their_own")
 FIRST_OF_MANY = OWN + 1
 _failing: set[int] = set()  # the calls, from 1, that fail
 _calls = 0
-_held: list[weakref.ref[Tensor]] = []  # the arguments of the failed calls
+_arguments: list[weakref.ref[Tensor]] = []  # the arguments of the failed calls
 
 
 @torch.library.custom_op("tierbed_tests::shaky", mutates_args=())
@@ -32,9 +32,9 @@ def shaky(x: Tensor) -> Tensor:
     global _calls
     _calls += 1
     if _calls in _failing:
-        _held.append(weakref.ref(x))
+        _arguments.append(weakref.ref(x))
         raise IndexError(f"call {_calls} of shaky")
-    assert all(held() is None for held in _held)
+    assert all(argument() is None for argument in _arguments)
     return x.clone()
 
 
@@ -53,7 +53,7 @@ def no_failures() -> Iterator[None]:
     _failing.clear()
     yield
     _failing.clear()
-    _held.clear()
+    _arguments.clear()
 
 
 def graph_over(rows: MultiTableEmbedding, **more: Any) -> Graph:
@@ -71,8 +71,8 @@ def graph_over(rows: MultiTableEmbedding, **more: Any) -> Graph:
 
     torch.manual_seed(2)
     modules = {"norm": nn.BatchNorm1d(rows.spec.dim), "layer": nn.Linear(rows.spec.dim, 1)}
-    held = [*rows.parameters(), *modules["norm"].parameters(), *modules["layer"].parameters()]
-    graph: Any = graph_of(build, torch.optim.Adagrad(held, lr=0.1), rows=rows, **modules)
+    parameters = [*rows.parameters(), *modules["norm"].parameters(), *modules["layer"].parameters()]
+    graph: Any = graph_of(build, torch.optim.Adagrad(parameters, lr=0.1), rows=rows, **modules)
     graph.generator = torch.Generator().manual_seed(3)
     return graph
 
@@ -135,11 +135,11 @@ def test_what_a_step_for_these_sizes_raises_as_well_reaches_the_user_and_changes
         for batch in drawn[OWN:]:
             graph(*batch)
         assert rows.metrics()["table"]["step"] == len(drawn)
-        assert compiled_steps(graph) == OWN + 2  # the one for many sizes was not at fault
+        assert compiled_steps(graph) == OWN + 2  # the dynamic-shape step was not at fault
 
 
 class Failing(torch.optim.SGD):
-    """Moves its parameters, and then raises where it is told to."""
+    """Moves its parameters, and then raises when it is asked to."""
 
     fails = False
 
@@ -150,22 +150,22 @@ class Failing(torch.optim.SGD):
 
 
 def test_a_failure_after_parameters_moved_is_not_tried_again() -> None:
-    layer, held = nn.Linear(3, 1), nn.Linear(3, 1, bias=False)
+    layer, frozen = nn.Linear(3, 1), nn.Linear(3, 1, bias=False)
     optimizer = Failing(layer.parameters(), lr=0.1)
 
     def build(graph: Any, x: Tensor) -> Tensor:
-        loss = (layer(x) + held(x)).pow(2).mean()
+        loss = (layer(x) + frozen(x)).pow(2).mean()
         loss.backward()
         return loss
 
-    held.requires_grad_(False)
-    graph = graph_of(build, optimizer, layer=layer, held=held)
+    frozen.requires_grad_(False)
+    graph = graph_of(build, optimizer, layer=layer, frozen=frozen)
     for size in range(2, OWN + 4):
         graph(torch.randn(size, 3))
     before, expected = layer.bias.detach().clone(), nn.Linear(3, 1)
     expected.load_state_dict(layer.state_dict())
     x = torch.randn(30, 3)
-    (expected(x) + held(x)).pow(2).mean().backward()
+    (expected(x) + frozen(x)).pow(2).mean().backward()
     optimizer.fails = True
     with pytest.raises(RuntimeError, match="after the parameters moved"):
         graph(x)
@@ -198,4 +198,4 @@ def test_a_step_of_open_sizes_that_fails_is_replaced(caplog: pytest.LogCaptureFi
             assert torch.equal(*(graph(jagged(total)) for graph in graphs[:: 1 if total < 50 else -1]))
         assert contents(rows).tobytes() == contents(other).tobytes()
     assert sorted(map(compiled_steps, graphs)) == [1, 3]  # one for each of 40, 50 and 60
-    assert len([record for record in caplog.records if "the step that many sizes share failed" in record.message]) == 1
+    assert len([record for record in caplog.records if "the dynamic-shape step failed" in record.message]) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.captured import RECORDED, Model, Pair, batches, bits
+from support.captured import CAPTURED, Model, Pair, batches, bits
 from support.cuda_tables import on_one_device
 from support.embeddings import DIM, contents, make
 from support.optimizers import OPTIMIZERS
@@ -26,9 +26,9 @@ ELSEWHERE = ("sgd", "adam", "rowwise")  # other tests of this file record them
 def test_every_optimizer_with_schedules_dropout_and_pooling(place: torch.device, optimizer: str) -> None:
     pair = Pair(place, lambda _: Model(optimizer))
     pair.steps(batches(3))
-    assert not pair.is_recorded
+    assert not pair.is_captured
     pair.steps(batches(6, seed=1))
-    assert pair.is_recorded
+    assert pair.is_captured
 
 
 @on_one_device
@@ -36,18 +36,18 @@ def test_gradients_clipped_by_value(place: torch.device) -> None:
     pair = Pair(place, lambda _: Model("adam"))
     pair.each(lambda graph: graph.clip_grad_value(0.01))
     pair.steps(batches(6))
-    assert pair.is_recorded
+    assert pair.is_captured
     pair.each(lambda graph: graph.clip_grad_value(0.001))  # numbers are live, also those of clips
     pair.each(lambda graph: graph.rows.row_optimizer._optimizer.param_groups[0].update(clip_grad_row_norm=0.002))
     pair.steps(batches(3, seed=1))
 
 
 @on_one_device
-def test_sizes_have_recordings_of_their_own(place: torch.device) -> None:
+def test_each_size_has_its_own_captured_graph(place: torch.device) -> None:
     pair = Pair(place, lambda _: Model("rowwise"))
     mixed = [batch for two in zip(batches(6), batches(6, size=4), strict=True) for batch in two]
     pair.steps(mixed)
-    assert repr(pair.graphs[1]).count(RECORDED) == 2
+    assert repr(pair.graphs[1]).count(CAPTURED) == 2
 
 
 @on_one_device
@@ -55,7 +55,7 @@ def test_sizes_have_recordings_of_their_own(place: torch.device) -> None:
 def test_rows_that_are_put_deleted_and_loaded_in_between(place: torch.device, tmp_path: Path, optimizer: str) -> None:
     pair = Pair(place, lambda name: Model(optimizer, tmp_path / name))
     pair.steps(batches(6))
-    assert pair.is_recorded
+    assert pair.is_captured
     keys = torch.arange(0, 20, 2)
     got = pair.each(lambda g: g.rows.get(keys, 0))
     assert bits(got[0]) == bits(got[1])
@@ -67,23 +67,23 @@ def test_rows_that_are_put_deleted_and_loaded_in_between(place: torch.device, tm
     ):
         pair.each(act)
         pair.steps(batches(2, seed=1))
-        assert pair.is_recorded  # nothing of it moved what the recording uses
+        assert pair.is_captured  # none of it moved what the captured graph uses
     pair.each(lambda g: g.rows.load_snapshot("first"))
     pair.steps(batches(3, seed=2))
-    assert not pair.is_recorded
+    assert not pair.is_captured
     pair.steps(batches(3, seed=3))
-    assert pair.is_recorded
+    assert pair.is_captured
 
 
 @on_one_device
-def test_snapshots_of_what_recorded_steps_changed(place: torch.device, tmp_path: Path) -> None:
+def test_snapshots_of_what_captured_steps_changed(place: torch.device, tmp_path: Path) -> None:
     pair = Pair(place, lambda name: Model("adam", tmp_path / name))
     pair.each(lambda g: g.rows.save_snapshot("base"))
     pair.steps(batches(6))
     pair.each(lambda g: g.rows.save_snapshot("one", kind="incremental"))  # from here on changes are noted
     for name in ("two", "three"):
         pair.steps(batches(5, seed=1))
-        assert pair.is_recorded
+        assert pair.is_captured
         pair.each(lambda g, name=name: g.rows.save_snapshot(name, kind="incremental"))
     expected = contents(pair.graphs[0].rows).tobytes()
     background = pair.each(lambda g: g.rows.save_snapshot("four", background=True))
@@ -141,28 +141,28 @@ class Twins(Graph):
 
 
 @on_one_device
-def test_a_run_over_a_loader_is_recorded_and_shares_a_deduplication(place: torch.device) -> None:
+def test_a_run_over_a_loader_is_captured_and_shares_a_deduplication(place: torch.device) -> None:
     pair = Pair(place, lambda _: Twins())
     given = [(ids.to(place),) for ids, _, _ in batches(12)]
     losses = pair.each(lambda graph: torch.stack(list(graph.run(given, ahead=3))))
     assert torch.equal(*losses)
     pair.check()
-    assert "pin_1 = pin(others, [Lookup(ids)], pin)" in repr(pair.graphs[1])
-    assert pair.is_recorded
+    assert "pin_1 = others.pin([Lookup(ids)], pin)" in repr(pair.graphs[1])
+    assert pair.is_captured
     hits = pair.each(lambda graph: graph.others.metrics()["table"]["prefetch_hits"])
     assert hits == [12, 0]
 
 
 @on_one_device
-def test_rows_beyond_the_capacity_are_told_by_a_later_step(place: torch.device) -> None:
+def test_rows_beyond_the_capacity_are_reported_by_a_later_step(place: torch.device) -> None:
     pair = Pair(place, lambda _: Model("catch-up", capacity=30))
     few, many = batches(6, ids=8), batches(1, size=6, ids=10**6, seed=5)
     pair.steps(few)
-    assert pair.is_recorded
-    told = pair.steps([*many * 1, *few, *batches(3, ids=10**6, seed=6), *few], errors=(CapacityError,))
-    assert told
-    assert "changed nothing" in told[0]
-    assert pair.is_recorded
+    assert pair.is_captured
+    raised = pair.steps([*many * 1, *few, *batches(3, ids=10**6, seed=6), *few], errors=(CapacityError,))
+    assert raised
+    assert "changed nothing" in raised[0]
+    assert pair.is_captured
     assert pair.graphs[1].rows.size() <= 30
 
 
@@ -177,9 +177,9 @@ def test_a_parameter_that_moved_is_found(place: torch.device) -> None:
 
     pair.each(move)
     pair.steps(batches(2, seed=1))
-    assert not pair.is_recorded
+    assert not pair.is_captured
     pair.steps(batches(3, seed=2))
-    assert pair.is_recorded
+    assert pair.is_captured
 
 
 @on_one_device
@@ -221,7 +221,7 @@ def test_frozen_rows_with_trained_weights_and_rows_that_another_graph_trains(pla
             other(batches(1, seed=number)[0][0].to(place))
             graph.bags.requires_grad_(False)
         pair.steps(batches(1, seed=20 + number))
-    assert pair.is_recorded
+    assert pair.is_captured
 
 
 @on_one_device
@@ -230,7 +230,7 @@ def test_evaluation_and_profiles_run_plainly(place: torch.device) -> None:
     pair.steps(batches(5))
     pair.each(lambda graph: graph.eval())
     pair.steps(batches(5, seed=1))
-    assert repr(pair.graphs[1]).count(RECORDED) == 1
+    assert repr(pair.graphs[1]).count(CAPTURED) == 1
     pair.each(lambda graph: graph.train())
     given = [tuple(tensor.to(place) for tensor in batch) for batch in batches(3, seed=2)]
     pair.each(lambda graph: torch.manual_seed(1) and graph.profile(given))

@@ -64,7 +64,7 @@ def test_an_op_that_reads_a_value_is_told_by_the_fourth_call_and_tried_once(
     pair.steps(batches(3))
     for _ in range(2):
         with pytest.raises(
-            GraphError, match=r"cuda_graph: the step could not be recorded: .*(captur|permitted).*reads"
+            GraphError, match=r"cuda_graph: the step could not be captured: .*(captur|permitted).*reads"
         ):
             pair.graphs[1](*(tensor.to(place) for tensor in batches(1)[0]))
         pair.check()  # the step left nothing

@@ -74,9 +74,9 @@ def test_a_state_dict_brings_back_the_rows_of_the_snapshot_that_it_names(tmp_pat
     graph = rating("host", tmp_path / "store")
     steps(graph, IDS[:3])
     graph.rows.save_snapshot("three")
-    held = copy.deepcopy(graph.state_dict())
+    state = copy.deepcopy(graph.state_dict())
     losses = steps(graph, IDS[3:5])
-    graph.load_state_dict(held)
+    graph.load_state_dict(state)
     assert steps(graph, IDS[3:5]) == losses
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of every format that was ever promised are read for ever."""
+"""Checkpoints of every format that was ever promised are read forever."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from support.killed import returned_until_killed
 
 
 def save_until_killed(path: Path, saved: int) -> None:
-    """Steps and checkpoints in turn, told on `saved` when a save has returned."""
+    """Steps and checkpoints in turn, reported on `saved` when a save has returned."""
     graph = rating("host", path / "store")
     for number in range(1, 10_000):
         steps(graph, IDS[number % 5 : number % 5 + 1])

@@ -80,7 +80,9 @@ def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis").touch()
     for save in (graph.save, graph.check_save):
-        with pytest.raises(SnapshotError, match=r"home' exists and is no checkpoint, and nothing else is overwritten"):
+        with pytest.raises(
+            SnapshotError, match=r"home' exists and is not a checkpoint, and nothing else is overwritten"
+        ):
             save(tmp_path / "home", overwrite=True)
         with pytest.raises(SnapshotError, match=r"choose another path$"):  # no remedy that is refused then
             save(tmp_path / "home")
@@ -128,7 +130,7 @@ class Odd(nn.Module):
         return {"1": one, 1: two, "a.b": three, "a": {"b": four}}
 
     def set_extra_state(self, state: Any) -> None:
-        self.held = state
+        self.values = state
 
 
 def test_keys_that_lead_to_one_name_are_kept_apart(tmp_path: Path) -> None:
@@ -136,12 +138,12 @@ def test_keys_that_lead_to_one_name_are_kept_apart(tmp_path: Path) -> None:
     graph.odd = Odd()
     graph.save(tmp_path / "checkpoint")
     graph.load(tmp_path / "checkpoint")
-    held = graph.odd.held
-    assert [held["1"].item(), held[1].item(), held["a.b"].item(), held["a"]["b"].item()] == [1, 2, 3, 4]
+    values = graph.odd.values
+    assert [values["1"].item(), values[1].item(), values["a.b"].item(), values["a"]["b"].item()] == [1, 2, 3, 4]
 
 
 def save_until_killed(path: Path, saved: int) -> None:
-    """Steps and checkpoints of one name in turn, told on `saved` when a save has returned."""
+    """Steps and checkpoints of one name in turn, reported on `saved` when a save has returned."""
     graph = rating("host", path / "store")
     for number in range(1, 10_000):
         steps(graph, IDS[number % 5 : number % 5 + 1])

@@ -83,7 +83,7 @@ def test_another_graph_is_refused_before_rows_are_replaced(tmp_path: Path) -> No
 
     larger = rating("device", None)
     larger.mlp.extra = nn.Parameter(torch.zeros(1))
-    fails(larger, tmp_path / "checkpoint", r"lacks \['mlp.extra'\], and has \[\] that the graph has not")
+    fails(larger, tmp_path / "checkpoint", r"lacks \['mlp.extra'\], and has \[\] that the graph lacks")
 
     wider = rating("device", None)
     wider.mlp[2].bias = nn.Parameter(torch.zeros(3))
@@ -113,7 +113,9 @@ def test_a_scaler_that_only_one_side_has_is_told(tmp_path: Path, enabled: bool) 
 def test_what_is_no_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
     graph = rating("device", None)
     (tmp_path / "runs" / "empty").mkdir(parents=True)
-    fails(graph, tmp_path / "runs", r"runs' is no checkpoint, which has a file graph\.msgpack; give one of graph\.save")
+    fails(
+        graph, tmp_path / "runs", r"runs' is not a checkpoint, which has a file graph\.msgpack; give one of graph\.save"
+    )
     for name in ("second", "first"):
         graph.save(tmp_path / "runs" / name)
     fails(graph, tmp_path / "runs", r"it holds the checkpoints \['first', 'second'\]: give the path of one")
@@ -162,7 +164,9 @@ def test_another_snapshot_of_the_name_is_told_and_a_damaged_copy_found(tmp_path:
         ("note", "x" * (1 << 24), "cannot be written together: more than 16777216 bytes; keep large ones"),
     ],
 )
-def test_a_state_that_cannot_be_held_writes_no_rows(tmp_path: Path, place: str, value: Any, match: str) -> None:
+def test_a_state_that_a_checkpoint_cannot_have_writes_no_rows(
+    tmp_path: Path, place: str, value: Any, match: str
+) -> None:
     graph = rating("host", tmp_path / "store")
     steps(graph, IDS[:1])
     graph.rows.save_snapshot("before")
@@ -200,10 +204,10 @@ class Versioned(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
 
-    def _load_from_state_dict(self, held: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:
         if metadata.get("version", 1) < 2:
-            held[f"{prefix}weight"] = 10 * held.pop(f"{prefix}old")
-        super()._load_from_state_dict(held, prefix, metadata, *args)
+            state[f"{prefix}weight"] = 10 * state.pop(f"{prefix}old")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
 
 
 class First(nn.Module):
@@ -230,7 +234,7 @@ def test_a_module_migrates_what_is_of_an_older_version_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", [".hidden", "a\\b", "x" * 192, "x" * 300])
 def test_a_name_that_no_checkpoint_can_have_is_refused(tmp_path: Path, name: str) -> None:
     graph = rating("device", None)
-    with pytest.raises(SnapshotError, match=r"its name is to be 1 to 191 printable bytes"):
+    with pytest.raises(SnapshotError, match=r"its name has to be 1 to 191 printable bytes"):
         graph.save(tmp_path / name)
     with pytest.raises(SnapshotError, match="there is no checkpoint"):
         graph.load(tmp_path / name)

@@ -1,12 +1,13 @@
-"""A compiled step as text and as a picture: each op once, in its stage, with its shape and its store."""
+"""A compiled step as text and as a flowchart: each op once, in its stage, with its shape and its store."""
 
 from __future__ import annotations
 
+import html
+import json
 import re
-from itertools import pairwise
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from torch import Tensor, nn
 import tierbed
 from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
 from tierbed import Graph, GraphError, MultiTableEmbedding
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def rating(rows: MultiTableEmbedding, net: nn.Module) -> Graph:
@@ -37,11 +36,11 @@ def test_the_listing_has_stages_shapes_and_stores() -> None:
     stages = ["pin", "gather", "forward", "backward", "update", "dense step", "outputs"]
     assert [stage for stage, _ in found] == stages
     lines = dict(found)
-    assert lines["pin"] == ["    pin = pin(rows, [Lookup(ids)])  # rows in device_mem"]
-    assert lines["gather"] == ["    gather = gather(pin, 0)  # float32 [8, 3, 4], rows in device_mem"]
+    assert lines["pin"] == ["    pin = rows.pin([Lookup(ids)])  # rows in device_mem"]
+    assert lines["gather"] == ["    gather = pin.gather(0)  # float32 [8, 3, 4], rows in device_mem"]
     assert "    relu = aten.relu.default(addmm)  # float32 [8, 8]" in lines["forward"]
     assert lines["backward"][-1] == "    view_3 = aten.view.default(slice_1, [8, 3, 4])  # float32 [8, 3, 4]"
-    assert "    update = update(pin, [view_3])  # rows in device_mem" in lines["update"]
+    assert "    update = pin.update([view_3])  # rows in device_mem" in lines["update"]
     assert "    # ids: int64 [8, 3]\n" in str(graph)
     assert "    # mlp_0_weight: float32 [8, 12]\n" in str(graph)
 
@@ -79,82 +78,63 @@ def test_gradients_that_build_asks_for_are_backward() -> None:
     assert "tanh_backward" in "\n".join(dict(sections(graph))["backward"])
 
 
-class Box(NamedTuple):
-    x: float
-    y: float
-    width: float
-    height: float
-    text: list[str]
-    nodes: list[str]
+class Chart(NamedTuple):
+    """A flowchart as it was written: its title, stages, boxes by number with stage and lines, and edges."""
+
+    title: str
+    stages: list[str]
+    boxes: dict[str, tuple[str, list[str]]]
+    edges: set[tuple[str, str]]
+    stores: set[str]  # boxes that are drawn as a cylinder
+
+    def texts(self, stage: str) -> list[list[str]]:
+        return [lines for of, lines in self.boxes.values() if of == stage]
 
 
-def boxes(svg: ElementTree.Element) -> list[Box]:
-    return [
-        Box(
-            *(float(rect.attrib[name]) for name in ("x", "y", "width", "height")),
-            [text.text or "" for text in group.iter(f"{SVG}text")],
-            [line.split(" ")[0] for line in str(group.findtext(f"{SVG}title")).splitlines()],
-        )
-        for group in svg.iter(f"{SVG}g")
-        for rect in group.iter(f"{SVG}rect")
-    ]
+def drawn(graph: Graph, path: Path) -> Chart:
+    """What `draw` writes. All edges are between boxes."""
+    graph.draw(path / "step.mmd")
+    head, title, end, kind, *lines = (path / "step.mmd").read_text().splitlines()
+    assert (head, end, kind) == ("---", "---", "flowchart TB")
+    chart = Chart(json.loads(title.removeprefix("title: ")), [], {}, set(), set())
+    for line in lines:
+        if stage := re.fullmatch(r'subgraph s\d+\["([a-z ]+)"\]', line):
+            chart.stages.append(stage[1])
+        elif box := re.fullmatch(r'    (n\d+)\[(\()?"([^"]+)"\)?\]', line):
+            text = re.sub(r"#(\w+);", lambda m: f"&{'#' * m[1].isdigit()}{m[1]};", box[3])
+            chart.boxes[box[1]] = chart.stages[-1], [html.unescape(part) for part in text.split("<br>")]
+            if box[2]:
+                chart.stores.add(box[1])
+        elif line != "end":
+            source, target = line.split(" --> ")
+            chart.edges.add((source, target))
+    assert {number for edge in chart.edges for number in edge} <= chart.boxes.keys()
+    return chart
 
 
-def drawn(graph: Graph, path: Path) -> ElementTree.Element:
-    graph.draw(path / "step.svg")
-    svg = ElementTree.parse(path / "step.svg").getroot()
-    assert svg.tag == f"{SVG}svg"
-    return svg
-
-
-def check_places(svg: ElementTree.Element) -> None:
-    """Boxes lie in the picture and apart; edges lead from the bottom of one to the top of another."""
-    found = boxes(svg)
-    for box in found:
-        assert 0 <= box.x <= box.x + box.width <= float(svg.attrib["width"])
-        assert 0 <= box.y <= box.y + box.height <= float(svg.attrib["height"])
-        assert max(map(len, box.text)) * 6.6 < box.width
-    for row in {box.y for box in found}:
-        for left, right in pairwise(sorted(box for box in found if box.y == row)):
-            assert left.x + left.width < right.x
-    by_row = sorted((box.y, box.y + box.height) for box in found)
-    assert all(top == other or bottom < other for (top, bottom), (other, _) in pairwise(by_row) if top != other)
-    tops = {(f"{box.x + box.width / 2:.0f}", f"{box.y:.0f}") for box in found}
-    bottoms = {(f"{box.x + box.width / 2:.0f}", f"{box.y + box.height:.0f}") for box in found}
-    for path in svg.iter(f"{SVG}path"):
-        numbers = [float(number) for number in re.findall(r"[\d.]+", path.attrib["d"])]
-        assert near(numbers[:2], bottoms)
-        assert near(numbers[-2:], tops)
-
-
-def near(point: list[float], places: set[tuple[str, str]]) -> bool:
-    return any(abs(point[0] - float(x)) < 1 and abs(point[1] - float(y)) < 1 for x, y in places)
-
-
-def test_a_picture_has_each_op_once_in_the_order_of_stages(tmp_path: Path) -> None:
+def test_a_flowchart_has_each_op_once_in_the_order_of_stages(tmp_path: Path) -> None:
     graph = rating(embedding(), mlp(3 * DIM))
     graph(id_batches(8, 3)[0])
-    svg = drawn(graph, tmp_path)
-    check_places(svg)
-    names = [text.text for text in svg.findall(f"{SVG}text")]
-    assert names == [
-        "Rating", "inputs", "pin", "gather", "forward", "backward", "update", "dense step", "outputs",
-    ]  # fmt: skip
-    found = boxes(svg)
-    assert len(found) < len(str(graph).splitlines())
-    nodes = [node for box in found for node in box.nodes]
-    listed = re.findall(r"^    (\w+) = ", str(graph), re.M)
-    views = {"t", "t_1", "adam"}  # of parameters, and what the boxes of others name
-    assert sorted(nodes) == sorted({*listed, "ids", "return"} - views)
-    texts = {box.nodes[-1]: box.text for box in found}
-    assert texts["ids"] == ["ids", "int64 [8, 3]"]
-    assert texts["gather"] == ["gather", "float32 [8, 3, 4], rows in device_mem"]
-    assert texts["addmm"] == ["addmm", "float32 [8, 8]", "mlp_0_bias", "mlp_0_weight"]
-    assert texts["dense_step"] == ["dense_step", "adam", "mlp_0_weight", "mlp_0_bias", "and 2 more"]
-    assert any(box.text[0] == "pow \N{RIGHTWARDS ARROW} mul" for box in found)
+    chart = drawn(graph, tmp_path)
+    assert chart.title == "Rating"
+    assert chart.stages == ["inputs", "pin", "gather", "forward", "backward", "update", "dense step", "outputs"]
+    assert ["ids", "int64 [8, 3]"] in chart.texts("inputs")
+    assert chart.texts("gather") == [["gather", "float32 [8, 3, 4], rows in device_mem"]]
+    forward = chart.texts("forward")
+    assert ["addmm", "float32 [8, 8]", "mlp_0_bias", "mlp_0_weight"] in forward
+    assert chart.texts("dense step") == [["dense_step", "adam", "mlp_0_weight", "mlp_0_bias", "and 2 more"]]
+    chains = [lines[0].split(" \N{RIGHTWARDS ARROW} ") for _, lines in chart.boxes.values()]
+    assert ["pow", "mul"] in chains
+    listed = Counter(re.findall(r"^    \w+ = (?:\w+\.)?(\w+)", str(graph), re.M))
+    views = Counter(t=2, adam=1)  # of parameters, and what the boxes of others name
+    inputs = Counter(ids=1, output=1)
+    assert Counter(op for chain in chains for op in chain) == listed - views + inputs
+    (gather,) = (number for number, (stage, _) in chart.boxes.items() if stage == "gather")
+    pinned = {chart.boxes[source][1][0] for source, target in chart.edges if target == gather}
+    assert pinned == {"pin"}
 
 
-def test_a_picture_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
+def test_a_flowchart_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
     host = tierbed.make_host_mem_store_options()
     users = MultiTableEmbedding("users", DIM, torch.float32, torch.int64, None, host)
 
@@ -168,15 +148,17 @@ def test_a_picture_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
     graph = graph_of(build, optimizer, users=users, items=items)
     graph.clip_grad_norm(1.0)
     graph(id_batches(6)[0])
-    svg = drawn(graph, tmp_path)
-    check_places(svg)
-    stores = [box.text[1].partition("], ")[2] for box in boxes(svg) if box.text[0] == "gather"]
+    chart = drawn(graph, tmp_path)
+    stores = [lines[1].partition("], ")[2] for lines in chart.texts("gather")]
     assert sorted(stores) == ["items in device_mem", "users in host_mem", "users in host_mem"]
-    (end,) = [box for box in boxes(svg) if box.nodes == ["apply_gradients"]]
-    assert set(end.text[1].split(", ")) == {"items in device_mem", "users in host_mem"}
+    ((_, end, *_),) = chart.texts("update")
+    assert set(end.split(", ")) == {"items in device_mem", "users in host_mem"}
+    stages = {"pin", "gather", "update"}
+    named = {number for number, (stage, lines) in chart.boxes.items() if stage in stages or lines[0] in stages}
+    assert named <= chart.stores
 
 
-def test_a_picture_says_whose_rows_come_up_ahead_of_the_step(tmp_path: Path) -> None:
+def test_a_flowchart_says_which_rows_are_fetched_ahead_of_the_step(tmp_path: Path) -> None:
     store = tierbed.make_device_mem_store_options()
     users, items = (MultiTableEmbedding(n, DIM, torch.float32, torch.int64, None, store) for n in ("users", "items"))
 
@@ -189,36 +171,16 @@ def test_a_picture_says_whose_rows_come_up_ahead_of_the_step(tmp_path: Path) -> 
     optimizer = torch.optim.SGD([*users.parameters(), *items.parameters()], lr=0.1)
     graph = graph_of(build, optimizer, users=users, items=items)
     graph(id_batches(6)[0])
-    svg = drawn(graph, tmp_path)
-    check_places(svg)
-    pinned = {box.text[1]: box.text[2:] for box in boxes(svg) if box.text[0] == "pin"}
-    assert pinned == {"users in device_mem": ["ahead, on a thread of its own"], "items in device_mem": []}
-
-
-def test_a_large_step_stays_legible(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(3 * DIM, 8), *(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(20)))
-    rows = [embedding() for _ in range(12)]
-
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        loss = graph.net(sum(table(ids).flatten(1) for table in graph.rows)).square().mean()
-        loss.backward()
-        return loss
-
-    modules = {"net": net, "rows": nn.ModuleList(rows)}
-    optimizer = torch.optim.Adam([p for module in modules.values() for p in module.parameters()])
-    graph = graph_of(build, optimizer, **modules)
-    graph(id_batches(8, 3)[0])
-    svg = drawn(graph, tmp_path)
-    check_places(svg)
-    assert float(svg.attrib["width"]) < 1300
+    pinned = {rows: rest for _, rows, *rest in drawn(graph, tmp_path).texts("pin")}
+    assert pinned == {"users in device_mem": ["ahead, on a separate thread"], "items in device_mem": []}
 
 
 def test_names_are_escaped_and_the_last_call_is_drawn(tmp_path: Path) -> None:
-    graph: Any = type("A<B>&", (Graph,), {"build": lambda self, x, name: x.exp() + len(name)})()
-    with pytest.raises(GraphError, match="A<B>& has no step to draw yet; call it once"):
-        graph.draw(tmp_path / "step.svg")
+    graph: Any = type('A<"B>&', (Graph,), {"build": lambda self, x, name: x.exp() + len(name)})()
+    with pytest.raises(GraphError, match='A<"B>& has no step to draw yet; call it once'):
+        graph.draw(tmp_path / "step.mmd")
     for rows in (2, 3, 2):
         graph(torch.ones(rows), "a & b < c")
-        svg = drawn(graph, tmp_path)
-        assert svg.findtext(f"{SVG}text") == "A<B>&"
-        assert boxes(svg)[0].text == ["x", f"float32 [{rows}]"]
+        chart = drawn(graph, tmp_path)
+        assert chart.title == 'A<"B>&'
+        assert chart.texts("inputs") == [["x", f"float32 [{rows}]"]]

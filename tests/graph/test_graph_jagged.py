@@ -25,7 +25,7 @@ from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.errors import GraphError
 
-FEATURES, LONGEST = 3, 4
+FEATURES, MAX_LENGTH = 3, 4
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import
 
 
@@ -34,13 +34,13 @@ class Positions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.ones(FEATURES * LONGEST))
+        self.weights = nn.Parameter(torch.ones(FEATURES * MAX_LENGTH))
 
     def forward(self, features: Jagged) -> Tensor:
         place = torch.arange(features.values.shape[0])
         bag = torch.searchsorted(features.offsets, place, right=True) - 1
-        inside = (place - features.offsets[bag]).clamp(max=LONGEST - 1)
-        return self.weights[bag // features.stride * LONGEST + inside]
+        inside = (place - features.offsets[bag]).clamp(max=MAX_LENGTH - 1)
+        return self.weights[bag // features.stride * MAX_LENGTH + inside]
 
 
 class Bags(Graph):
@@ -160,7 +160,7 @@ def test_a_build_that_takes_an_open_size_for_a_number_keeps_a_step_for_each(capl
         expected = rows.get(batch.values).sum() / (1 + total)
         torch.testing.assert_close(graph(batch), expected)
     assert compiled_steps(graph) == len(set(totals))
-    assert "is compiled anew for further ones" in caplog.text
+    assert "is compiled again for each further one" in caplog.text
 
 
 def test_a_total_that_decides_what_build_does_has_a_step_of_its_own() -> None:
@@ -260,8 +260,8 @@ def test_a_total_that_changes_the_dimensions_of_what_build_makes_has_a_step_of_i
 def test_signatures_whose_sizes_cannot_stay_open_are_forgotten_with_their_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tierbed.graph.graph.STEPS", 2)
-    monkeypatch.setattr("tierbed.graph.run.step_cache.FAMILIES", 2)
+    monkeypatch.setattr("tierbed.graph.graph.MAX_CACHED_STEPS", 2)
+    monkeypatch.setattr("tierbed.graph.run.step_cache.MAX_FAMILIES", 2)
 
     class Split(Graph):
         def build(self, features: Jagged, scale: Callable[[Tensor], Tensor]) -> Tensor:

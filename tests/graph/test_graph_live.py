@@ -1,4 +1,4 @@
-"""What a compiled step must not freeze without a word: `.data`, values, attributes, hooks, names."""
+"""What a compiled step must not freeze silently: `.data`, values, attributes, hooks, names."""
 
 from __future__ import annotations
 

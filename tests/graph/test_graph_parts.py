@@ -87,7 +87,7 @@ Rows = dict[tuple[int, int], tuple[NDArray[np.float32], int]]  # floats of embed
 
 
 def expected_rows(embedding: MultiTableEmbedding, calls: Sequence[Call], every: int, mean: bool) -> Rows:
-    """What so many calls of one update each leave, by the references."""
+    """The rows after `calls`, `every` of them an update, by the references."""
     optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     rule, dim = row_optimizer(optimizer, optimizer.param_groups[0]), embedding.dim
     found: Rows = {}

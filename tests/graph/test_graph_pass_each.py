@@ -11,7 +11,6 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.graphs import embedding
-from tierbed.engine.ops import row_ops
 from tierbed.engine.options.lookup import Lookup
 from tierbed.graph.passes import rewrite
 from tierbed.graph.passes.lookups import extract_id_graph, share_batches
@@ -50,7 +49,7 @@ class Sketch:
         return node
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
+        node = (self.graph.call_method if isinstance(target, str) else self.graph.call_function)(target, args)
         if isinstance(target, torch._ops.OpOverload):
             with self.mode:
                 node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
@@ -62,10 +61,10 @@ class Sketch:
         if name is not None:
             setattr(self.module, name, OTHERS[name])
             rows = self.graph.get_attr(name)
-        batch = self.call(row_ops.pin, rows, [Lookup(ids)])
-        rows = self.call(row_ops.gather, batch, 0)
+        batch = self.call("pin", rows, [Lookup(ids)])
+        rows = self.call("gather", batch, 0)
         rows.meta["val"] = self.mode.from_tensor(torch.zeros(4, ROWS.dim))
-        self.call(row_ops.update, batch, [self.call(aten.mul.Tensor, rows, 2.0)])
+        self.call("update", batch, [self.call(aten.mul.Tensor, rows, 2.0)])
         return batch
 
     def end(self) -> fx.GraphModule:
@@ -75,7 +74,7 @@ class Sketch:
 
 
 def targets(graph: fx.Graph) -> list[Any]:
-    return [node.target for node in graph.nodes if node.op == "call_function"]
+    return [node.target for node in graph.nodes if node.op in ("call_function", "call_method")]
 
 
 def dense(sketch: Sketch) -> None:
@@ -90,10 +89,10 @@ def test_end_together_takes_every_update_and_dense_step_into_one_node() -> None:
     module, end = sketch.end(), StepEpilogue()
     end.max_norm = 1.0
     last = rewrite.end_together(module, end)
-    assert targets(module.graph) == [row_ops.pin, row_ops.gather, aten.mul.Tensor, apply_gradients]
+    assert targets(module.graph) == ["pin", "gather", aten.mul.Tensor, apply_gradients]
     arguments: Any = last.args
-    held, rows, dense_grads = arguments
-    assert held.target == "step_end"
+    epilogue, rows, dense_grads = arguments
+    assert epilogue.target == "step_end"
     assert [(part.batch, part.weights) for part in rows] == [(batch, [None])]
     assert dense_grads[0].params == [sketch.weight]
     module.graph.lint()
@@ -104,9 +103,9 @@ def test_end_together_lets_accumulated_lookups_read() -> None:
     sketch.train(sketch.ids)
     dense(sketch)
     module, end = sketch.end(), StepEpilogue()
-    end.every = 2
+    end.accumulate_steps = 2
     last = rewrite.end_together(module, end)
-    assert targets(module.graph) == [row_ops.read, aten.mul.Tensor, accumulate]
+    assert targets(module.graph) == ["read", aten.mul.Tensor, accumulate]
     arguments: Any = last.args
     assert arguments[1][0][:2] == (sketch.rows, [Lookup(sketch.ids)])
     module.graph.lint()
@@ -148,7 +147,7 @@ def test_cut_lookups_leaves_out_draws_and_writes_to_arguments() -> None:
         lambda sketch: sketch.call(aten.randint.default, 9, [4]),
         lambda sketch: sketch.call(aten.add_.Tensor, sketch.ids, 1),
         lambda sketch: sketch.call(torch.ops.tierbed_test.sample.default, sketch.ids),
-        lambda sketch: sketch.call(operator.getitem, sketch.call(row_ops.read, sketch.rows, Lookup(sketch.ids)), 0),
+        lambda sketch: sketch.call(operator.getitem, sketch.call("read", sketch.rows, Lookup(sketch.ids)), 0),
     ):
         sketch = Sketch()
         sketch.train(spoil(sketch))
@@ -161,7 +160,7 @@ def test_cut_lookups_of_an_accumulated_step_and_ids_that_change_later() -> None:
     sketch.train(shifted)
     sketch.call(aten.remainder_.Scalar, shifted, 2)
     module, end = sketch.end(), StepEpilogue()
-    end.every = 2
+    end.accumulate_steps = 2
     kept = rewrite.end_together(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
     assert kept.target is aten.clone.default
     cut = extract_id_graph(module)
@@ -194,7 +193,7 @@ def test_a_prefetch_of_the_same_ids_takes_the_earlier_batch() -> None:
     module.graph.lint()
     assert second.args == (second.args[0], first.args[1], first)
     assert [len(node.args) for node in (first, other)] == [2, 2]
-    step_of_rows = [row_ops.pin, row_ops.gather, row_ops.update, aten.mul.Tensor]
+    step_of_rows = ["pin", "gather", "update", aten.mul.Tensor]
     made = aten.remainder.Scalar
     assert Counter(targets(module.graph)) == Counter([made, *step_of_rows, *step_of_rows, made, *step_of_rows])
 

@@ -89,7 +89,7 @@ def test_twenty_steps_of_mixed_lookups_equal_plain_torch(optimizer: Any) -> None
     for ours, other in zip((*gate.parameters(), *net.parameters()), theirs[1].param_groups[0]["params"], strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
     code = compiled(graph)
-    assert (code.count("= pin("), code.count("= update("), code.count("= weights_grad(")) == (1, 1, 2)
+    assert (code.count(".pin("), code.count(".update("), code.count(".weights_grad(")) == (1, 1, 2)
 
 
 def pooled_sum(graph: Any, ids: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -148,7 +148,7 @@ def test_weights_train_though_rows_are_only_read(how: str) -> None:
         assert "weights_grad" not in code
         assert torch.equal(gate.bias, bias)
     else:
-        assert code.count("read_weights_grad(rows, Lookup(args,") == 1
+        assert code.count("rows.read_weights_grad(Lookup(args,") == 1
         torch.testing.assert_close(gate.bias.detach(), bias - 0.5 * rows.get(ids).sum(-1)[0] / 2)
 
 
@@ -167,8 +167,8 @@ def test_equal_lookups_share_a_segment_and_other_pooling_makes_another() -> None
     torch.testing.assert_close(rows.get([1, 2]), before - 0.5 * (1 + 2 / 2 + 3 + 4))
     code = compiled(graph)
     bags = "Lookup(args, None, None, 'sum'), Lookup(args, None, None, 'mean'), Lookup(args)"
-    assert f"= pin(rows, [{bags}])" in code
-    assert code.count("= gather(") == 4
+    assert f"= rows.pin([{bags}])" in code
+    assert code.count(".gather(") == 4
 
 
 def test_weights_changed_in_place_count_as_they_were() -> None:

@@ -1,4 +1,4 @@
-"""A profile trains as the plain run, to the bit, and tells of each op and step when it ran."""
+"""A profile trains as the run, bit for bit, and has the time of each op and step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_table_has_every_stage_and_each_op_is_in_one(monkeypatch: pytest.Mon
     assert title == "Rating: 11 steps"
     assert head.split() == ["total", "ms", "mean", "ms", "share"]
     assert [row[:14].strip() for row in rows] == [*STAGES, "step"]
-    assert compiled.endswith("to compile and to put the clock in, not counted above")
+    assert compiled.endswith("to compile and to add the clock, not counted above")
     totals = [float(row[14:].split()[0]) for row in rows]
     assert sum(totals[:-1]) == pytest.approx(totals[-1], abs=0.01)
     assert rows[-1].endswith("100.0%")

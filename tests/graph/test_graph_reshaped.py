@@ -53,7 +53,7 @@ def resized(graph: Any, x: Tensor) -> Tensor:
     return graph.layer(x).sum() / z.shape[0]
 
 
-def taken(graph: Any, x: Tensor) -> Tensor:
+def set_to_stack(graph: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         z = torch.zeros(2).set_(torch.stack([x, x, x]))
     return graph.layer(x).sum() / z.shape[1]
@@ -78,7 +78,7 @@ BUILDS: list[Build] = [
     swapped,
     strided,
     resized,
-    taken,
+    set_to_stack,
     of_a_detached,
     of_a_parameter,
 ]

@@ -85,7 +85,9 @@ def test_a_loader_that_fills_a_batch_anew_is_told(ahead: int) -> None:
     graph, plain = rating("device"), rating("device")
     run = graph.run(filled(), ahead=ahead)
     if ahead:
-        with pytest.raises(InputError, match=r"ahead=3: the loader fills the tensors of a batch anew.*ahead=0"):
+        with pytest.raises(
+            InputError, match=r"ahead=3: the loader writes the next batch into the tensors of this one.*ahead=0"
+        ):
             next(run)
         assert list(run) == []
         assert graph.rows.metrics()["table"]["step"] == 0
@@ -120,7 +122,7 @@ def test_a_run_that_begins_amid_accumulated_steps_announces_from_the_next_update
 def run_over_workers(path: Path, start: str) -> bool:
     """Two epochs of a loader with worker processes, which are forked beside a store that is open and was trained."""
     plain, piped = rating("device"), rating("ssd", path)
-    count = 2 if start == "fork" else 1  # each that is spawned imports torch anew
+    count = 2 if start == "fork" else 1  # each that is spawned imports torch again
     workers = DataLoader(loader().dataset, batch_size=50, num_workers=count, multiprocessing_context=start)
     torch.manual_seed(2)
     expected = [plain(*batch) for _ in range(2) for batch in loader()]

@@ -77,14 +77,14 @@ def interrupted_runs(path: Path) -> bool:
 
     def interrupt() -> None:
         while not stop.is_set():
-            ready.wait(0.3)  # not for ever: what comes in a callback of a weak reference Python swallows
+            ready.wait(0.3)  # not forever: Python swallows what is raised in a callback of a weak reference
             ready.clear()
             stop.wait(random.uniform(0.0, 0.01))
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with contextlib.suppress(KeyboardInterrupt):  # one that was on its way
+    with contextlib.suppress(KeyboardInterrupt):  # one that was pending
         while not done:
             try:
                 ready.set()

@@ -111,9 +111,9 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
         torch.testing.assert_close(loss, expected)
         assert count == rows
     assert compiled_steps(graph) == FEW + 4
-    assert len(traced) == FEW + 4 + MAX_DYNAMIC_TRIES  # of steps for many sizes
+    assert len(traced) == FEW + 4 + MAX_DYNAMIC_TRIES  # of dynamic-shape steps
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
-    assert f"Counting was compiled for more than {FEW} sizes of its arguments and is compiled anew" in warning
+    assert f"Counting was compiled for more than {FEW} sizes of its arguments and is compiled again" in warning
     assert "pad inputs to few sizes" in warning
 
 

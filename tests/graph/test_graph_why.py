@@ -35,8 +35,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "argument x: shape (5, 3), was (2, 3)": lambda g: g(torch.ones(5, 3)),
     "argument x: dtype torch.float64, was torch.float32": lambda g: g(X.double()),
     "argument x: strides (1, 2), was (3, 1)": lambda g: g(torch.ones(3, 2).t()),
-    "argument options: 'a', was not there": lambda g: g(X, "a"),
-    "argument options['b']: int64 [3], was not there": lambda g: g(X, {"b": torch.arange(3)}),
+    "argument options: 'a', was missing": lambda g: g(X, "a"),
+    "argument options['b']: int64 [3], was missing": lambda g: g(X, {"b": torch.arange(3)}),
     "arguments: another structure of lists, tuples, dicts and keywords": lambda g: g(X, []),
     "training flag of the graph: False, was True": lambda g: g.eval(),
     "training flag of model: False, was True": lambda g: g.model.eval(),
@@ -48,8 +48,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "module model.1.0: another ReLU": lambda g: g.model[1].__setitem__(0, nn.ReLU()),
     "module model.1.0: Tanh, was ReLU": lambda g: g.model[1].__setitem__(0, nn.Tanh()),
     "hooks of model.0: 1, was 0": lambda g: g.model[0].register_forward_hook(lambda *_: None),
-    "attribute model.mask: float32 [3], was not there": lambda g: setattr(g.model, "mask", torch.ones(3)),
-    "buffer scale: float32 [2], was not there": lambda g: g.register_buffer("scale", torch.ones(2)),
+    "attribute model.mask: float32 [3], was missing": lambda g: setattr(g.model, "mask", torch.ones(3)),
+    "buffer scale: float32 [2], was missing": lambda g: g.register_buffer("scale", torch.ones(2)),
 }
 
 
@@ -78,7 +78,7 @@ def test_several_differences_are_told_together() -> None:
     graph.eval()
     graph(X)
     assert graph.why_recompiled() == [
-        "step 1: optimizer 1: Adam of 2 parameters, was not there; module extra: Linear, was not there",
+        "step 1: optimizer 1: Adam of 2 parameters, was missing; module extra: Linear, was missing",
         "step 2: training flag of the graph: False, was True; parameter model.0.bias: requires_grad False, was True",
     ]
 
@@ -108,7 +108,7 @@ def test_numbers_that_change_at_each_call_are_told_and_many_differences_are_coun
 
 
 def test_a_step_that_was_dropped_is_told_and_reasons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierbed.graph.graph.STEPS", 5)
+    monkeypatch.setattr("tierbed.graph.graph.MAX_CACHED_STEPS", 5)
     graph = Model()
     for number in range(5):
         graph(X, number)

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
             lambda: save_checkpoint(tmp_path / "new", model, [model]),
             "optimizers: got TwoTowers; give a",
         ),
-        (lambda: save_checkpoint(tmp_path / "new", model, [optimizer, optimizer.optimizer]), "one is there twice"),
+        (lambda: save_checkpoint(tmp_path / "new", model, [optimizer, optimizer.optimizer]), "one is given twice"),
         (lambda: save_checkpoint(tmp_path / "new", model, optimizer, extra=5), "extra=5: give a dict"),
         (lambda: save_checkpoint(tmp_path / "new", model, optimizer, [3]), "schedulers: got int; give"),
         (lambda: save_checkpoint(tmp_path / "new", model, optimizer, [], 7), "scaler=7: give a torch.amp.GradScaler"),

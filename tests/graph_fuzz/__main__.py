@@ -31,7 +31,7 @@ def main() -> None:
         except Exception:
             failed.append(seed)
             print(f"{program}\n{traceback.format_exc(limit=-6)}", flush=True)
-    print(f"{arguments.n} programs, steps for many sizes {dict(shared)}, failed: {failed}")
+    print(f"{arguments.n} programs, dynamic-shape steps {dict(shared)}, failed: {failed}")
     sys.exit(bool(failed))
 
 

@@ -13,7 +13,7 @@ from .blocks import BLOCKS, IDS, WIDTH, Batch
 
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise", "catch-up")
 DENSE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
-HANDS = 9  # so many consecutive seeds, from a multiple of it on, have each block once at least
+HANDS = 9  # this many consecutive seeds, from a multiple of it on, have each block at least once
 STORES = ("device", "host", "cached_host", "ssd", "ssd_host")
 FLOAT32 = (torch.float32, torch.float32)
 NARROW = tuple(itertools.product((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)))
@@ -43,14 +43,14 @@ class Program:
     scaled: bool
     ahead: int | None  # of `run`; None: plain calls
     sizes: tuple[int, ...]
-    own: int  # so many sizes have steps of their own
+    own: int  # the number of sizes with static-shape steps
     events: dict[int, Event]  # by the number of the call
     other_store: str | None  # beside the device's; None: no other
     types: tuple[torch.dtype, torch.dtype]  # of rows and of their state, where two stores are compared
 
     @property
     def shares(self) -> bool:
-        """Whether a step for many sizes can be made."""
+        """Whether a dynamic-shape step can be made."""
         return not any(BLOCKS[name].one_size for name in self.blocks)
 
     def batches(self) -> list[Batch]:
@@ -86,7 +86,7 @@ def draw_program(seed: int) -> Program:
     events = {}
     for call in range(accumulated, len(sizes), accumulated):
         if draw.random() < 0.25:
-            later = ("freeze", "thaw") if call > own else ()  # not before there is a step for many sizes
+            later = ("freeze", "thaw") if call > own else ()  # not before there is a dynamic-shape step
             events[call] = Event(one_of("evaluate", "evaluate", *later), draw.randrange(len(blocks)))
     return Program(
         seed,

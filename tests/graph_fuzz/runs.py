@@ -47,7 +47,7 @@ class Result:
     state: dict[str, Tensor]
     rows: Tensor
     bits: bytes = b""
-    shared: int = 0  # steps for many sizes that were made
+    shared: int = 0  # dynamic-shape steps that were made
 
 
 class DenseRows(nn.Module):
@@ -119,7 +119,7 @@ def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype
     with (
         MultiTableEmbedding(name, WIDTH, types[0], torch.int64, tables, kept, seed=0, state_dtype=types[1]) as rows,
         patch("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", program.own),
-        _loud() as told,
+        _loud() as logged,
     ):
         graph = Fuzzed(program, rows)
         for kind, optimizer in graph.optimizers.items():
@@ -146,15 +146,17 @@ def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype
         graph.drop_grads()
         state = {key: value.clone() for key, value in graph.model.state_dict().items()}
         found = torch.stack([rows.get(torch.arange(IDS), table) for table in range(TABLES)])
-        assert not [line for line in told if "failed" in line], told
-        return Result(losses, state, found, contents(rows).tobytes(), sum("share a step" in line for line in told))
+        assert not [line for line in logged if "failed" in line], logged
+        return Result(
+            losses, state, found, contents(rows).tobytes(), sum("share a dynamic-shape step" in line for line in logged)
+        )
 
 
 def run_eager(program: Program, rows: Tensor) -> Result:
     """rows: as they are before the first step."""
     graph = Fuzzed(program, DenseRows(rows))
     optimizers: list[Optimizer] = list(graph.optimizers.values())
-    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     losses: list[Tensor] = []
     batches = program.batches()
     for begin, end in _stretches(program):
@@ -170,21 +172,21 @@ def run_eager(program: Program, rows: Tensor) -> Result:
         for number in range(begin, end):
             losses.append(graph.build(*batches[number]).detach())
             if (number + 1) % program.accumulated == 0:
-                _step(program, graph.scaler, optimizers, held)
+                _step(program, graph.scaler, optimizers, parameters)
                 for schedule in graph.schedules.values():
                     schedule.step()
     assert isinstance(graph.rows, DenseRows)
     return Result(losses, graph.model.state_dict(), graph.rows.weight.detach().view(TABLES, IDS, WIDTH))
 
 
-def _step(program: Program, scaler: GradScaler | None, optimizers: list[Optimizer], held: list[Tensor]) -> None:
+def _step(program: Program, scaler: GradScaler | None, optimizers: list[Optimizer], parameters: list[Tensor]) -> None:
     if scaler is not None:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
     if program.max_norm is not None:
-        nn.utils.clip_grad_norm_(held, program.max_norm)
+        nn.utils.clip_grad_norm_(parameters, program.max_norm)
     if program.clip_value is not None:
-        nn.utils.clip_grad_value_(held, program.clip_value)
+        nn.utils.clip_grad_value_(parameters, program.clip_value)
     for optimizer in optimizers:
         optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad()
@@ -201,16 +203,16 @@ def _stretches(program: Program) -> Iterator[tuple[int, int]]:
 @contextmanager
 def _loud() -> Iterator[list[str]]:
     """What the logger says meanwhile."""
-    told: list[str] = []
+    logged: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            logged.append(record.getMessage())
 
     handler, logger = Keep(), logging.getLogger("tierbed")
     logger.addHandler(handler)
     try:
-        yield told
+        yield logged
     finally:
         logger.removeHandler(handler)
 
@@ -219,12 +221,12 @@ def check(program: Program, path: Path) -> Result:
     """AssertionError where a graph and eager torch differ by more than rounding, or two stores by a bit.
 
     Stores are compared with rows of the program's types, the device's of float32 with eager torch. It is one as well
-    where no step for many sizes was made and one can be.
+    if no dynamic-shape step was made although one can be.
     """
     initial = torch.stack([_initial_rows(table) for table in range(TABLES)])
     expected = run_eager(program, initial)
     found = run_graph(program, "device", path)
-    assert found.shared or not program.shares, "no step for many sizes was made"
+    assert found.shared or not program.shares, "no dynamic-shape step was made"
     for number, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True)):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=number: f"loss {n}: {m}")
     torch.testing.assert_close(found.state, expected.state, rtol=1e-4, atol=2e-5)

@@ -17,7 +17,7 @@ from tierbed import Graph, MultiTableEmbedding
 from tierbed.embedding.saved_rows import rows_apart
 
 PADDING = 3
-RECORDED = "# recorded as a CUDA graph"
+CAPTURED = "# captured as a CUDA graph"
 Batch = tuple[Tensor, ...]
 
 
@@ -58,7 +58,7 @@ def batches(count: int, size: int = 6, ids: int = 60, seed: int = 0) -> list[Bat
 
 
 def counts(rows: MultiTableEmbedding) -> dict[str, dict[str, float]]:
-    """Its metrics, but for batches made ahead, which a recorded step has none of."""
+    """Its metrics, but for batches made ahead, which a captured step has none of."""
     metrics = rows.metrics()
     metrics["table"] = {name: value for name, value in metrics["table"].items() if not name.startswith("prefetch")}
     return metrics
@@ -111,9 +111,9 @@ class Pair:
         return [act(graph) for graph in self.graphs]
 
     @property
-    def is_recorded(self) -> bool:
-        assert RECORDED not in repr(self.graphs[0])
-        return RECORDED in repr(self.graphs[1])
+    def is_captured(self) -> bool:
+        assert CAPTURED not in repr(self.graphs[0])
+        return CAPTURED in repr(self.graphs[1])
 
 
 def bits(value: Any) -> Any:
