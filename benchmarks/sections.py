@@ -32,7 +32,7 @@ def options(description: str | None, sections: Iterable[str]) -> argparse.Argume
 def prepared() -> dict[str, str]:
     """Gives torch its threads; what is said about the machine."""
     torch.set_num_threads(THREADS)
-    return machine("tierbed", "torch", "numpy") | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set")}
+    return machine() | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set")}
 
 
 def measured(
