@@ -18,6 +18,7 @@ from workload import check_close
 
 import tierbed
 from tierbed import Graph, MultiTableEmbedding, make_table_options, make_uniform_initializer
+from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from tierbed.optim import LAMB, CatchUpAdam, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad
 
 DIM = 16
@@ -379,3 +380,78 @@ class TorchRec:
     def _shards(self) -> list[Any]:
         state = self._collection.state_dict()
         return [state[f"embeddings.{name}.weight"].local_shards()[0] for name in self._names]
+
+
+class Collection:
+    """An EmbeddingBagCollection in a Graph, from a KeyedJaggedTensor of row numbers, or another `kind` of one."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        batches: Sequence[Batch],
+        kind: type[KeyedJaggedTensor] = KeyedJaggedTensor,
+        name: str = "tierbed",
+    ) -> None:
+        self.name = name
+        keys = [f"f{table}" for table in range(shape.tables)]
+        tables = [
+            EmbeddingBagConfig(shape.rows, shape.dim, f"t{table}", feature_names=[key])
+            for table, key in enumerate(keys)
+        ]
+        bags = EmbeddingBagCollection(tables, tierbed.make_device_mem_store_options())
+        self.embedding = bags.embedding_of("t0")  # of all tables
+        put_initial(self.embedding, shape)
+        self.graph = _CollectionStep(bags, shape.optimizer)
+        self._batches = batches
+        self._calls = [(kind(keys, each.flat, offsets=each.offsets), each.grad.flatten(1)) for each in batches]
+
+    def step(self, index: int) -> Tensor:
+        out: Tensor = self.graph(*self._calls[index % len(self._calls)])
+        return out.view_as(self._batches[0].grad)
+
+    def rows(self, index: int) -> Tensor:
+        return self.embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
+
+
+class _CollectionStep(Graph):
+    def __init__(self, bags: EmbeddingBagCollection, optimizer: str) -> None:
+        super().__init__()
+        self.bags = bags
+        self.add_optimizer(OPTIMIZERS[optimizer](bags.parameters()))
+
+    def build(self, features: KeyedJaggedTensor, grad: Tensor) -> Tensor:
+        out = self.bags(features).values()
+        out.backward(grad)
+        return out
+
+
+class Plain(Collection):
+    """The same lookup, of row numbers and offsets as two tensors."""
+
+    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
+        self.name = "plain tensors"
+        tables = [make_table_options({"type": "uniform"}, ids=shape.rows)] * shape.tables
+        store = tierbed.make_device_mem_store_options()
+        self.embedding = MultiTableEmbedding("plain", shape.dim, torch.float32, torch.int64, tables, store)
+        put_initial(self.embedding, shape)
+        self.graph = _PlainStep(self.embedding, shape)
+        self._batches = batches
+        self._calls = [(each.flat, each.offsets, each.grad.flatten(1)) for each in batches]
+
+
+class _PlainStep(Graph):
+    def __init__(self, embedding: MultiTableEmbedding, shape: Shape) -> None:
+        super().__init__()
+        self.embedding, self.features = embedding, list(range(shape.tables))
+        self.add_optimizer(OPTIMIZERS[shape.optimizer](embedding.parameters()))
+
+    def build(self, ids: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:
+        out: Tensor = self.embedding(ids, None, offsets, "sum", features=self.features).flatten(1)
+        out.backward(grad)
+        return out
+
+
+def put_initial(embedding: MultiTableEmbedding, shape: Shape) -> None:
+    """Under row numbers in place of keys."""
+    for table, rows in enumerate(initial_rows(shape)):
+        embedding.put(torch.arange(shape.rows), rows, table)
