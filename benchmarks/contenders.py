@@ -128,7 +128,6 @@ def fill(embedding: MultiTableEmbedding, rows: int) -> float:
 def initial_rows(shape: Shape) -> list[Tensor]:
     """The rows that every contender's tables start with: of each table, float32 [rows, dim]."""
     with make_embedding(shape.tables, dim=shape.dim) as embedding:
-        RowsStep(embedding, shape.optimizer)
         keys = hashed(torch.arange(shape.rows))
         return [embedding.get(keys, table) for table in range(shape.tables)]
 

@@ -93,7 +93,7 @@ def parts(folder: Path, repeats: int = 30, **fields: Any) -> Iterator[Figure]:
         yield figure(name, 1e9 * threads * seconds / shape.ids, "ns an id")
 
 
-MOST_OF_ADAM = {"partial_rowwise_adam": 1.0, "lamb": 1.4}
+MAX_OF_ADAM = {"partial_rowwise_adam": 1.0, "lamb": 1.4}
 
 
 @workload({"tables": 3, "rows": 500, "batch": 64, "repeats": 2}, passive=False)
@@ -114,7 +114,7 @@ def rules(
     for name in sides:
         notes = f"ms {times.ms(name):.2f}"
         ratio = times.ratio(name, "adam")
-        yield figure(f"{name}, of adam's time", ratio, "x", bar=MOST_OF_ADAM.get(name), at_most=True, notes=notes)
+        yield figure(f"{name}, of adam's time", ratio, "x", bar=MAX_OF_ADAM.get(name), at_most=True, notes=notes)
 
 
 def check_dense(optimizer: str, side: Rows, batch: Batch) -> None:
