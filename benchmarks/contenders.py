@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -139,20 +139,29 @@ def tables_of(batch: Batch) -> Tensor:
 
 
 class RowsStep(Graph):
-    """A lookup, given gradients, an optimizer. calls: how many make one step of the optimizer."""
+    """A lookup, given gradients, an optimizer.
+
+    rows: an embedding or a collection of them. look_up: what the output is, by default `rows` of the ids. calls: how
+    many make one step of the optimizer.
+    """
 
     def __init__(
-        self, embedding: MultiTableEmbedding, optimizer: str = "adagrad", pooling: str | None = None, calls: int = 1
+        self,
+        rows: nn.Module,
+        optimizer: str = "adagrad",
+        look_up: Callable[..., Tensor] | None = None,
+        calls: int = 1,
     ) -> None:
         super().__init__()
-        self.embedding = embedding
-        self.arguments = {} if pooling is None else {"pooling": pooling}
-        self.add_optimizer(OPTIMIZERS[optimizer](embedding.parameters()))
+        self.embedding = rows
+        self._look_up = partial(rows) if look_up is None else look_up
+        self.add_optimizer(OPTIMIZERS[optimizer](rows.parameters()))
         if calls > 1:
             self.accumulate_grads(calls, mean=True)
 
-    def build(self, ids: Tensor, grad: Tensor) -> Tensor:
-        out: Tensor = self.embedding(ids, **self.arguments)
+    def build(self, *inputs: Any) -> Tensor:
+        *ids, grad = inputs
+        out = self._look_up(*ids)
         out.backward(grad)
         return out
 
@@ -173,7 +182,8 @@ class Rows:
         self.name = name
         self.embedding = make_embedding(shape.tables, store, shape.dim, types, world, name.replace(" ", "-"))
         pooled = max(shape.lengths) > 1
-        self.graph = RowsStep(self.embedding, shape.optimizer, "sum" if pooled else None)
+        look_up = partial(self.embedding, pooling="sum") if pooled else None
+        self.graph = RowsStep(self.embedding, shape.optimizer, look_up)
         if filled:
             fill(self.embedding, shape.rows)
         self._batches = batches
@@ -400,7 +410,7 @@ class Collection:
         bags = EmbeddingBagCollection(tables, tierbed.make_device_mem_store_options())
         self.embedding = bags.embedding_of("t0")  # of all tables
         put_initial(self.embedding, shape)
-        self.graph = _CollectionStep(bags, shape.optimizer)
+        self.graph = RowsStep(bags, shape.optimizer, lambda features: bags(features).values())
         self._batches = batches
         self._calls = [(kind(keys, each.flat, offsets=each.offsets), each.grad.flatten(1)) for each in batches]
 
@@ -412,18 +422,6 @@ class Collection:
         return self.embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
 
 
-class _CollectionStep(Graph):
-    def __init__(self, bags: EmbeddingBagCollection, optimizer: str) -> None:
-        super().__init__()
-        self.bags = bags
-        self.add_optimizer(OPTIMIZERS[optimizer](bags.parameters()))
-
-    def build(self, features: KeyedJaggedTensor, grad: Tensor) -> Tensor:
-        out = self.bags(features).values()
-        out.backward(grad)
-        return out
-
-
 class Plain(Collection):
     """The same lookup, of row numbers and offsets as two tensors."""
 
@@ -433,21 +431,14 @@ class Plain(Collection):
         store = tierbed.make_device_mem_store_options()
         self.embedding = MultiTableEmbedding("plain", shape.dim, torch.float32, torch.int64, tables, store)
         put_initial(self.embedding, shape)
-        self.graph = _PlainStep(self.embedding, shape)
+        features = list(range(shape.tables))
+        self.graph = RowsStep(
+            self.embedding,
+            shape.optimizer,
+            lambda ids, offsets: self.embedding(ids, None, offsets, "sum", features=features).flatten(1),
+        )
         self._batches = batches
         self._calls = [(each.flat, each.offsets, each.grad.flatten(1)) for each in batches]
-
-
-class _PlainStep(Graph):
-    def __init__(self, embedding: MultiTableEmbedding, shape: Shape) -> None:
-        super().__init__()
-        self.embedding, self.features = embedding, list(range(shape.tables))
-        self.add_optimizer(OPTIMIZERS[shape.optimizer](embedding.parameters()))
-
-    def build(self, ids: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:
-        out: Tensor = self.embedding(ids, None, offsets, "sum", features=self.features).flatten(1)
-        out.backward(grad)
-        return out
 
 
 def put_initial(embedding: MultiTableEmbedding, shape: Shape) -> None:

@@ -18,9 +18,9 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
             figures += run
         except NotMeasured as error:
             missing[work.name] = str(error)
-        except (Mismatch, BrokenProcessPool) as error:
-            missing[work.name], failed = str(error), True
         except ModuleNotFoundError as error:
             missing[work.name], failed = f"{error}: `make peers` installs what is compared with", True
+        except Exception as error:  # the workloads after it are measured all the same
+            if not isinstance(error, Mismatch):
+                traceback.print_exception(error)
+            missing[work.name], failed = f"{type(error).__name__}: {error}", True
     used, own = (now - then for now, then in zip(_busy(), before, strict=True))
     about["other processes"] = f"{max(used - own, 0.0) / (time.perf_counter() - begin):.2f} cores"
     passed = report(figures, about, given.json, given.markdown, missing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tierbed import Graph, MultiTableEmbedding
-from tierbed.engine import _core
 from tierbed.engine.table.table import OpenTable, PinnedBatch
 
 MATRIX_PRODUCTS = {"addmm", "mm", "bmm", "baddbmm"}
@@ -196,25 +195,9 @@ def timed_calls(watch: Stopwatch, place: Any, *names: str) -> Iterator[None]:
                 setattr(place, name, value)
 
 
-@contextmanager
-def timed_natives(watch: Stopwatch) -> Iterator[None]:
-    """Time the calls of the native core."""
-    with ExitStack() as stack:
-        for place in (_core, _core.FullTable, _core.CachedTier):
-            natives = [name for name, value in vars(place).items() if type(value).__name__ in ("nb_func", "nb_method")]
-            stack.enter_context(timed_calls(watch, place, *natives))
-        stack.enter_context(timed_calls(watch, _core, "Batch"))
-        yield
-
-
 def is_matrix_product(op: Any) -> bool:
     """Whether an op of a compiled step multiplies dense matrices."""
-    return is_torch_op(op) and op.overloadpacket.__name__ in MATRIX_PRODUCTS
-
-
-def is_torch_op(op: Any) -> bool:
-    """Whether it is one of torch's, and none of the engine's."""
-    return isinstance(op, OpOverload)
+    return isinstance(op, OpOverload) and op.overloadpacket.__name__ in MATRIX_PRODUCTS
 
 
 @contextmanager

@@ -24,25 +24,30 @@ CLOSE = 1e-4  # of a loss: torch sums the gradients of a row in another order
 TINY = {"batch": 64, "warm_up": 4, "repeats": 12, "limit": None, "floor_seconds": 0.05, "apart": False}
 
 
-@workload({**TINY, "rows": 2000, "peer_steps": 4, "curve": (1.0, 0.5, 0.25)}, name="beyond-memory")
+FIELDS = {"batch": 2048, "warm_up": 500, "repeats": 2000}  # of a `Case`
+LIMITED = {**FIELDS, "floor_seconds": 2.0, "apart": True}  # apart: each side in a process of its own
+
+
+@workload(
+    {**TINY, "rows": 2000, "peer_steps": 4, "curve": (1.0, 0.5, 0.25)},
+    name="beyond-memory",
+    **{**LIMITED, "rows": 2_500_000, "limit": 1_288_490_188},
+)
 def beyond_memory(
     folder: Path,
-    rows: int = 2_500_000,
-    limit: int | None = 1_288_490_188,
-    curve: Sequence[float] = (1.5, 1.0, 0.5, 0.25),
-    batch: int = 2048,
-    warm_up: int = 500,
-    repeats: int = 2000,
+    repeats: int,
+    floor_seconds: float,
+    apart: bool,
     peer_steps: int = 10,
-    floor_seconds: float = 2.0,
-    apart: bool = True,
+    curve: Sequence[float] = (1.5, 1.0, 0.5, 0.25),
+    **fields: Any,
 ) -> Iterator[Figure]:
     """D=16 in limited memory: of what the disk alone takes, of plain torch on memory-mapped files, and by the limit.
 
-    rows: of each of 8 tables. curve: limits, as shares of the table. apart: each side in a process of its own.
+    rows: of each of 8 tables. curve: limits, as shares of the table.
     """
-    case = Case("cached_ssd", rows, str(folder / "rows"), batch=batch, warm_up=warm_up, steps=repeats, limit=limit)
-    if limit is not None and (reason := may_limit()):
+    case = Case("cached_ssd", folder=str(folder / "rows"), steps=repeats, **fields)
+    if case.limit is not None and (reason := may_limit()):
         print(f"all but the floor by direct reads is not measured: memory cannot be limited, {reason}")
         case = replace(case, limit=None, options={"read_mode": "direct"}, steps=min(500, repeats))
         taken = run(case, apart)
@@ -58,8 +63,8 @@ def beyond_memory(
     peer = run(few, apart)
     check_close(ours, peer)
     shutil.rmtree(few.folder)
-    yield of_floor(f"{rows * case.tables / 1e6:g} M rows of D=16", case, ours, floor, 0.6)
-    notes = f"{batch / step_of(ours):,.0f}/s to {batch / step_of(peer):,.0f}/s"
+    yield of_floor(f"{case.rows * case.tables / 1e6:g} M rows of D=16", case, ours, floor, 0.6)
+    notes = f"{case.batch / step_of(ours):,.0f}/s to {case.batch / step_of(peer):,.0f}/s"
     faster = step_of(peer) / step_of(ours)
     yield figure("samples/s of memory-mapped torch", faster, "x", bar=40.0, notes=notes)
     bar = max(3.0, 1.5 * slowest_of(memory))
@@ -89,33 +94,26 @@ def _curve(case: Case, curve: Sequence[float], floor: Floor, apart: bool) -> Ite
         before = step, read
 
 
-@workload({**TINY, "rows": 1000})
-def wide(
-    folder: Path,
-    rows: int = 375_000,
-    limit: int | None = 1 << 30,
-    batch: int = 2048,
-    warm_up: int = 500,
-    repeats: int = 500,
-    floor_seconds: float = 2.0,
-    apart: bool = True,
-) -> Iterator[Figure]:
+@workload({**TINY, "rows": 1000}, **{**LIMITED, "rows": 375_000, "limit": 1 << 30, "repeats": 500})
+def wide(folder: Path, repeats: int, floor_seconds: float, apart: bool, **fields: Any) -> Iterator[Figure]:
     """D=128 with row-wise Adagrad in limited memory, of what the disk alone takes."""
-    if limit is not None and (reason := may_limit()):
+    place = str(folder / "rows")
+    case = Case("cached_ssd", folder=place, dim=128, optimizer="rowwise_adagrad", steps=repeats, **fields)
+    if case.limit is not None and (reason := may_limit()):
         raise NotMeasured(f"memory cannot be limited, {reason}")
-    more: dict[str, Any] = {"batch": batch, "warm_up": warm_up, "steps": repeats, "limit": limit}
-    case = Case("cached_ssd", rows, str(folder / "rows"), dim=128, optimizer="rowwise_adagrad", **more)
     taken = run(case, apart)
-    name = f"{rows * case.tables / 1e6:g} M rows of D=128"
+    name = f"{case.rows * case.tables / 1e6:g} M rows of D=128"
     yield of_floor(name, case, taken, floor_of(case, floor_seconds), 0.7)
 
 
-@workload({"rows": 1000, "batch": 64, "warm_up": 4, "repeats": 12, "apart": False}, name="page-cache")
-def page_cache(
-    folder: Path, rows: int = 500_000, batch: int = 2048, warm_up: int = 500, repeats: int = 1000, apart: bool = True
-) -> Iterator[Figure]:
+@workload(
+    {"rows": 1000, "batch": 64, "warm_up": 4, "repeats": 12, "apart": False},
+    name="page-cache",
+    **{**FIELDS, "rows": 500_000, "repeats": 1000},
+)
+def page_cache(folder: Path, repeats: int, apart: bool = True, **fields: Any) -> Iterator[Figure]:
     """A cache of 10 % of the rows, and files that the page cache has: of device_mem, of memory-mapped torch."""
-    case = Case("cached_ssd", rows, str(folder / "rows"), batch=batch, warm_up=warm_up, steps=repeats)
+    case = Case("cached_ssd", folder=str(folder / "rows"), steps=repeats, **fields)
     ours = run(case, apart)
     memory = run(replace(case, store="device_mem"), apart)
     check_same(ours, memory)

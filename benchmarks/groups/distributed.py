@@ -15,7 +15,7 @@ import torch.distributed as dist
 from contenders import TOLERANCE, Accumulated, BareExchange, Rows, TorchRec, check
 from ranks import in_turns, on_ranks
 from report import Figure
-from traces import BATCHES, Batch, Shape, hashed, make_batches
+from traces import Batch, Shape, hashed, make_batches
 from workload import figure, workload
 
 from tierbed import make_cached_ssd_store_options, plan
@@ -25,15 +25,6 @@ WIDE = Shape(8, 100_000, 32, 8192, alpha=1.05)  # batch: of each rank
 DEEP = replace(WIDE, batch=2048, dim=128)
 SMALL = replace(WIDE, batch=2048)
 TINY = {"batch": 16, "rows": 200, "tables": 3, "dim": 8, "repeats": 2}
-COMPUTED = {
-    "batch": "rows of ids, here and as owner",
-    "by_owner": "order by owner",
-    "gather": "gather, as owner and of the lookup",
-    "set_lines": "lines of rows",
-    "sum_gradients": "sums of gradients",
-    "update": "update",
-}
-WAITED = {"ids of": "ids", "rows of": "rows", "gradients of": "gradients", "vote of": "vote"}  # else of headers
 
 
 def over_ranks(size: int, task: Callable[..., list[Figure]]) -> Callable[..., list[Figure]]:
@@ -202,61 +193,9 @@ def samples(shape: Shape, repeats: int, folder: Path) -> list[Figure]:
         return [figure(f"ranks: {world.size}", 1e3 * count / ms, "samples/s", notes=f"ms {ms:.2f} of {count} samples")]
 
 
-class Timed(World):
-    """Adds up the seconds that this rank waits for others, and those of functions that are `watched`, by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        super().__init__()
-
-    def start(self, op: str, out: Any, given: Any, out_sizes: Sequence[int], given_sizes: Sequence[int]) -> Any:
-        exchange = super().start(op, out, given, out_sizes, given_sizes)
-        kind = next((kind for begin, kind in WAITED.items() if op.startswith(begin)), "headers")
-        exchange.wait = self.watched(f"waits for {kind}", exchange.wait)  # type: ignore[method-assign]
-        return exchange
-
-    def watched(self, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
-            begin = perf_counter()
-            try:
-                return call(*arguments, **named)
-            finally:
-                self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - begin
-
-        return timed
-
-
-def stages(shape: Shape, repeats: int, folder: Path) -> list[Figure]:
-    """Milliseconds of rank 0, of 2, in each stage of a step, the median over steps."""
-    with closing(Timed()) as world:
-        _, own = drawn(shape)
-        sharded = Rows(shape, own, "sharded", world=world, filled=False)
-        sharded.step(0)  # opens the embedding
-        table = sharded.embedding.opened().own_table
-        assert table.stack is not None
-        watched = [(table.processor, name, stage) for name, stage in COMPUTED.items()]
-        for owner, name, stage in [*watched, (table.stack.top, "pin", "places of rows")]:
-            setattr(owner, name, world.watched(stage, getattr(owner, name)))
-        found: list[dict[str, float]] = []
-        for turn in range(BATCHES + repeats):
-            dist.barrier()
-            world.seconds.clear()
-            begin = perf_counter()
-            out = sharded.step(turn)
-            whole = perf_counter() - begin
-            found.append({**world.seconds, "the rest": whole - sum(world.seconds.values()), "a step": whole})
-            del out
-        sharded.close()
-    warm = found[BATCHES:]
-    ms = {name: 1e3 * median(one.get(name, 0.0) for one in warm) for name in warm[0]}
-    return [figure(name, value, "ms") for name, value in sorted(ms.items(), key=lambda each: -each[1])]
-
-
 for name, ranks, task, shape in (
     ("parts-d32", 2, against_parts, WIDE),
     ("parts-d128", 2, against_parts, DEEP),
-    ("stages-d32", 2, stages, WIDE),
-    ("stages-d128", 2, stages, DEEP),
     ("torchrec", 2, against_torchrec, WIDE),
     ("bytes", 2, bytes_sent, WIDE),
     ("alone", 1, group_of_one, SMALL),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,11 +28,8 @@ from timing import (
     Turn,
     in_turns,
     is_matrix_product,
-    is_torch_op,
     one_thread,
     seconds_of,
-    timed_calls,
-    timed_natives,
     timed_ops,
     turn_of,
 )
@@ -87,52 +83,22 @@ def overhead(folder: Path, batches: int = 32, turn: int = 50, repeats: int = 40,
         most = MAX_BYTECODES if sys.version_info[:2] == COUNTED_ON else None
         yield figure(f"calls of the engine's Python, {optimizer}", counts[0].calls, bar=MAX_CALLS, at_most=True)
         yield figure(f"bytecodes of the same, {optimizer}", counts[0].bytecodes, bar=most, at_most=True)
-        yield own_time(graph, ours, turn, repeats, optimizer)
-
-
-def own_time(graph: GraphStep, step: Step, turn: int, repeats: int, optimizer: str) -> Figure:
-    """What is neither torch's ops, nor the native core, nor `optimizer.step()`, which is torch's.
-
-    Of steps without a stopwatch, less what the stopwatches show in the steps of the next turn.
-    """
-    rounds: list[tuple[float, float, float]] = []
-    for first in range(0, turn * repeats, turn):
-        numbers = range(first, first + turn)
-        whole = median(seconds_of(lambda n=number: step(n)) for number in numbers)
-        ops, rest = Stopwatch(), Stopwatch()
-        with timed_ops(ops, graph, is_torch_op), timed_natives(rest), timed_calls(rest, graph.optimizer, "step"):
-            inside = [(step(number), ops.lap(), rest.lap())[1:] for number in numbers]
-        rounds.append((whole, *(median(part) for part in zip(*inside, strict=True))))
-    parts = [1e6 * median(part) for part in zip(*rounds, strict=True)]
-    own = 1e6 * median(whole - in_ops - in_rest for whole, in_ops, in_rest in rounds)
-    notes = f"of {parts[0]:.0f} us; torch's ops {parts[1]:.0f}, native core and optimizer.step() {parts[2]:.0f}"
-    return figure(f"time of the same, {optimizer}", own, "us", notes=notes)
 
 
 @workload(FEW, **asdict(LARGE_STEP))
 def dense_share(folder: Path, batches: int = 16, repeats: int = 150, **fields: Any) -> Iterator[Figure]:
-    """What of a step of a large batch is not matrix products; every part is timed within the same steps."""
+    """What of a step of a large batch is not matrix products."""
     model = Model(**fields)
     graph, given = GraphStep(model, folder), make_batches(model, batches)
     check_eager("dense_share", model, graph, given)
-    step = cycle(graph, keyed(given))
-    products, ops, core, optimizer = watches = [Stopwatch() for _ in range(4)]
-    samples: list[tuple[float, ...]] = []
-    with (
-        timed_ops(products, graph, is_matrix_product),
-        timed_ops(ops, graph, is_torch_op),
-        timed_natives(core),
-        timed_calls(optimizer, graph.optimizer, "step"),
-    ):
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt  # memory that is not reused is cleared by page
+    step, products = cycle(graph, keyed(given)), Stopwatch()
+    samples: list[tuple[float, float]] = []
+    with timed_ops(products, graph, is_matrix_product):
         for number in range(repeats):
-            samples.append((seconds_of(lambda n=number: step(n)), *(watch.lap() for watch in watches)))
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    ms = [1e3 * median(part) for part in zip(*samples, strict=True)]
-    names = ("step", "matrix products", "other ops", "native core", "optimizer.step()", "the engine's Python")
-    parts = zip(names, (*ms, ms[0] - sum(ms[1:])), strict=True)
-    notes = listed([*((name, f"{part:.1f} ms") for name, part in parts), ("page faults", f"{faults / repeats:,.0f}")])
-    share = 100 * median(1 - in_products / whole for whole, in_products, *_ in samples)
+            samples.append((seconds_of(partial(step, number)), products.lap()))
+    whole, within = (1e3 * median(part) for part in zip(*samples, strict=True))
+    share = 100 * median(1 - in_products / seconds for seconds, in_products in samples)
+    notes = f"step {whole:.1f} ms, matrix products {within:.1f} ms"
     yield figure("all but matrix products", share, "% of a step", bar=20, at_most=True, notes=notes)
 
 

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from contenders import CHECKED_STEPS, FLOAT32, OPTIMIZERS, Fbgemm, Rows, Torch, check, make_options, tables_of
 from floor import Floor
 from report import Figure, is_intel
-from timing import Stopwatch, Times, in_turns, timed_calls
+from timing import Times, in_turns
 from traces import BATCHES, Batch, Shape, hashed, make_batches
 from workload import check_close, figure, workload
-
-from tierbed.engine import _core
 
 UNIFORM = Shape(26, 38_462, 16, 4096)
 WIDE = replace(UNIFORM, dim=128)
 ONE_ID = Shape(26, 100_000, 128, 2048, alpha=1.05, optimizer="rowwise_adagrad")
 BAGS = Shape(32, 100_000, 128, 512, 20, optimizer="rowwise_adagrad")
 TINY = {"tables": 3, "rows": 500, "batch": 64, "repeats": 2}
-PARTS = {
-    "deduplication": (_core, "Batch"),
-    "lookup": (_core.FullTable, "find", "insert_missing"),
-    "gather": (_core, "gather"),
-    "update": (_core, "update"),
-}
 
 
 def step(folder: Path, peer: str, bar: float, repeats: int = 50, **fields: Any) -> Iterator[Figure]:
@@ -66,31 +55,6 @@ for name, shape, peer, bar in (
     ("d16-20m", replace(UNIFORM, rows=769_231), "1 M rows", 1 / 3),
 ):
     workload(TINY, passive=False, name=name, peer=peer, bar=bar, **asdict(shape))(step)
-
-
-@workload(TINY, passive=False, **asdict(UNIFORM))
-def parts(folder: Path, repeats: int = 30, **fields: Any) -> Iterator[Figure]:
-    """Where the time of such a step goes: nanoseconds an id, of all threads together; `--set` gives another shape."""
-    shape = Shape(**fields)
-    ours = Rows(shape, make_batches(shape))
-    watches = {name: Stopwatch() for name in PARTS}
-    taken: list[dict[str, float]] = []
-
-    def timed_step(turn: int) -> None:
-        begin = time.perf_counter()
-        ours.step(turn)
-        whole = time.perf_counter() - begin
-        laps = {name: watch.lap() for name, watch in watches.items()}
-        taken.append({**laps, "dispatch": whole - sum(laps.values()), "all": whole})
-
-    with ExitStack() as stack:
-        for name, (place, *calls) in PARTS.items():
-            stack.enter_context(timed_calls(watches[name], place, *calls))
-        in_turns({"tierbed": timed_step}, repeats, BATCHES)
-    threads = torch.get_num_threads()
-    for name in taken[0]:
-        seconds = median(each[name] for each in taken[BATCHES:])
-        yield figure(name, 1e9 * threads * seconds / shape.ids, "ns an id")
 
 
 MAX_OF_ADAM = {"partial_rowwise_adam": 1.0, "lamb": 1.4}

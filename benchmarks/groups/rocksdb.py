@@ -261,13 +261,15 @@ def steps(
     """
     _core.set_threads(1)
     random = np.random.default_rng(0)
-    db = RocksDB(folder / "rows", row_bytes // 4 - 2, read_mode=mode, read_threads=1, options=options)
+    width = row_bytes // 4 - 2
+    db = RocksDB(folder / "rows", width)
     piece = Rows(np.arange(batch, dtype=np.uint64), row_bytes)
     for first in range(0, rows, batch):
         keys = np.arange(first, min(first + batch, rows), dtype=np.uint64)
         db.write(piece.tables[: len(keys)], keys, piece.lines[: len(keys)])
     db.compact()
-    before = db.metrics()["ssd"]
+    db.close()
+    db = RocksDB(folder / "rows", width, SHARDS, read_mode=mode, read_threads=1, options=options)
     spent = {"read": 0.0, "write": 0.0}
     process, thread = time.process_time(), time.thread_time()
     for _ in range(repeats):
@@ -280,11 +282,9 @@ def steps(
                 db.write(piece.tables, keys, piece.lines)
             spent[part] += time.thread_time() - began
     spent["background"] = (time.process_time() - process) - (time.thread_time() - thread)
-    after = db.metrics()["ssd"]
+    ssd = db.metrics()["ssd"]
     db.close()
-    grown = {name: after[name] - before[name] for name in ("bytes_in", "flush_bytes", "compaction_bytes")}
-    amplification = (grown["flush_bytes"] + grown["compaction_bytes"]) / max(1, grown["bytes_in"])
-    files = after["sst_bytes"] / (rows * row_bytes)
-    notes = f"write amplification {amplification:.2f}, files {files:.2f} x the rows"
-    for part, seconds in {**spent, "all": sum(spent.values())}.items():
-        yield figure(f"processor time, {part}", 1e3 * seconds / repeats, "ms a step", notes=notes)
+    parts = [(part, f"{1e3 * seconds / repeats:.1f} ms") for part, seconds in spent.items()]
+    about = [("write amplification", f"{ssd['write_amplification']:.2f}"), ("stalled", f"{ssd['stall_seconds']:.1f} s")]
+    whole = 1e3 * sum(spent.values()) / repeats
+    yield figure("processor time", whole, "ms a step", notes=listed([*parts, *about]))

@@ -70,7 +70,7 @@ def test_figures_of_sides_that_differ_are_missing_and_fail(
     for name, measure in {"differ": differ, "lack": lack}.items():
         monkeypatch.setitem(WORKLOADS, f"fake/{name}", Workload(f"fake/{name}", measure, {}, {}, True))
     assert run.main(["fake/differ", "--quick"]) == 1
-    assert "fake/differ: no figure, rows differ by up to 1" in capsys.readouterr().out
+    assert "fake/differ: no figure, Mismatch: rows differ by up to 1" in capsys.readouterr().out
     assert run.main(["fake/lack", "--quick"]) == 1
     assert "`make peers` installs" in capsys.readouterr().out
 
