@@ -1,135 +1,217 @@
-"""Who is measured: tierbed through its public API, FBGEMM's CPU operator and torch's sparse embedding."""
+"""The sides that make steps of rows alone: tierbed on its stores and over ranks, FBGEMM, torch, TorchRec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from timing import top_tier
 from torch import Tensor, nn
-from workloads import BETAS, EPS, LR, Batch, Workload, hashed, initial_rows
+from traces import Batch, Shape, hashed
+from workload import check_close
 
-from tierbed import (
-    Graph,
-    MultiTableEmbedding,
-    make_device_mem_store_options,
-    make_table_options,
-    make_uniform_initializer,
-)
-from tierbed.engine.optim import RowWiseAdagrad
+import tierbed
+from tierbed import Graph, MultiTableEmbedding, make_table_options, make_uniform_initializer
+from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from tierbed.optim import LAMB, CatchUpAdam, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad
+
+DIM = 16
+LR = 0.01
+# far below every gradient, so that SparseAdam, which adds it elsewhere than Adam, computes the same rows
+EPS = 1e-10
+BETAS = (0.9, 0.999)
+CHECKED_STEPS = 3
+TOLERANCE = 2e-6  # of the largest magnitude
+FILLED_AT_ONCE = 1 << 17  # rows
+FLOAT32 = torch.float32, torch.float32
+
+Parameters = Iterable[nn.Parameter]
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, LR),
+    "adagrad": lambda p: torch.optim.Adagrad(p, LR, eps=EPS),
+    "rowwise_adagrad": lambda p: RowWiseAdagrad(p, LR, EPS),
+    "adam": lambda p: torch.optim.Adam(p, LR, BETAS, EPS),
+    "sparse_adam": lambda p: torch.optim.SparseAdam(p, LR, BETAS, EPS),
+    "partial_rowwise_adam": lambda p: PartialRowWiseAdam(p, LR, BETAS, EPS),
+    "catch_up_adam": lambda p: CatchUpAdam(p, LR, BETAS, EPS),
+    "lamb": lambda p: LAMB(p, LR, BETAS, EPS),
+    "partial_rowwise_lamb": lambda p: PartialRowWiseLAMB(p, LR, BETAS, EPS),
+    "lars_sgd": lambda p: LarsSGD(p, LR),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, LR, eps=EPS),
+}
 
 
 class Contender(Protocol):
-    """Holds one set of tables and the batches, laid out beforehand as it likes them."""
+    """Tables that start with the rows of `initial_rows`, and the batches, laid out beforehand as it likes them."""
 
     name: str
 
-    def step(self, index: int) -> Tensor:
-        """Forward, backward and update of batch `index`: float32 [batch, tables, dim], the forward's output."""
+    def step(self, index: int) -> Tensor | list[Tensor]:
+        """Forward, backward and update of batch `index`: the output [batch, tables, dim], or of each table."""
 
     def rows(self, index: int) -> Tensor:
-        """The rows of batch `index` as they are now: float32 [ids, dim], in the order of its `rows`."""
+        """The rows of batch `index` as they are now: float32 [ids, dim], in the order of its `flat`."""
 
 
-class _Step(Graph):
-    def __init__(self, embedding: MultiTableEmbedding, optimizer: torch.optim.Optimizer, pooling: str | None) -> None:
+def check(ours: Contender, others: Sequence[Contender], tolerance: float = TOLERANCE) -> None:
+    """Raises Mismatch unless the others give the same outputs in some steps, and hold the same rows after each.
+
+    tolerance: how far apart, as a share of the largest magnitude; 0 for the same bits.
+    """
+    for index in range(CHECKED_STEPS):
+        for what in ("step", "rows"):
+            expected = _whole(getattr(ours, what)(index)).clone()
+            for other in others:
+                found = _whole(getattr(other, what)(index))
+                check_close(f"{what} of batch {index} by {ours.name} and {other.name}", expected, found, tolerance)
+
+
+def _whole(out: Tensor | list[Tensor]) -> Tensor:
+    return (torch.stack(out, 1) if isinstance(out, list) else out).detach()
+
+
+def make_options(
+    store: str, folder: Path, cached: int = 0, dim: int = DIM, optimizer: str = "adagrad", **more: Any
+) -> Any:
+    """Options of a store by name; a cache has room for about `cached` rows."""
+    if store == "device_mem":
+        return tierbed.make_device_mem_store_options(**more)
+    if store == "host_mem":
+        return tierbed.make_host_mem_store_options(**more)
+    budget = (cached + 1) * bytes_of_a_cached_row(dim, optimizer) / 2**20
+    if store == "cached_host_mem":
+        return tierbed.make_cached_host_mem_store_options(budget, **more)
+    return tierbed.make_cached_ssd_store_options(budget, folder, **more)
+
+
+def make_embedding(
+    tables: int,
+    options: Any = None,
+    dim: int = DIM,
+    types: tuple[torch.dtype, torch.dtype] = FLOAT32,
+    world: Any = None,
+    name: str = "rows",
+) -> MultiTableEmbedding:
+    """On device_mem by default. types: of rows, and of the state that elements have. Initial rows depend on no name."""
+    initial = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables
+    store = tierbed.make_device_mem_store_options() if options is None else options
+    return MultiTableEmbedding(
+        name, dim, types[0], torch.int64, initial, store, seed=0, world=world, state_dtype=types[1]
+    )
+
+
+@cache
+def bytes_of_a_cached_row(dim: int, optimizer: str) -> float:
+    """With the cache's own records, and the optimizer's state."""
+    with make_embedding(1, tierbed.make_cached_host_mem_store_options(16), dim) as embedding:
+        RowsStep(embedding, optimizer)
+        top = top_tier(embedding)
+        return top["bytes"] / top["capacity"]
+
+
+def fill(embedding: MultiTableEmbedding, rows: int) -> float:
+    """Write the initial value of every row, so that all are stored, in the order of keys. Returns seconds."""
+    begin = time.perf_counter()
+    for table in range(embedding.spec.num_tables):
+        for numbers in torch.arange(rows).split(FILLED_AT_ONCE):
+            keys = hashed(numbers)
+            embedding.put(keys, embedding.get(keys, table), table)
+    return time.perf_counter() - begin
+
+
+def initial_rows(shape: Shape) -> list[Tensor]:
+    """The rows that every contender's tables start with: of each table, float32 [rows, dim]."""
+    with make_embedding(shape.tables, dim=shape.dim) as embedding:
+        keys = hashed(torch.arange(shape.rows))
+        return [embedding.get(keys, table) for table in range(shape.tables)]
+
+
+def tables_of(batch: Batch) -> Tensor:
+    """The table of each id of `flat`."""
+    samples, tables = batch.grad.shape[:2]
+    return torch.arange(tables).repeat_interleave(batch.offsets[::samples].diff())
+
+
+class RowsStep(Graph):
+    """A lookup, given gradients, an optimizer.
+
+    rows: an embedding or a collection of them. look_up: what the output is, by default `rows` of the ids. calls: how
+    many make one step of the optimizer.
+    """
+
+    def __init__(
+        self,
+        rows: nn.Module,
+        optimizer: str = "adagrad",
+        look_up: Callable[..., Tensor] | None = None,
+        calls: int = 1,
+    ) -> None:
         super().__init__()
-        self.embedding = embedding
-        self.arguments = {} if pooling is None else {"pooling": pooling}
-        self.add_optimizer(optimizer)
+        self.embedding = rows
+        self._look_up = partial(rows) if look_up is None else look_up
+        self.add_optimizer(OPTIMIZERS[optimizer](rows.parameters()))
+        if calls > 1:
+            self.accumulate_grads(calls, mean=True)
 
-    def build(self, ids: Tensor, grad: Tensor) -> Tensor:
-        out: Tensor = self.embedding(ids, **self.arguments)
+    def build(self, *inputs: Any) -> Tensor:
+        *ids, grad = inputs
+        out = self._look_up(*ids)
         out.backward(grad)
         return out
 
 
-class Tierbed:
-    """Rows in a device_mem store, under hashed 64-bit keys."""
-
-    def __init__(self, work: Workload, batches: list[Batch], name: str = "tierbed") -> None:
-        self.name = name
-        tables = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * work.tables
-        self._embedding = MultiTableEmbedding(
-            work.name.replace("-", "_"), work.dim, torch.float32, torch.int64, tables, make_device_mem_store_options()
-        )
-        pooled = work.length > 1
-        self._graph = _Step(self._embedding, _row_optimizer(work, self._embedding), "sum" if pooled else None)
-        for table in range(work.tables):
-            self._embedding.put(hashed(torch.arange(work.rows)), initial_rows(work, table), table_ids=table)
-        self._tables = torch.arange(work.tables)[:, None].expand(work.tables, work.length)
-        self._keys = [hashed(batch.rows) for batch in batches]
-        self._ids = self._keys if pooled else [keys.squeeze(2) for keys in self._keys]
-        self._grads = [batch.grad for batch in batches]
-
-    def step(self, index: int) -> Tensor:
-        out: Tensor = self._graph(self._ids[index], self._grads[index])
-        return out
-
-    def rows(self, index: int) -> Tensor:
-        return self._embedding.get(self._keys[index], self._tables).flatten(0, 2)
-
-
-class RowsOf:
-    """Rows in a store, device_mem unless told, that follow an optimizer, looked up without pooling."""
+class Rows:
+    """tierbed, under hashed 64-bit keys; over the ranks of a world, each with its own part of each batch."""
 
     def __init__(
         self,
-        work: Workload,
-        batches: list[Batch],
-        make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        types: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
-        store: Mapping[str, Any] | None = None,
+        shape: Shape,
+        batches: Sequence[Batch],
+        name: str = "tierbed",
+        store: Any = None,
+        types: tuple[torch.dtype, torch.dtype] = FLOAT32,
+        world: Any = None,
+        filled: bool = True,
     ) -> None:
-        """types: of rows and of the state that elements have."""
-        self.batches = batches
-        tables = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * work.tables
-        self._embedding = MultiTableEmbedding(
-            work.name,
-            work.dim,
-            types[0],
-            torch.int64,
-            tables,
-            make_device_mem_store_options() if store is None else store,
-            state_dtype=types[1],
-        )
-        self._graph = _Step(self._embedding, make(list(self._embedding.parameters())), None)
-        self._ids = [batch.rows.squeeze(2) for batch in batches]
+        self.name = name
+        self.embedding = make_embedding(shape.tables, store, shape.dim, types, world, name.replace(" ", "-"))
+        pooled = max(shape.lengths) > 1
+        look_up = partial(self.embedding, pooling="sum") if pooled else None
+        self.graph = RowsStep(self.embedding, shape.optimizer, look_up)
+        if filled:
+            fill(self.embedding, shape.rows)
+        self._batches = batches
+        ids = [hashed(batch.rows) for batch in batches]
+        self._ids = ids if pooled else [each.squeeze(2) for each in ids]
+
+    def call(self, index: int) -> tuple[Tensor, Tensor]:
+        """The arguments of a step."""
+        return self._ids[index % len(self._ids)], self._batches[index % len(self._ids)].grad
 
     def step(self, index: int) -> Tensor:
-        out: Tensor = self._graph(self._ids[index], self.batches[index].grad)
+        out: Tensor = self.graph(*self.call(index))
         return out
 
-    def fill(self, rows: int) -> None:
-        """Write the first rows of each table, as they would begin in float32 but for their order."""
-        draw = torch.Generator().manual_seed(0)
-        for table in range(self._embedding.spec.num_tables):
-            for keys in torch.arange(rows).split(1 << 16):
-                values = torch.rand(len(keys), self._embedding.dim, generator=draw) * 0.2 - 0.1
-                self._embedding.put(keys, values, table)
+    def rows(self, index: int) -> Tensor:
+        batch = self._batches[index]
+        return self.embedding.get(hashed(batch.flat), tables_of(batch))
 
     def close(self) -> None:
-        self._embedding.close()
-
-    def of(self, rows: Tensor) -> Tensor:
-        """The rows [n] of table 0 as they are now: float32 [n, dim]."""
-        return self._embedding.get(rows, 0)
-
-
-def _row_optimizer(work: Workload, embedding: nn.Module) -> torch.optim.Optimizer:
-    if work.optimizer == "adagrad":
-        return torch.optim.Adagrad(embedding.parameters(), lr=LR, eps=EPS)
-    if work.optimizer == "adam":
-        return torch.optim.Adam(embedding.parameters(), lr=LR, betas=BETAS, eps=EPS)
-    return RowWiseAdagrad(embedding.parameters(), lr=LR, eps=EPS)
+        self.embedding.close()
 
 
 class Fbgemm:
-    """FBGEMM's fused operator over dense row numbers, without its bounds check: its fastest setting."""
+    """FBGEMM's fused operator over dense row numbers, pooled, without its bounds check: its fastest setting."""
 
-    name = "fbgemm"
+    name = "FBGEMM"
 
-    def __init__(self, work: Workload, batches: list[Batch]) -> None:
+    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -138,31 +220,30 @@ class Fbgemm:
         )
 
         optimizers = {"adagrad": EmbOptimType.EXACT_ADAGRAD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
-        specs = [(work.rows, work.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * work.tables
         self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
-            specs,
-            optimizer=optimizers[work.optimizer],
+            [(shape.rows, shape.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * shape.tables,
+            optimizer=optimizers[shape.optimizer],
             learning_rate=LR,
             eps=EPS,
             bounds_check_mode=BoundsCheckMode.NONE,
         )
         self._weights = self._tbe.split_embedding_weights()
-        for table, weights in enumerate(self._weights):
-            weights.copy_(initial_rows(work, table))
+        for weights, rows in zip(self._weights, initial_rows(shape), strict=True):
+            weights.copy_(rows)
         self._batches = batches
-        self._shape = (work.batch, work.tables, work.dim)
-        self._indices = [batch.rows.transpose(0, 1).flatten() for batch in batches]
-        self._offsets = torch.arange(0, work.ids + 1, work.length)
         self._grads = [batch.grad.flatten(1) for batch in batches]
 
     def step(self, index: int) -> Tensor:
-        out: Tensor = self._tbe(self._indices[index], self._offsets)
-        out.backward(self._grads[index])
-        return out.detach().view(self._shape)
+        number = index % len(self._batches)
+        batch = self._batches[number]
+        out: Tensor = self._tbe(batch.flat, batch.offsets)
+        out.backward(self._grads[number])
+        return out.detach().view_as(batch.grad)
 
     def rows(self, index: int) -> Tensor:
-        per_table = zip(self._weights, self._batches[index].rows.unbind(1), strict=True)
-        return torch.stack([weights[rows] for weights, rows in per_table], dim=1).flatten(0, 2)
+        batch = self._batches[index]
+        parts = batch.flat.split(tables_of(batch).bincount().tolist())
+        return torch.cat([weights[numbers] for weights, numbers in zip(self._weights, parts, strict=True)])
 
 
 class Torch:
@@ -170,29 +251,197 @@ class Torch:
 
     name = "torch"
 
-    def __init__(self, work: Workload, batches: list[Batch]) -> None:
-        self._embedding = nn.Embedding(work.tables * work.rows, work.dim, sparse=True)
-        with torch.no_grad():
-            for table in range(work.tables):
-                self._embedding.weight[table * work.rows : (table + 1) * work.rows] = initial_rows(work, table)
-        self._optimizer: torch.optim.Optimizer
-        if work.optimizer == "adagrad":
-            self._optimizer = torch.optim.Adagrad(self._embedding.parameters(), lr=LR, eps=EPS)
-        else:
-            self._optimizer = torch.optim.SparseAdam(self._embedding.parameters(), lr=LR, betas=BETAS, eps=EPS)
-        first = (torch.arange(work.tables) * work.rows)[:, None]
-        self._ids = [(batch.rows + first).squeeze(2) for batch in batches]
+    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
+        torch.sparse.check_sparse_tensor_invariants.disable()  # as by default, which Adagrad warns of
+        rows = torch.cat(initial_rows(shape))
+        self._embedding = nn.Embedding.from_pretrained(rows, freeze=False, sparse=True)
+        optimizer = "sparse_adam" if shape.optimizer == "adam" else shape.optimizer
+        self._optimizer = OPTIMIZERS[optimizer](self._embedding.parameters())
+        first = torch.arange(shape.tables) * shape.rows
+        self._ids = [batch.rows.squeeze(2) + first for batch in batches]
         self._grads = [batch.grad for batch in batches]
 
     def step(self, index: int) -> Tensor:
+        number = index % len(self._ids)
         self._optimizer.zero_grad()
-        out: Tensor = self._embedding(self._ids[index])
-        out.backward(self._grads[index])
+        out: Tensor = self._embedding(self._ids[number])
+        out.backward(self._grads[number])
         self._optimizer.step()
         return out.detach()
 
     def rows(self, index: int) -> Tensor:
-        return self._embedding.weight.detach()[self._ids[index].flatten()]
+        return self._embedding.weight.detach()[self._ids[index].T.flatten()]
 
 
-PEERS: dict[str, Callable[[Workload, list[Batch]], Contender]] = {"fbgemm": Fbgemm, "torch": Torch}
+class Accumulated(Rows):
+    """The reference of ranks: every rank alone makes the step of all, by accumulating their parts of each batch."""
+
+    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
+        ranks = dist.get_world_size()
+        super().__init__(shape, [batch.part(dist.get_rank(), ranks) for batch in batches], "accumulated", filled=False)
+        self.graph = RowsStep(self.embedding, shape.optimizer, calls=ranks)
+        parts = [[batch.part(rank, ranks) for rank in range(ranks)] for batch in batches]
+        self._parts = [[(hashed(part.rows.squeeze(2)), part.grad) for part in each] for each in parts]
+
+    def step(self, index: int) -> Tensor:
+        outs = [self.graph(*part) for part in self._parts[index]]
+        out: Tensor = outs[dist.get_rank()]
+        return out
+
+
+class BareExchange:
+    """What the ranks must send each other for these batches, from buffers to buffers, and nothing else.
+
+    The numbers of ids, the ids with their tables, the rows, the gradients: of rows that another rank owns. sent: int64
+    [ranks, ranks] of each batch, the rows that rank i requests from rank j.
+    """
+
+    def __init__(self, shape: Shape, sent: Sequence[Any]) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._out = [matrix[rank].tolist() for matrix in sent]
+        self._in = [matrix[:, rank].tolist() for matrix in sent]
+        most = max(sum(counts) for counts in self._out + self._in)
+        self._words, self._dim = (2 if shape.tables > 1 else 1), shape.dim
+        self._numbers = torch.ones(2, size, dtype=torch.int64)
+        self._ids = torch.ones(2, most * self._words, dtype=torch.int64)
+        self._rows = torch.ones(2, most * shape.dim)
+
+    def step(self, index: int) -> None:
+        out, into = self._out[index % len(self._out)], self._in[index % len(self._in)]
+        dist.all_to_all_single(self._numbers[0], self._numbers[1])
+        self._exchange(self._ids, out, into, self._words)
+        self._exchange(self._rows, into, out, self._dim)
+        self._exchange(self._rows, out, into, self._dim)
+
+    @staticmethod
+    def _exchange(buffers: Tensor, out: list[int], into: list[int], width: int) -> None:
+        sizes, received = [width * n for n in out], [width * n for n in into]
+        dist.all_to_all_single(buffers[0, : sum(received)], buffers[1, : sum(sizes)], received, sizes)
+
+
+class TorchRec:
+    """An EmbeddingCollection that DistributedModelParallel shards row by row over the ranks, with a fused Adagrad."""
+
+    name = "TorchRec"
+
+    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
+        from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+        from torchrec.distributed import DistributedModelParallel
+        from torchrec.distributed.embedding import EmbeddingCollectionSharder
+        from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+        from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+        from torchrec.distributed.types import ShardingEnv, ShardingPlan
+        from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+        self._names = [f"t{table}" for table in range(shape.tables)]
+        configs = [
+            EmbeddingConfig(num_embeddings=shape.rows, embedding_dim=shape.dim, name=name, feature_names=[name])
+            for name in self._names
+        ]
+        collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+        apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {"lr": LR, "eps": EPS})
+        sharder = EmbeddingCollectionSharder()
+        by_row = row_wise(compute_kernel=EmbeddingComputeKernel.FUSED.value)
+        sharding = construct_module_sharding_plan(
+            collection,
+            dict.fromkeys(self._names, by_row),
+            sharder=sharder,
+            local_size=size,
+            world_size=size,
+            device_type="cpu",
+        )
+        self._model = DistributedModelParallel(
+            nn.ModuleDict({"rows": collection}),
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=torch.device("cpu"),
+            plan=ShardingPlan({"rows": sharding}),
+            sharders=[sharder],  # type: ignore[list-item]
+        )
+        self._collection = self._model.module["rows"]
+        for shard, rows in zip(self._shards(), initial_rows(shape), strict=True):
+            shard.tensor.copy_(rows[self._part(shard)])
+        self._shape, self._batches = shape, batches
+        ones = torch.ones(len(batches[0].flat), dtype=torch.int32)
+        self._features = [KeyedJaggedTensor(self._names, batch.flat, lengths=ones) for batch in batches]
+
+    def step(self, index: int) -> list[Tensor]:
+        number = index % len(self._batches)
+        out = self._collection(self._features[number])
+        values = [out[name].values() for name in self._names]
+        torch.autograd.backward(values, self._batches[number].grad.unbind(1))
+        return values
+
+    def rows(self, index: int) -> Tensor:
+        """All ranks call it."""
+        tables = torch.zeros(self._shape.tables, self._shape.rows, self._shape.dim)
+        for rows, shard in zip(tables, self._shards(), strict=True):
+            rows[self._part(shard)] = shard.tensor.detach()
+        dist.all_reduce(tables)
+        return tables[tables_of(self._batches[index]), self._batches[index].flat]
+
+    @staticmethod
+    def _part(shard: Any) -> slice:
+        first, count = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+        return slice(first, first + count)
+
+    def _shards(self) -> list[Any]:
+        state = self._collection.state_dict()
+        return [state[f"embeddings.{name}.weight"].local_shards()[0] for name in self._names]
+
+
+class Collection:
+    """An EmbeddingBagCollection in a Graph, from a KeyedJaggedTensor of row numbers, or another `kind` of one."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        batches: Sequence[Batch],
+        kind: type[KeyedJaggedTensor] = KeyedJaggedTensor,
+        name: str = "tierbed",
+    ) -> None:
+        self.name = name
+        keys = [f"f{table}" for table in range(shape.tables)]
+        tables = [
+            EmbeddingBagConfig(shape.rows, shape.dim, f"t{table}", feature_names=[key])
+            for table, key in enumerate(keys)
+        ]
+        bags = EmbeddingBagCollection(tables, tierbed.make_device_mem_store_options())
+        self.embedding = bags.embedding_of("t0")  # of all tables
+        put_initial(self.embedding, shape)
+        self.graph = RowsStep(bags, shape.optimizer, lambda features: bags(features).values())
+        self._batches = batches
+        self._calls = [(kind(keys, each.flat, offsets=each.offsets), each.grad.flatten(1)) for each in batches]
+
+    def step(self, index: int) -> Tensor:
+        out: Tensor = self.graph(*self._calls[index % len(self._calls)])
+        return out.view_as(self._batches[0].grad)
+
+    def rows(self, index: int) -> Tensor:
+        return self.embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
+
+
+class Plain(Collection):
+    """The same lookup, of row numbers and offsets as two tensors."""
+
+    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
+        self.name = "plain tensors"
+        tables = [make_table_options({"type": "uniform"}, ids=shape.rows)] * shape.tables
+        store = tierbed.make_device_mem_store_options()
+        self.embedding = MultiTableEmbedding("plain", shape.dim, torch.float32, torch.int64, tables, store)
+        put_initial(self.embedding, shape)
+        features = list(range(shape.tables))
+        self.graph = RowsStep(
+            self.embedding,
+            shape.optimizer,
+            lambda ids, offsets: self.embedding(ids, None, offsets, "sum", features=features).flatten(1),
+        )
+        self._batches = batches
+        self._calls = [(each.flat, each.offsets, each.grad.flatten(1)) for each in batches]
+
+
+def put_initial(embedding: MultiTableEmbedding, shape: Shape) -> None:
+    """Under row numbers in place of keys."""
+    for table, rows in enumerate(initial_rows(shape)):
+        embedding.put(torch.arange(shape.rows), rows, table)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from contenders import BETAS, EPS, LR, initial_rows, tables_of
 from numpy.typing import NDArray
 from torch import Tensor
-from workloads import BETAS, EPS, LR, Batch, Workload, initial_rows
+from traces import Batch, Shape
 
 _SOURCE = Path(__file__).with_name("floor.cpp")
 _DISTANCES = (8, 16, 24)
@@ -63,15 +64,15 @@ def _compiled() -> ctypes.CDLL:
 class _Places:
     """A batch as the floor is given it: slots by position, and the unique rows in slot order and in batch order."""
 
-    def __init__(self, work: Workload, batch: Batch) -> None:
-        first = (np.arange(work.tables) * work.rows)[:, None]
+    def __init__(self, shape: Shape, batch: Batch) -> None:
+        first = (np.arange(shape.tables) * shape.rows)[:, None]
         self.slots = (batch.rows.numpy() + first).reshape(-1).astype(np.uint32)
         unique, seen, counts = np.unique(self.slots, return_index=True, return_counts=True)
         positions = np.argsort(self.slots, kind="stable")
         self._kept: list[NDArray[np.uint32]] = []
         orders = {"slot": np.arange(len(unique)), "batch": np.argsort(seen, kind="stable")}
         self.orders = {
-            name: self._rows(order, unique, counts, positions // work.length) for name, order in orders.items()
+            name: self._rows(order, unique, counts, positions // shape.length) for name, order in orders.items()
         }
 
     def _rows(
@@ -91,19 +92,20 @@ class Floor:
 
     name = "floor"
 
-    def __init__(self, work: Workload, batches: list[Batch]) -> None:
-        self._work = work
+    def __init__(self, shape: Shape, batches: list[Batch]) -> None:
+        self._shape = shape
         self._native = _compiled()
-        floats = -(-(work.dim + work.state + 2) // 4) * 4
-        count = work.tables * work.rows
+        state = {"adagrad": shape.dim, "rowwise_adagrad": 1, "adam": 2 * shape.dim}[shape.optimizer]
+        floats = -(-(shape.dim + state + 2) // 4) * 4
+        count = shape.tables * shape.rows
         memory = mmap.mmap(-1, count * floats * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._lines = np.frombuffer(memory, np.float32).reshape(count, floats)
         self._fill()
         # from numpy, which asks for huge pages as well
-        self._out = torch.from_numpy(np.empty((work.batch, work.tables, work.dim), np.float32))
-        self._grads = [batch.grad for batch in batches]
-        self._places = [_Places(work, batch) for batch in batches]
+        self._out = torch.from_numpy(np.empty((shape.batch, shape.tables, shape.dim), np.float32))
+        self._batches = batches
+        self._places = [_Places(shape, batch) for batch in batches]
         self._steps = 0
         self._settings = self._best()
         self._steps = 0
@@ -116,20 +118,21 @@ class Floor:
 
     def step(self, index: int) -> Tensor:
         forward, backward, distance = self._settings
-        work, places = self._work, self._places[index]
+        index %= len(self._batches)
+        shape, places = self._shape, self._places[index]
         self._steps += 1
         step = _Step(
             self._lines.ctypes.data,
             self._lines.strides[0],
             places.slots.ctypes.data,
-            work.batch * work.tables,
-            work.length,
-            self._grads[index].data_ptr(),
+            shape.batch * shape.tables,
+            shape.length,
+            self._batches[index].grad.data_ptr(),
             self._out.data_ptr(),
             places.orders["slot"] if forward == "slot" else _Rows(),
             places.orders[backward],
-            work.dim,
-            _RULES.index(work.optimizer),
+            shape.dim,
+            _RULES.index(shape.optimizer),
             distance,
             torch.get_num_threads(),
             self._steps,
@@ -140,21 +143,22 @@ class Floor:
             math.sqrt(1 - BETAS[1] ** self._steps),
         )
         if self._native.floor_step(ctypes.byref(step)) != 0:
-            raise ValueError(f"floor.cpp has no instance for {work.optimizer}, dim {work.dim}")
+            raise ValueError(f"floor.cpp has no instance for {shape.optimizer}, dim {shape.dim}")
         return self._out
 
     def rows(self, index: int) -> Tensor:
-        return torch.from_numpy(self._lines[self._places[index].slots, : self._work.dim])
+        batch = self._batches[index]
+        return torch.from_numpy(self._lines[tables_of(batch) * self._shape.rows + batch.flat, : self._shape.dim])
 
     def _fill(self) -> None:
-        work = self._work
+        shape = self._shape
         self._lines[:] = 0
-        for table in range(work.tables):
-            self._lines[table * work.rows : (table + 1) * work.rows, : work.dim] = initial_rows(work, table).numpy()
+        for table, rows in enumerate(initial_rows(shape)):
+            self._lines[table * shape.rows : (table + 1) * shape.rows, : shape.dim] = rows.numpy()
 
     def _best(self) -> tuple[str, str, int]:
         """Of both orders and several prefetch distances, those of the fastest step: other load only adds."""
-        gathers = ("batch", "slot") if self._work.length == 1 else ("batch",)
+        gathers = ("batch", "slot") if self._shape.length == 1 else ("batch",)
         best = math.inf, ("batch", "batch", _DISTANCES[0])
         for setting in 2 * list(itertools.product(gathers, ("batch", "slot"), _DISTANCES)):
             self._settings = setting

@@ -18,10 +18,10 @@ from statistics import median
 
 import torch
 from gpu import machine
-from graph_steps import Batch, GraphStep, Model, keyed, make_batches
-from tier_report import Figure, report
-from tier_stores import Mismatch
+from models import Batch, GraphStep, Model, keyed, make_batches
+from report import Figure, report
 from torch import Tensor
+from workload import Mismatch
 
 SECTION = "pipeline"
 AHEAD = 8

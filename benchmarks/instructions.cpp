@@ -100,7 +100,7 @@ private:
         CALLGRIND_DUMP_STATS_AT(names.back().c_str());
     }
 
-    // Every row of the table is there and was written once.
+    // Writes every row of the table once.
     void fill() {
         std::vector<u64> keys(std::size_t{TABLES} * work_.rows);
         for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = mixed(i / TABLES);
@@ -145,7 +145,7 @@ private:
         });
     }
 
-    // The batch of the next step. Those that are known ahead are announced, and their rows brought up.
+    // The batch of the next step. Those that are known ahead are announced, and their rows fetched.
     std::shared_ptr<Batch> deduplicated() {
         do {
             const std::vector<u64> keys = draw();

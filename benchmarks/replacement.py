@@ -2,12 +2,12 @@
 
 All three serve batches of distinct rows under the same terms:
 
-- A row that is in the cache when its batch begins is a hit; every other row of the batch is one miss, fetched once.
-- While a batch runs all of its rows are up, beyond the capacity where they are more: nothing that it needs leaves.
-- When it ends, the cache keeps at most `capacity` of the rows that were in it or came up. A row of the batch may leave
-  at once, without having been in the cache between batches.
+- A row that is in the cache when its batch starts is a hit; every other row of the batch is one miss, fetched once.
+- While a batch runs all of its rows are resident, beyond the capacity if they are more: no row that it needs leaves.
+- When it ends, the cache keeps at most `capacity` of the rows that were in it or were fetched. A row of the batch may
+  leave at once, without having been in the cache between batches.
 
-What is kept tells them apart, by the next batch that needs a row and the last one that did:
+They differ in what is kept, by the next batch that needs a row and the last one that did:
 
 - LRU keeps the latest used; of one batch, its hits before its misses, and these in their order.
 - The optimum (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966) keeps the rows whose
@@ -40,7 +40,7 @@ def misses(batches: Sequence[NDArray[np.integer]], capacity: int, window: int | 
     next_use = np.full(len(numbers), NEVER)
     recency = np.zeros(len(numbers), np.int64)  # larger is later
     cached = np.zeros(len(numbers), np.bool_)
-    held = np.empty(0, np.int64)
+    residents = np.empty(0, np.int64)
     counts = np.zeros(len(batches), np.int64)
     now = 0
     for number, batch in enumerate(numbered):
@@ -49,24 +49,24 @@ def misses(batches: Sequence[NDArray[np.integer]], capacity: int, window: int | 
         next_use[batch] = following[number]
         now += len(batch)
         recency[np.concatenate([batch[hit], batch[~hit]])] = now - np.arange(len(batch))
-        held = np.concatenate([held, batch[~hit]])
+        residents = np.concatenate([residents, batch[~hit]])
         cached[batch] = True
-        if len(held) > capacity:
-            seen = next_use[held]
+        if len(residents) > capacity:
+            seen = next_use[residents]
             known = seen <= (NEVER if window is None else number + window)
             # the nearest known use first, of equal ones and of unknown ones the latest used
-            rank = (np.where(known, np.minimum(seen, LATER), LATER) << 40) - recency[held]
-            order = np.argpartition(rank, capacity) if capacity else np.arange(len(held))
-            cached[held[order[capacity:]]] = False
-            held = held[order[:capacity]]
+            rank = (np.where(known, np.minimum(seen, LATER), LATER) << 40) - recency[residents]
+            order = np.argpartition(rank, capacity) if capacity else np.arange(len(residents))
+            cached[residents[order[capacity:]]] = False
+            residents = residents[order[:capacity]]
     return counts
 
 
 def _next_uses(batches: Sequence[I64], rows: int) -> list[I64]:
     """For each batch the number of the next one that needs each of its rows, or NEVER."""
-    coming = np.full(rows, NEVER)
+    uses = np.full(rows, NEVER)
     result: list[I64] = []
     for number in range(len(batches) - 1, -1, -1):
-        result.append(coming[batches[number]])
-        coming[batches[number]] = number
+        result.append(uses[batches[number]])
+        uses[batches[number]] = number
     return result[::-1]

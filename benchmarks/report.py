@@ -1,107 +1,112 @@
-"""How results are shown: the table, and the machine and versions that they hold for."""
+"""Figures and their bars: as a table in Markdown, and as JSON, with the machine that they hold for."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
+
+PACKAGES = ("tierbed", "torch", "numpy", "fbgemm-gpu-cpu", "torchrec", "rocksdict")
 
 
 @dataclass(frozen=True)
-class Time:
-    """Milliseconds of a step: the median, and the best, which other load of the machine disturbed least."""
+class Figure:
+    """One measured number.
 
-    median: float
-    best: float
+    bar: what it must at least be, or with `at_most` at most be; None if it is only reported. notes: what it was made
+    of. at: where on the workload's curve it is, if it is one of its points.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.best:.2f})"
-
-
-@dataclass(frozen=True)
-class Result:
-    """The figures of one workload; ratios are of medians."""
-
-    workload: str
-    peer_name: str
-    peer_bar: float
-    tierbed: Time
-    peer: Time
-    floor: Time
-    floor_bar: float
-    floor_settings: str
-
-    @property
-    def peer_ratio(self) -> float:
-        """How many times the peer's time is ours."""
-        return self.peer.median / self.tierbed.median
-
-    @property
-    def floor_ratio(self) -> float:
-        return self.tierbed.median / self.floor.median
+    section: str
+    what: str
+    value: float
+    unit: str = ""
+    bar: float | None = None
+    at_most: bool = False
+    notes: str = ""
+    at: float | None = None
 
     @property
     def passed(self) -> bool:
-        return self.peer_ratio >= self.peer_bar and self.floor_ratio <= self.floor_bar
+        if self.bar is None:
+            return True
+        return self.value <= self.bar if self.at_most else self.value >= self.bar
 
     def as_dict(self) -> dict[str, Any]:
-        ratios = {"peer_ratio": self.peer_ratio, "floor_ratio": self.floor_ratio}
-        return {**asdict(self), **ratios, "passed": self.passed}
+        return {**asdict(self), "passed": self.passed}
 
 
-def machine(*packages: str) -> dict[str, str]:
-    """CPU model, threads and the packages' versions."""
-    models = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return {
+def markdown(figures: Sequence[Figure]) -> str:
+    """The table; figures that miss their bar are bold."""
+    rows = [("workload", "what", "figure", "bar", "notes")]
+    for figure in figures:
+        shown = f"{_number(figure.value)} {figure.unit}".strip()
+        bar = "" if figure.bar is None else f"{'<=' if figure.at_most else '>='} {_number(figure.bar)} {figure.unit}"
+        rows.append((figure.section, figure.what, shown if figure.passed else f"**{shown}**", bar, figure.notes))
+    lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def report(
+    figures: Sequence[Figure],
+    about: Mapping[str, str],
+    json_file: Path | None,
+    markdown_file: Path | None = None,
+    missing: Mapping[str, str] | None = None,
+) -> bool:
+    """Prints the table, the machine, and why workloads have no figure; writes the same. Returns if bars are met."""
+    reasons = [f"{name}: no figure, {reason}" for name, reason in (missing or {}).items()]
+    text = "\n".join([markdown(figures), "", listed(about.items()), *reasons])
+    print(text)
+    if json_file is not None:
+        content = {"machine": dict(about), "figures": [each.as_dict() for each in figures], "missing": missing or {}}
+        json_file.write_text(json.dumps(content, indent=2) + "\n")
+    if markdown_file is not None:
+        markdown_file.write_text(text + "\n")
+    return all(figure.passed for figure in figures)
+
+
+def listed(parts: Iterable[tuple[str, str]]) -> str:
+    """Notes: each part behind its name."""
+    return ", ".join(f"{name} {value}" for name, value in parts)
+
+
+def machine() -> dict[str, str]:
+    """The processor, the load before, and versions of what is installed."""
+    models = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    about = {
         "cpu": models[0] if models else platform.machine(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
         "python": platform.python_version(),
-        **versions,
     }
+    for package in PACKAGES:
+        try:
+            about[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            about[package] = "not installed"
+    return about
 
 
 def is_intel() -> bool:
     """Whether the processor is one of Intel's."""
-    return any(line.split()[-1] == "GenuineIntel" for line in _lines("/proc/cpuinfo") if line.startswith("vendor_id"))
+    return any(line.split()[-1] == "GenuineIntel" for line in _cpuinfo() if line.startswith("vendor_id"))
 
 
-def print_results(results: Sequence[Result], about: dict[str, str]) -> None:
-    """Print the table of figures and bars."""
-    table = Table(title="forward + backward + update: median (best) ms of a step", title_justify="left", box=box.SIMPLE)
-    for column in ("workload", "tierbed", "peer", "", "floor", "peer/tierbed", "bar", "tierbed/floor", "bar", ""):
-        table.add_column(column, justify="left" if column in ("workload", "peer") else "right", no_wrap=True)
-    for result in results:
-        table.add_row(
-            result.workload,
-            str(result.tierbed),
-            result.peer_name,
-            str(result.peer),
-            str(result.floor),
-            f"{result.peer_ratio:.2f}",
-            f">={result.peer_bar:.2f}",
-            f"{result.floor_ratio:.2f}",
-            f"<={result.floor_bar:.2f}",
-            "[green]pass" if result.passed else "[red]FAIL",
-        )
-    console = Console(width=140)
-    console.print(table)
-    for result in results:
-        console.print(f"floor of {result.workload}: {result.floor_settings}", style="dim", highlight=False)
-    console.print(", ".join(f"{name} {value}" for name, value in about.items()), highlight=False)
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
+def _cpuinfo() -> list[str]:
+    file = Path("/proc/cpuinfo")
     return file.read_text().splitlines() if file.exists() else []
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"

@@ -1,17 +1,100 @@
-"""Endless traces of ids: each batch is a pure function of the trace and the number of the step."""
+"""What ids are: batches of given shapes, and endless traces whose batches follow from the number of the step."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from workloads import hashed
 
-ALPHA = 1.05
+ALPHA = 1.05  # of zipf laws
+BATCHES = 8  # different ones, used in turn
+
+
+def hashed(rows: Tensor) -> Tensor:
+    """64-bit keys of row numbers, by splitmix64 (Steele et al. 2014): a bijection, so no two rows share one."""
+    x = rows.numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy((x ^ (x >> np.uint64(31))).view(np.int64))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step of rows alone: for each of `batch` samples a bag of each table's ids, all summed.
+
+    rows: of one table. length: ids of a bag, of all tables or of each. alpha: the exponent of a zipf law, None for
+    uniform ids. optimizer: a name of `contenders.OPTIMIZERS`.
+    """
+
+    tables: int
+    rows: int
+    dim: int
+    batch: int
+    length: int | tuple[int, ...] = 1
+    alpha: float | None = None
+    optimizer: str = "adagrad"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self.length,) * self.tables if isinstance(self.length, int) else self.length
+
+    @property
+    def ids(self) -> int:
+        """Of a batch."""
+        return self.batch * sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Row numbers within their tables, feature by feature, and the gradient of the output.
+
+    flat: int64 [ids]. offsets: int64 [tables * batch + 1], where bags begin. grad: float32 [batch, tables, dim].
+    """
+
+    flat: Tensor
+    offsets: Tensor
+    grad: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 [batch, tables, length], of bags that all have one length."""
+        samples, tables = self.grad.shape[:2]
+        return self.flat.view(tables, samples, -1).transpose(0, 1).contiguous()
+
+    def part(self, index: int, count: int) -> Batch:
+        """One of `count` parts of the samples, with one id in a bag."""
+        samples, tables = self.grad.shape[0] // count, self.grad.shape[1]
+        mine = slice(index * samples, (index + 1) * samples)
+        flat = self.flat.view(tables, -1)[:, mine].flatten()
+        return Batch(flat, torch.arange(len(flat) + 1), self.grad[mine].contiguous())
+
+
+def make_batches(shape: Shape, count: int = BATCHES) -> list[Batch]:
+    """Ids as FBGEMM's benchmarks draw them: zipf(alpha) - 1 modulo the rows, then a random renumbering of the rows.
+
+    Gradients are positive, so that no sum cancels and optimizers that divide by its size agree on every element.
+    """
+    random = np.random.default_rng(0)
+    renumber = [random.permutation(shape.rows) for _ in shape.lengths]
+    bags = torch.tensor(shape.lengths).repeat_interleave(shape.batch)
+    offsets = torch.cat([bags.new_zeros(1), bags.cumsum(0)])
+    batches = []
+    for _ in range(count):
+        parts = [order[_drawn(random, shape, length)] for order, length in zip(renumber, shape.lengths, strict=True)]
+        grad = random.uniform(0.5, 1.5, (shape.batch, shape.tables, shape.dim)).astype(np.float32)
+        batches.append(Batch(torch.from_numpy(np.concatenate(parts)), offsets, torch.from_numpy(grad)))
+    return batches
+
+
+def _drawn(random: np.random.Generator, shape: Shape, length: int) -> NDArray[np.int64]:
+    if shape.alpha is None:
+        return random.integers(0, shape.rows, shape.batch * length)
+    return (random.zipf(shape.alpha, shape.batch * length) - 1) % shape.rows
 
 
 class Trace(Protocol):
@@ -50,6 +133,29 @@ class Zipf:
         return np.searchsorted(self._cumulative[:-1], drawn).astype(np.int64)
 
 
+class WrappedZipf(Zipf):
+    """As FBGEMM's benchmarks draw: ranks of an unbounded zipf modulo the rows, so about half of the ids are uniform."""
+
+    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
+        return (random.zipf(ALPHA, (self.batch, self.tables)) - 1) % self.rows
+
+
+class ScanMixed(Zipf):
+    """Zipf in seven eighths of each batch; the rest reads the colder half of each table, rank by rank, in a cycle.
+
+    Every policy misses what the scan reads: with a fourth of the batch for it, Belady's optimum would have 24 % fewer
+    misses than LRU in `tiers/lookahead`.
+    """
+
+    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
+        ranks = super().ranks(random, step)
+        scanned = self.batch // 8
+        cold = self.rows // 2
+        place = (step * scanned + np.arange(scanned)) % (self.rows - cold)
+        ranks[self.batch - scanned :] = (cold + place)[:, None]
+        return ranks
+
+
 class LogUniform:
     """Rank k with a chance in proportion to 1 / k; ranks are rows in a fixed order.
 
@@ -66,29 +172,6 @@ class LogUniform:
         ranks = np.minimum(np.exp(drawn * math.log(self.rows)).astype(np.int64), self.rows) - 1
         numbers: NDArray[np.int64] = (ranks + np.arange(self.tables)) * self.STRIDE % self.rows
         return numbers
-
-
-class WrappedZipf(Zipf):
-    """As FBGEMM's benchmarks draw: ranks of an unbounded zipf modulo the rows, so about half of the ids are uniform."""
-
-    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
-        return (random.zipf(ALPHA, (self.batch, self.tables)) - 1) % self.rows
-
-
-class ScanMixed(Zipf):
-    """Zipf in seven eighths of each batch; the rest reads the colder half of each table on, rank by rank, for ever.
-
-    Every policy misses what the scan reads: with a fourth of the batch for it, Belady's optimum would have 24 % fewer
-    misses than LRU in the setting of benchmarks/tier_lookahead.py.
-    """
-
-    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
-        ranks = super().ranks(random, step)
-        scanned = self.batch // 8
-        cold = self.rows // 2
-        place = (step * scanned + np.arange(scanned)) % (self.rows - cold)
-        ranks[self.batch - scanned :] = (cold + place)[:, None]
-        return ranks
 
 
 class Cycles:

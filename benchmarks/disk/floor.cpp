@@ -1,4 +1,4 @@
-// The floor of a disk: how many random blocks of 4 KiB a second it gives, with so many reads in flight.
+// The floor of a disk: how many random blocks of 4 KiB a second it gives, by the number of reads in flight.
 //
 // One thread reads through Linux's asynchronous I/O, past the page cache, and looks at no byte that it read.
 #include <algorithm>
@@ -30,7 +30,7 @@ struct Files {
 
 }  // namespace
 
-// Reads for so many seconds. Returns blocks a second, or -errno.
+// Reads for that many seconds. Returns blocks a second, or -errno.
 extern "C" double disk_floor(const char* const* paths, int64_t count, int64_t depth, double seconds, uint64_t seed) {
     Files files;
     uint64_t blocks = 0;

@@ -27,13 +27,23 @@ class Floor:
 
 
 def measure(files: Sequence[Path], seconds: float) -> Floor:
-    """Of the disk under `files`, with so many seconds at each depth.
+    """Of the disk under `files`, with that many seconds at each depth.
 
-    Raises OSError where they cannot be read past the page cache.
+    Raises OSError if they cannot be read past the page cache.
     """
     rates = {depth: _rate(files, depth, seconds) for depth in (1, *DEPTHS)}
     best = max(DEPTHS, key=lambda depth: rates[depth])
     return Floor(rates[best], best, rates[1])
+
+
+def forget(path: Path) -> None:
+    """Take a file out of the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
 
 
 def _rate(files: Sequence[Path], depth: int, seconds: float) -> float:

@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 def memory_limit(limit: int | None) -> Iterator[Callable[[], None]]:
     """Yields what a child runs before anything else, for `preexec_fn`. None limits nothing.
 
-    Raises OSError where this user may make no memory cgroup.
+    Raises OSError if this user may make no memory cgroup.
     """
     if limit is None:
         yield lambda: None
@@ -34,7 +34,7 @@ def memory_limit(limit: int | None) -> Iterator[Callable[[], None]]:
 
 
 def may_limit() -> str | None:
-    """None where memory can be limited, else the reason why not."""
+    """None if memory can be limited, else the reason why not."""
     try:
         with memory_limit(1 << 30):
             return None

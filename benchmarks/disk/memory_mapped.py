@@ -6,25 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from contenders import EPS, LR
+from models import Model
 from torch import Tensor, nn
-from workloads import EPS, LR
 
 
 class MemoryMapped:
     """Rows of all tables in one file, the state of Adagrad in another: of each element, or one float of each row."""
 
-    def __init__(self, folder: Path, tables: int, rows: int, dim: int, row_wise: bool) -> None:
-        folder.mkdir()
-        self._rows, self._row_wise = rows, row_wise
-        count, state = tables * rows, 1 if row_wise else dim
+    def __init__(self, folder: Path, model: Model) -> None:
+        folder.mkdir(parents=True)
+        self._rows, self._row_wise = model.rows, model.optimizer == "rowwise_adagrad"
+        dim, count, state = model.dim, model.tables * model.rows, 1 if self._row_wise else model.dim
         self._weight = torch.from_file(str(folder / "weight"), shared=True, size=count * dim).view(count, dim)
         self._state = torch.from_file(str(folder / "state"), shared=True, size=count * state).view(count, state)
-        self._first = torch.arange(tables) * rows
+        self._first = torch.arange(model.tables) * model.rows
 
-    def put(self, table: int, first: int, values: Tensor) -> None:
-        begin = table * self._rows + first
-        self._weight[begin : begin + len(values)] = values
-        self._state[begin : begin + len(values)] = 0.0
+    def put(self, table: int, numbers: Tensor, values: Tensor) -> None:
+        self._weight[table * self._rows + numbers] = values
+        self._state[table * self._rows + numbers] = 0.0
 
     def step(self, numbers: Tensor, dense: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
         """numbers: row numbers, int64 [batch, tables]. dense: the loss of the looked up rows. Updates both parts."""

@@ -1,8 +1,8 @@
-"""Draw the curve of memory limits that `tiers.py --section disk --json RESULT` measured.
+"""Draw the curve of memory limits that `run.py disk/beyond-memory --json RESULT` measured.
 
     python benchmarks/disk/plot.py RESULT.json CURVE.svg
 
-Samples a second over memory as a share of the table, and beside them what the reads that each step down adds explain.
+Samples a second over memory as a share of the table, and next to them what the reads that each step down adds explain.
 Needs matplotlib, of the extra `plot`.
 """
 
@@ -32,7 +32,7 @@ def draw(result: dict[str, Any], place: Path) -> None:
         raise SystemExit(f"a plot needs matplotlib: pip install 'tierbed[plot]' ({error})") from None
     measured, explained = curves(result)
     if not measured:
-        raise SystemExit("the result has no curve: measure `tiers.py --section disk` where memory can be limited")
+        raise SystemExit("the result has no curve: measure disk/beyond-memory where memory can be limited")
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(measured.keys(), measured.values(), "o-", color="black", label="measured", gid="measured")

@@ -15,8 +15,8 @@ from tierbed.engine.ops.cuda.device import Device
 sys.path.insert(0, str(BENCHMARKS))
 import gpu
 import gpu_graph
-from graph_steps import Model
-from tier_stores import Mismatch
+from models import Model
+from workload import Mismatch
 
 
 @on_devices

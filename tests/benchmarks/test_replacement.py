@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from itertools import combinations
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,18 +12,8 @@ from hypothesis import strategies as st
 
 from support.places import BENCHMARKS
 
-
-def _load() -> ModuleType:
-    path = BENCHMARKS / "replacement.py"
-    spec = importlib.util.spec_from_file_location("replacement", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-replacement = _load()
+sys.path.insert(0, str(BENCHMARKS))
+import replacement
 
 some_batches = st.lists(st.lists(st.integers(0, 6), max_size=5, unique=True), min_size=1, max_size=7)
 
@@ -40,9 +29,9 @@ def least_misses(batches: list[list[int]], capacity: int) -> int:
     costs: dict[frozenset[int], int] = {frozenset(): 0}
     for batch in batches:
         after: dict[frozenset[int], int] = {}
-        for held, cost in costs.items():
-            total = cost + len(set(batch) - held)
-            up = held | set(batch)
+        for kept_rows, cost in costs.items():
+            total = cost + len(set(batch) - kept_rows)
+            up = kept_rows | set(batch)
             for kept in map(frozenset, combinations(sorted(up), min(capacity, len(up)))):
                 after[kept] = min(after.get(kept, total), total)
         costs = after
@@ -51,19 +40,19 @@ def least_misses(batches: list[list[int]], capacity: int) -> int:
 
 def by_definition(batches: list[list[int]], capacity: int, window: int) -> list[int]:
     """Keeps rows that the window needs, the nearest first, then the latest used."""
-    held: list[int] = []  # the latest used first
+    kept_rows: list[int] = []  # the latest used first
     counts = []
     for number, batch in enumerate(batches):
-        hits = [row for row in batch if row in held]
+        hits = [row for row in batch if row in kept_rows]
         counts.append(len(batch) - len(hits))
-        stack = hits + [row for row in batch if row not in held] + [row for row in held if row not in batch]
+        stack = hits + [row for row in batch if row not in kept_rows] + [row for row in kept_rows if row not in batch]
         ahead = batches[number + 1 : number + 1 + window]
 
         def next_use(row: int, ahead: list[list[int]] = ahead) -> int:
             return next((distance for distance, coming in enumerate(ahead) if row in coming), len(batches))
 
         kept = sorted(stack, key=next_use)[:capacity]
-        held = [row for row in stack if row in kept]
+        kept_rows = [row for row in stack if row in kept]
     return counts
 
 

@@ -1,0 +1,79 @@
+"""Whole steps of a DLRM: against TorchRec, torch's sparse embeddings, and the dense part alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from models import DenseAlone, EagerStep, GraphStep, Model, TorchRecStep, keyed, make_batches
+from report import Figure
+from timing import Times, in_turns
+from torch import Tensor
+from workload import check_losses, figure, workload
+
+ONE_ID = Model(100_000, 26, 2048, (256, 64), "adagrad", "sgd", features=13)
+TINY = {"batch": 16, "tables": 3, "rows": 50, "hidden": (8,), "turn": 2, "repeats": 2}
+
+
+def step(
+    folder: Path,
+    tolerance: float,
+    share: float | None,
+    whole: float | None,
+    turn: int = 10,
+    repeats: int = 10,
+    **fields: Any,
+) -> Iterator[Figure]:
+    """A step of a DLRM, of TorchRec's and of torch's time, and what of it the embeddings take.
+
+    tolerance: of losses. Rounding alone moved them apart by a third of it, in more steps than it takes a learning rate
+    of the rows that is 1 % off to move them by the whole. turn: steps that one side takes before the others do.
+    """
+    model = Model(**fields)
+    plain, recommended = GraphStep(model, folder), GraphStep(model, folder)
+    recommended.compile_dense()
+    eager = {
+        "TorchRec": TorchRecStep(model, plain),
+        "TorchRec, dense part compiled": TorchRecStep(model, plain, compiled=True),
+        "torch sparse": EagerStep(model, plain),
+        "dense part alone": DenseAlone(model, plain),
+    }
+    rounds = 2 + repeats
+    batches = make_batches(model, turn * rounds)
+    given = {name: [side.prepared(batch) for batch in batches] for name, side in eager.items()}
+    given["tierbed"] = given["as recommended"] = keyed(batches)
+    runs: dict[str, Any] = {
+        "tierbed": lambda some: [plain(*batch) for batch in some],
+        "as recommended": lambda some: list(recommended.run(some, ahead=0)),
+        **{name: lambda some, side=side: [side(*batch) for batch in some] for name, side in eager.items()},
+    }
+    sides = {
+        name: lambda number, run=run, of=given[name]: run(of[number * turn : (number + 1) * turn])
+        for name, run in runs.items()
+    }
+    times = in_turns(sides, repeats, 2, lambda losses: check_turn(losses, tolerance))
+    notes = str(Times({name: [seconds / turn for seconds in taken] for name, taken in times.items()}))
+    parts = zip(times["tierbed"], times["TorchRec"], times["dense part alone"], strict=True)
+    of_torchrec = median((ours - alone) / (theirs - alone) for ours, theirs, alone in parts)
+    yield figure("embeddings' share of a step, of TorchRec's", of_torchrec, bar=share, at_most=True, notes=notes)
+    for peer, bar in (("TorchRec", whole), ("TorchRec, dense part compiled", None), ("torch sparse", None)):
+        yield figure(f"time of {peer}, of a recommended step", times.ratio(peer, "as recommended"), "x", bar=bar)
+
+
+def check_turn(losses: dict[str, list[Tensor]], tolerance: float) -> None:
+    """Raises Mismatch unless all that have rows have the losses of tierbed."""
+    for name, theirs in losses.items():
+        if name != "dense part alone":
+            check_losses(f"tierbed and {name}", losses["tierbed"], theirs, tolerance)
+
+
+for name, batch, length, tolerance, share, whole, turn in (
+    ("1-id", 2048, 1, 2e-5, 0.35, 1.8, 10),
+    ("10-ids", 2048, 10, 5e-4, 0.5, 1.75, 6),
+    ("batch-256", 256, 1, 2e-5, None, None, 40),
+):
+    shape = asdict(ONE_ID) | {"batch": batch, "length": length}
+    workload(TINY, passive=False, name=name, tolerance=tolerance, share=share, whole=whole, turn=turn, **shape)(step)

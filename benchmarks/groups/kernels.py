@@ -1,0 +1,145 @@
+"""Steps of rows alone: against peers, against the memory floor, by optimizer, and of rows of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import CHECKED_STEPS, FLOAT32, OPTIMIZERS, Fbgemm, Rows, Torch, check, make_options, tables_of
+from floor import Floor
+from report import Figure, is_intel
+from timing import Times, in_turns
+from traces import BATCHES, Batch, Shape, hashed, make_batches
+from workload import check_close, figure, workload
+
+UNIFORM = Shape(26, 38_462, 16, 4096)
+WIDE = replace(UNIFORM, dim=128)
+ONE_ID = Shape(26, 100_000, 128, 2048, alpha=1.05, optimizer="rowwise_adagrad")
+BAGS = Shape(32, 100_000, 128, 512, 20, optimizer="rowwise_adagrad")
+TINY = {"tables": 3, "rows": 500, "batch": 64, "repeats": 2}
+
+
+def step(folder: Path, peer: str, bar: float, repeats: int = 50, **fields: Any) -> Iterator[Figure]:
+    """A step of rows alone, of a peer's time and of the memory floor's."""
+    shape = Shape(**fields)
+    batches = make_batches(shape)
+    ours, floor = Rows(shape, batches), Floor(shape, batches)
+    sides = {"tierbed": ours, "floor": floor}
+    if peer == "1 M rows":
+        check(ours, [floor])
+        few = replace(shape, rows=min(shape.rows, UNIFORM.rows))
+        sides[peer] = Rows(few, make_batches(few))
+    else:
+        sides[peer] = {"FBGEMM": Fbgemm, "torch": Torch}[peer](shape, batches)
+        check(ours, [floor, sides[peer]])
+    times = in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
+    yield figure(f"time of {peer}, of tierbed's", times.ratio(peer, "tierbed"), "x", bar=bar, notes=str(times))
+    most = 1.8 if shape.dim == 16 else 1.6
+    floors = times.ratio("tierbed", "floor")
+    yield figure("time of tierbed, of the floor's", floors, "x", bar=most, at_most=True, notes=floor.settings)
+
+
+ON_FBGEMM = 2.0 if is_intel() else 1.3
+for name, shape, peer, bar in (
+    ("d16-uniform", UNIFORM, "FBGEMM", 3.0),
+    ("d16-zipf", replace(UNIFORM, alpha=1.05), "FBGEMM", 3.0),
+    ("d128-uniform", WIDE, "FBGEMM", 3.0),
+    ("d128-zipf", replace(WIDE, alpha=1.05), "FBGEMM", 3.0),
+    ("t26-l1-rowwise", ONE_ID, "FBGEMM", ON_FBGEMM),
+    ("t32-l20-rowwise", BAGS, "FBGEMM", ON_FBGEMM),
+    ("torch-adagrad", UNIFORM, "torch", 30.0),
+    ("torch-sparseadam", replace(UNIFORM, optimizer="adam"), "torch", 30.0),
+    ("d16-20m", replace(UNIFORM, rows=769_231), "1 M rows", 1 / 3),
+):
+    workload(TINY, passive=False, name=name, peer=peer, bar=bar, **asdict(shape))(step)
+
+
+MAX_OF_ADAM = {"partial_rowwise_adam": 1.0, "lamb": 1.4}
+
+
+@workload({"tables": 3, "rows": 500, "batch": 64, "repeats": 2}, passive=False)
+def rules(
+    folder: Path, tables: int = 26, rows: int = 38_462, dim: int = 64, batch: int = 4096, repeats: int = 40
+) -> Iterator[Figure]:
+    """A step of rows under each optimizer, of the time of a step under Adam."""
+    shape = Shape(tables, rows, dim, batch, optimizer="adam")
+    batches = make_batches(shape)
+    sides = {
+        name: Rows(replace(shape, optimizer=name), batches, filled=False)
+        for name in OPTIMIZERS
+        if name != "sparse_adam"
+    }
+    for name, side in sides.items():
+        check_dense(name, side, batches[0])
+    times = in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
+    for name in sides:
+        notes = f"ms {times.ms(name):.2f}"
+        ratio = times.ratio(name, "adam")
+        yield figure(f"{name}, of adam's time", ratio, "x", bar=MAX_OF_ADAM.get(name), at_most=True, notes=notes)
+
+
+def check_dense(optimizer: str, side: Rows, batch: Batch) -> None:
+    """Raises Mismatch unless steps of rows that a batch has once are those of the dense optimizer."""
+    keys = hashed(batch.flat) + tables_of(batch)
+    unique, inverse, counts = keys.unique(return_inverse=True, return_counts=True)
+    alone = (counts == 1)[inverse]  # sums of one gradient are exact
+    del unique
+    dense = torch.nn.Parameter(side.rows(0)[alone])
+    moved = OPTIMIZERS[optimizer]([dense])
+    dense.grad = batch.grad.transpose(0, 1).flatten(0, 1)[alone].clone()
+    for _ in range(CHECKED_STEPS):
+        side.step(0)
+        moved.step()
+    check_close(f"{optimizer}: rows and those of its dense step", side.rows(0)[alone], dense.detach(), 1e-5)
+
+
+BITS_16 = {  # of rows, and of the state that elements have
+    "bfloat16": (torch.bfloat16, torch.float32),
+    "float16": (torch.float16, torch.float32),
+    "bfloat16, state too": (torch.bfloat16, torch.bfloat16),
+}
+
+
+def narrow(folder: Path, bars: dict[str, float | None], repeats: int = 40, **fields: Any) -> Iterator[Figure]:
+    """A step of rows of 16 bits in device_mem, of the time of the same step of float32 rows."""
+    shape = Shape(**fields)
+    times = narrow_times(shape, dict.fromkeys(("float32", *bars)), repeats)
+    for name, bar in bars.items():
+        ratio = times.ratio(name, "float32")
+        yield figure(f"{name}, of float32's time", ratio, "x", bar=bar, at_most=True, notes=str(times))
+
+
+for name, shape, bars in (
+    ("narrow-d128", replace(WIDE, alpha=1.05, optimizer="rowwise_adagrad"), {"bfloat16": 1.1, "float16": 1.1}),
+    ("narrow-d16", replace(UNIFORM, alpha=1.05), dict.fromkeys(BITS_16, 1.3)),
+):
+    workload(TINY, name=name, bars=bars, **asdict(shape))(narrow)
+
+
+@workload({"rows": 20_000, "batch": 512, "repeats": 2}, name="narrow-ssd")
+def narrow_ssd(folder: Path, rows: int = 1_000_000, batch: int = 16_384, repeats: int = 40) -> Iterator[Figure]:
+    """Steps/s of rows of 16 bits in cached_ssd, of those of float32 rows, with caches of as many MiB."""
+    shape = Shape(1, rows, 128, batch, alpha=1.05, optimizer="rowwise_adagrad")
+    stores = {
+        name: make_options("cached_ssd", folder / name, rows // 10, 128, "rowwise_adagrad")
+        for name in ("float32", "bfloat16", "float16")
+    }
+    times = narrow_times(shape, stores, repeats)
+    for name, bar in (("bfloat16", 1.4), ("float16", None)):
+        yield figure(f"steps/s, {name}", times.ratio("float32", name), "x", bar=bar, notes=str(times))
+
+
+def narrow_times(shape: Shape, stores: dict[str, Any], repeats: int) -> Times:
+    """Of rows of each type in these stores, once they are near those of float32: a rounding a step, and one before."""
+    batches = make_batches(shape)
+    sides = {name: Rows(shape, batches, name, store, BITS_16.get(name, FLOAT32)) for name, store in stores.items()}
+    wide, *others = sides.values()
+    coarsest = max(torch.finfo(BITS_16[other.name][0]).eps for other in others)
+    check(wide, others, (CHECKED_STEPS + 2) * coarsest)
+    times = in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
+    for side in sides.values():
+        side.close()
+    return times
