@@ -1,4 +1,4 @@
-"""Time `Graph.run`, with rows brought up on a second stream, against the plain loop on an NVIDIA GPU; README.md here.
+"""Time `Graph.run`, with rows fetched on a second stream, against the plain loop on an NVIDIA GPU; README.md here.
 
     python benchmarks/gpu_graph.py [--folder F] [--json FILE]
 

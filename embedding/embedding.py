@@ -60,7 +60,7 @@ class KeyedRows(SavedRows):
         """The open table with all rows, those of other ranks too; opened where it is not yet."""
         raise NotImplementedError
 
-    def _own_table(self) -> OpenTable:
+    def _local_table(self) -> OpenTable:
         """The open table with the rows that this process has; opened where it is not yet."""
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class KeyedRows(SavedRows):
         Raises deferred errors of earlier steps. InputError, CapacityError.
         """
         self._table()
-        return self.opened().size()
+        return self.table_handle().size()
 
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
@@ -108,7 +108,7 @@ class KeyedRows(SavedRows):
 
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
-        table = self._own_table()
+        table = self._local_table()
         for _, rows in scan_caught_up(table):
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
             values = table.form.numbers(rows, EMBEDDING).copy()
@@ -122,7 +122,7 @@ class KeyedRows(SavedRows):
 
     def compact(self) -> None:
         """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError for other stores."""
-        table = self._own_table()
+        table = self._local_table()
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
         with table.lock, uninterrupted():
@@ -135,7 +135,7 @@ class KeyedRows(SavedRows):
 
         With a world they are of the rows that this rank has, and `ranks` is what it exchanged with the others.
         """
-        return {**metrics(self._own_table()), **self.opened().exchanged}
+        return {**metrics(self._local_table()), **self.table_handle().exchanged}
 
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
         """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
@@ -147,7 +147,7 @@ class KeyedRows(SavedRows):
         holds it). Raises InputError.
         """
         key, at = check_row(self.spec, key, table)
-        tiers, why = locate(self._own_table(), self._lookup([key], at))
+        tiers, why = locate(self._local_table(), self._lookup([key], at))
         row = {**with_table_name(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
@@ -415,17 +415,17 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:
         """The rows of one call's lookups, as `Rows.unique_rows`."""
-        return unique_rows(self._own_table(), lookups)
+        return unique_rows(self._local_table(), lookups)
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
     ) -> tuple[Lookup, Tensor]:
         """The rows of one call's lookups and their gradients, as `Rows.sum_gradients`."""
-        return sum_gradients(self._own_table(), lookups, grads, weights, self.output_dtype)
+        return sum_gradients(self._local_table(), lookups, grads, weights, self.output_dtype)
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
         """The sum of the squares of the gradients of rows, as `Rows.square_gradients`."""
-        return square_gradients(self._own_table(), lookups, grads, weights, grads[0].dtype)
+        return square_gradients(self._local_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce a step of several checked lookups, in the order in which the step pins them.
@@ -464,12 +464,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return table
 
     def _table(self) -> OpenTable | ShardedTable:
-        return self.opened().table
+        return self.table_handle().table
 
-    def _own_table(self) -> OpenTable:
-        return self.opened().own_table
+    def _local_table(self) -> OpenTable:
+        return self.table_handle().local_table
 
-    def opened(self, for_load: bool = False) -> TableHandle:
+    def table_handle(self, for_load: bool = False) -> TableHandle:
         """The handle of the table, which is opened at the first use, for checkpoints and captured steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(

@@ -258,7 +258,7 @@ def _save_on_ranks(
                 save.drop()
             raise
         if background:
-            parts = [(table.own_table.observers, save) for table, (save, _) in zip(tables, saves, strict=True)]
+            parts = [(table.local_table.observers, save) for table, (save, _) in zip(tables, saves, strict=True)]
             saving = BackgroundShardedSave(world, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
             for table in tables:
                 table.note_saving(saving)

@@ -79,13 +79,13 @@ class ModelSnapshots:
         return found
 
     def _handles(self, for_load: bool = False) -> list[Any]:
-        return [embedding.opened(for_load) for embedding in self._stored()]
+        return [embedding.table_handle(for_load) for embedding in self._stored()]
 
 
 def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
     """Save the rows of embeddings as the snapshots `places`, from the same step."""
     world = _world_of(embeddings)
-    tables: list[Any] = [embedding.opened() for embedding in embeddings]
+    tables: list[Any] = [embedding.table_handle() for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(stored):
         save_together(world, [*compress(tables, stored)], places[0].name)
@@ -96,7 +96,7 @@ def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
 def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of embeddings, or a selection of what they have, from the snapshots `places`."""
     world = _world_of(embeddings)
-    tables: list[Any] = [embedding.opened(for_load=True) for embedding in embeddings]
+    tables: list[Any] = [embedding.table_handle(for_load=True) for embedding in embeddings]
     stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
     for table, is_stored, place in zip(tables, stored, places, strict=True):
         if not is_stored:

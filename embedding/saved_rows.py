@@ -60,7 +60,7 @@ class SavedRows(EmbeddingBase):
         """Whether the embedding's store is open, from the first use to `close`."""
         return self._handle is not None and not self._closed
 
-    def opened(self, for_load: bool = False) -> TableHandle:
+    def table_handle(self, for_load: bool = False) -> TableHandle:
         """The handle of the table, which is opened at the first use.
 
         for_load: whether its rows are about to be replaced.
@@ -97,7 +97,7 @@ class SavedRows(EmbeddingBase):
         with self.raise_on_all_ranks():
             _check_flag("background", background)
             _check_flag("overwrite", overwrite)
-            handle = self.opened()
+            handle = self.table_handle()
         if background:
             return handle.save_in_background(snapshot_name, kind, overwrite)
         handle.save_snapshot(snapshot_name, kind, overwrite)
@@ -129,7 +129,7 @@ class SavedRows(EmbeddingBase):
             for argument, value in (("strict", strict), ("weights_only", weights_only), ("convert", convert)):
                 if not isinstance(value, bool):
                     raise InputError(f"{argument}={value!r}: give True or False")
-            handle = self.opened(for_load=True)
+            handle = self.table_handle(for_load=True)
         selection = Selection(tables, where, not weights_only, convert=convert)
         report = handle.load_snapshot(snapshot_name, selection, strict)
         self.keep_rows()
@@ -142,7 +142,7 @@ class SavedRows(EmbeddingBase):
         """
         with self.raise_on_all_ranks():
             _check_flag("overwrite", overwrite)
-            handle = self.opened()
+            handle = self.table_handle()
         handle.check_save(snapshot_name, kind, overwrite)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
@@ -152,7 +152,7 @@ class SavedRows(EmbeddingBase):
         that reached them stays. `last_snapshot` stays, and so do the parents of snapshots that stay.
         """
         with self.raise_on_all_ranks():
-            handle = self.opened()
+            handle = self.table_handle()
         return handle.prune_snapshots(keep_last, keep_every)
 
     @property
@@ -163,7 +163,7 @@ class SavedRows(EmbeddingBase):
     def keep_rows(self) -> None:
         """Keep the rows as they are, though a loaded state_dict is of others."""
         if self._awaited and not self._closed and self.store_options.persistent_path is not None:
-            self.opened(for_load=True).keep_rows()
+            self.table_handle(for_load=True).keep_rows()
         self._awaited.clear()
 
     def get_extra_state(self) -> Tensor:
@@ -183,7 +183,7 @@ class SavedRows(EmbeddingBase):
             return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
         kept = self.store_options.state_dict_snapshots
         if not are_apart() and kept and detect_fake_mode() is None:
-            return self.opened().save_for_state(None if kept is True else kept)
+            return self.table_handle().save_for_state(None if kept is True else kept)
         if not are_apart() and self.store_options.persistent_path is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -237,7 +237,7 @@ class SavedRows(EmbeddingBase):
 
     def _await_rows(self) -> None:
         (awaited,) = self._awaited
-        handle = self.opened(for_load=True)
+        handle = self.table_handle(for_load=True)
         try:
             found, said = handle.go_to(awaited) or self._emptied(handle, awaited), ""
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
@@ -288,7 +288,7 @@ class SavedRows(EmbeddingBase):
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
         if tensors and not are_apart():
             try:
-                self.opened(for_load=True).load_tensors(tensors)
+                self.table_handle(for_load=True).load_tensors(tensors)
                 self._awaited.clear()
             except TierbedError as error:
                 said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"

@@ -173,7 +173,7 @@ class ShardedTableHandle(RankSnapshots):
         return self.own.device
 
     @property
-    def own_table(self) -> OpenTable:
+    def local_table(self) -> OpenTable:
         """The table of the rows that this rank has."""
         return self.own.table
 

@@ -148,7 +148,7 @@ class LocalTableHandle(TableSnapshots):
             self._table.step_gate = self.membership.group.gate
 
     @property
-    def own_table(self) -> OpenTable:
+    def local_table(self) -> OpenTable:
         """The open table, which has all rows of the embedding."""
         return self.table
 

@@ -19,7 +19,7 @@ from ...engine.table.table import OpenTable, PinnedBatch
 
 def capture_pin(embedding: SavedRows, lookups: list[Lookup], dedup_from: PinnedBatch | None = None) -> PinnedBatch:
     """Launch the kernels of `embedding.pin`. `begin_replay` does the rest of it before each replay."""
-    table = embedding.opened().own_table
+    table = embedding.table_handle().local_table
     batch = table.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
     table.require_open().pin(batch, table.capacity_limit)
     table.preview_catch_up(batch)
@@ -37,13 +37,13 @@ def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor
 
 def capture_read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
     """Launch the kernels of `embedding.read`."""
-    table = embedding.opened().own_table
+    table = embedding.table_handle().local_table
     return table.processor.gather(_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def capture_read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
     """Launch the kernels of `embedding.read_weights_grad`."""
-    table = embedding.opened().own_table
+    table = embedding.table_handle().local_table
     return table.processor.weights_grad(_peek(table, lookup), 0, lookup, grad)
 
 

@@ -221,4 +221,4 @@ def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
                 f"cuda_graph: the rows of {embedding.name!r}, a {type(embedding).__name__}, are in no table of this "
                 "process, and their steps cannot be captured; call cuda_graph(False)"
             )
-    return [embedding.opened().own_table for embedding in embeddings if isinstance(embedding, SavedRows)]
+    return [embedding.table_handle().local_table for embedding in embeddings if isinstance(embedding, SavedRows)]

@@ -136,7 +136,7 @@ class Announcer:
 
     def _announce(self, embedding: Any, lookups: list[Lookup] | None) -> None:
         if self._world is not None:
-            embedding.opened().table.announce(lookups, together=True)
+            embedding.table_handle().table.announce(lookups, together=True)
         elif lookups is not None:
             with contextlib.suppress(TierbedError):  # the call itself will raise it
                 embedding.announce(lookups)

@@ -113,7 +113,7 @@ class StepCollectives:
         grads = [grad for part in dense for grad in part.grads]
         same = numbers_of([part.optimizer for part in dense])
         trained: list[Any] = self._trained
-        _, error = catch(lambda: [embedding.opened().own_table for embedding in trained])
+        _, error = catch(lambda: [embedding.table_handle().local_table for embedding in trained])
         return all_reduce_in_order(
             self._world, self._op("vote"), grads, error, present=present, finite=finite, same=same
         )
@@ -255,7 +255,7 @@ class StepCollectives:
         """The number of the next step if all its embeddings are open: ranks open and close them at any time."""
         if not all(embedding.is_open for embedding in embeddings):
             return ""
-        steps = [embedding.opened().own_table.step for embedding in embeddings]
+        steps = [embedding.table_handle().local_table.step for embedding in embeddings]
         return f", step {max(steps, default=0) + 1}"
 
 

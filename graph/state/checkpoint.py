@@ -328,7 +328,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
         ):  # Ctrl-C may come once the checkpoint is in place
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # the first error is the one to raise
-                    embedding.opened().discard_rows(name)
+                    embedding.table_handle().discard_rows(name)
     _drop_replaced(embeddings, replaced)
 
 
@@ -393,7 +393,7 @@ def load(
     try:
         saving.each("state", lambda: check(state))
         for embedding, path in zip(embeddings.values(), rows, strict=True):
-            embedding.opened(for_load=True).check_rows(path, selection)
+            embedding.table_handle(for_load=True).check_rows(path, selection)
     except (GraphError, OptimizerError) as error:
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and of == "graph" else ""
         raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {error}{remedy}") from error
@@ -482,7 +482,7 @@ def _drop_replaced(embeddings: Mapping[str, SavedRows], replaced: Mapping[str, S
     for path, snapshot in replaced.items():
         try:
             if path in embeddings:
-                embeddings[path].opened().drop_rows(snapshot)
+                embeddings[path].table_handle().drop_rows(snapshot)
         except TierbedError as error:
             log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 

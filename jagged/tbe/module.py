@@ -57,7 +57,7 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer
 
     rows: of each table.
     """
-    state, table = optimizer.row_state(embedding.dim), embedding.opened().own_table
+    state, table = optimizer.row_state(embedding.dim), embedding.table_handle().local_table
     # without inference mode, since a read-only copy detects writes by the tensor's version
     with torch.inference_mode(False):
         initial = list(zip(state.widths, state.initial, strict=True))
@@ -388,7 +388,9 @@ class TableBatchedEmbeddingBags(TableModule):
 
         A store keeps its own count of updates: set the step again after a restart.
         """
-        self._rows.shift = checked_step(step) - max(embedding.opened().own_table.step for embedding in self.each())
+        self._rows.shift = checked_step(step) - max(
+            embedding.table_handle().local_table.step for embedding in self.each()
+        )
 
     def extra_repr(self) -> str:
         optimizer = self._settings.optimizer.name

@@ -54,7 +54,7 @@ class Bounds:
         for embedding in embeddings:
             if embedding.device.type != "cpu" and self._calls & (self._calls - 1):
                 continue
-            dropped = embedding.opened().own_table.processor.dropped
+            dropped = embedding.table_handle().local_table.processor.dropped
             tables = [name for name, count in zip(embedding.spec.labels, dropped, strict=True) if count]
             if tables:
                 self._warns = False

@@ -214,7 +214,7 @@ def two_models(path: Path) -> None:
         for number in range(saves):
             for member in members:
                 step(member)
-            save_together([member.opened() for member in members], f"s{number}")
+            save_together([member.table_handle() for member in members], f"s{number}")
         for member in members:
             step(member)
             member.close()

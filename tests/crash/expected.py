@@ -94,7 +94,7 @@ class Expected:
             assert step == 0
             self.clean, self.bases, self.dirty, self.step = {0}, {""}, True, 0
         else:
-            self.opened(step, recovered)
+            self.table_handle(step, recovered)
 
     def begin_step(self, step: int) -> None:
         assert self.step == step - 1

@@ -105,7 +105,7 @@ class RankCheck(Check):
             expected.clean = {step}
             found = run_ranks(len(stores), checked, *orders)
         step, recovered = found[0]["step"], found[0]["recovered"]
-        expected.opened(step, recovered)
+        expected.table_handle(step, recovered)
         self.same(np.concatenate([rank["opened"] for rank in found]), step)
         step += steps
         expected.begin_save(name, "full", step)
@@ -157,5 +157,7 @@ def checked(
 
 def own_rows(embedding: Any) -> NDArray[np.void]:
     """The rows that this rank has."""
-    scan = embedding.opened().own_table.scan()
-    return np.concatenate([np.empty(0, embedding.opened().own_table.form.dtype), *(rows.copy() for _, rows in scan)])
+    scan = embedding.table_handle().local_table.scan()
+    return np.concatenate(
+        [np.empty(0, embedding.table_handle().local_table.form.dtype), *(rows.copy() for _, rows in scan)]
+    )

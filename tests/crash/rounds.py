@@ -73,7 +73,7 @@ class AnyRounds:
             checker = self.checker(place, plan, session, expected)
             result.snapshots_checked += checker.snapshots()
             if check is not None:
-                result.recovered += checker.opened(check, f"check-{number}")
+                result.recovered += checker.table_handle(check, f"check-{number}")
         result.seconds = time.perf_counter() - begin
         return result
 
@@ -143,7 +143,7 @@ class Check:
         with history.embedding(self.path, **store) as embedding:
             step = step_of(embedding)
             recovered = self._recovered.seen
-            expected.opened(step, recovered)
+            expected.table_handle(step, recovered)
             self.same(contents(embedding), step)
             for number in range(step + 1, step + 1 + self.chance.randrange(4)):
                 history.take(embedding, number)

@@ -164,7 +164,7 @@ def test_an_open_table_follows_its_module(tmp_path: Path, device: Device, store:
             train(other, [1, 2, 3])
         with tables_on(device) as place:
             embedding.to(place)
-            embedding.opened().move(place)  # as where the module has another device than the table
+            embedding.table_handle().move(place)  # as where the module has another device than the table
             if place == CPU:
                 train(embedding, [2, 3, 4])
             else:
@@ -189,7 +189,7 @@ def test_a_move_that_fails_loses_no_rows(tmp_path: Path) -> None:
         embedding = make(options("host", path, capacity=100_000), "adam")
         train(embedding, [1, 2, 3])
         with tables_on(LittleMemory()), pytest.raises(OptionError, match="capacity=100000 is more than the host has"):
-            embedding.opened().move(CPU)
+            embedding.table_handle().move(CPU)
         if path is not None:  # it moved by way of its folder
             embedding = make(options("host", path, open="error"), "adam")
         assert embedding.size() == 3

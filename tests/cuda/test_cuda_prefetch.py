@@ -117,7 +117,7 @@ def test_a_mistake_in_a_batch_ahead_is_that_of_its_step(tmp_path: Path, device: 
         batches = list(on(place))
         bad = torch.full_like(batches[0], 99)
         hint(embedding, batches[0])
-        embedding.opened().table.announce([Lookup(batches[1], bad)])  # the embedding checks what is on the CPU
+        embedding.table_handle().table.announce([Lookup(batches[1], bad)])  # the embedding checks what is on the CPU
         hint(embedding, batches[2])
         train(embedding, batches[0])
         before = contents(embedding).tobytes()
@@ -232,7 +232,7 @@ def test_streams_wait_for_each_other_where_they_use_the_same_memory(
     capacity = {} if store == "ssd" else {"capacity": 1000}  # a table that grows gives memory from thread to thread
     with tables_on(device) as place, device.watch():
         embedding = make(options(store, tmp_path, budget_mb, **capacity), "adagrad").to(place)
-        device.opened(embedding.opened().table.processor._layout._memory)
+        device.table_handle(embedding.table_handle().table.processor._layout._memory)
         for ids in BATCHES:
             hint(embedding, ids)
         for ids in BATCHES:

@@ -67,7 +67,7 @@ def lose(world: World, folder: Path, store: str, action: str, lost: int, number:
 
 
 def own_rows(embedding: Any) -> bytes:
-    return b"".join(rows.tobytes() for _, rows in embedding.opened().own_table.scan())
+    return b"".join(rows.tobytes() for _, rows in embedding.table_handle().local_table.scan())
 
 
 def saved(world: World, folder: Path, store: str) -> dict[str, bytes]:

@@ -40,7 +40,7 @@ def dense(graph: Rating) -> bytes:
 
 
 def rows(graph: Any) -> bytes:
-    return b"".join(rows.tobytes() for _, rows in graph.rows.opened().own_table.scan())
+    return b"".join(rows.tobytes() for _, rows in graph.rows.table_handle().local_table.scan())
 
 
 def save_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[float], bytes, bytes]:

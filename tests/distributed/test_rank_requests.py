@@ -34,7 +34,7 @@ def trains(world: World, folder: Path, reads: bool = False) -> int:
             embedding.get(KEYS)
         else:
             train(embedding, KEYS + 7 * world.rank)
-    step = embedding.opened().own_table.step
+    step = embedding.table_handle().local_table.step
     embedding.close()
     return step
 
@@ -116,7 +116,7 @@ def closes(world: World, folder: Path) -> bool:
     embedding = make(options("host", folder), "sgd", tables=1, world=world)
     train(embedding, KEYS)
     (folder / f"ready-{world.rank}").touch()
-    requests = embedding.opened()._requests  # type: ignore[union-attr]
+    requests = embedding.table_handle()._requests  # type: ignore[union-attr]
     while world.rank == 0 and not requests.is_wanted():
         pass
     embedding.close()

@@ -54,7 +54,7 @@ def step(embedding: Any, number: int = 0) -> None:
 
 def own_rows(embedding: Any) -> Rows:
     """The rows that this rank has, as copies."""
-    table = embedding.opened().own_table
+    table = embedding.table_handle().local_table
     rows = [rows.copy() for _, rows in table.scan()]
     return np.concatenate([np.empty(0, row_dtype(table.layout.width)), *rows])
 
@@ -214,7 +214,7 @@ def save_over_one_of_the_background(world: World, folder: Path) -> str:
         step(embedding)
         save: Any = embedding.save_snapshot("s", background=True)
         save._threads[0].wait()  # written on all ranks, which have not compared them
-        said = fails(lambda: embedding.opened().check_not_saving("saving"), StoreError)
+        said = fails(lambda: embedding.table_handle().check_not_saving("saving"), StoreError)
         assert save.wait()
         embedding.save_snapshot("t")
     return said
@@ -379,7 +379,7 @@ def rows_of_a_checkpoint(world: World, folder: Path, store: str | None) -> Rows:
     place = folder / "checkpoint" / "0" / "c"
     with opened(world, None if store is None else folder, store or "host") as embedding:
         step(embedding)
-        kept = embedding.opened()
+        kept = embedding.table_handle()
         kept.save_rows(place)
         rows = own_rows(embedding)
         step(embedding, 1)

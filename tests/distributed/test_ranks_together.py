@@ -102,7 +102,7 @@ def half_loaded(world: World, path: Path) -> list[str]:
     model.steps(1)
     model.save_snapshot("one")
     model.steps(1)
-    b = model.members[1].opened()
+    b = model.members[1].table_handle()
     load = b.own.load_from  # type: ignore[attr-defined]
 
     def fail(*given: Any) -> Any:
@@ -137,7 +137,7 @@ def reopened(world: World, path: Path) -> list[list[Any]]:
             model.save_snapshot("one")
             model.steps(1)
             model.load_snapshot("one")
-        memberships = [member.opened().membership for member in model.members]
+        memberships = [member.table_handle().membership for member in model.members]
         found.append([membership.versions.rows.now for membership in memberships if membership is not None])
         model.close()
     return found

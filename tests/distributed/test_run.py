@@ -185,7 +185,7 @@ def announces_alone(world: World) -> tuple[list[str], dict[str, Tensor]]:
     graph, said = Ranked(world), []
     for step in range(3):
         if step:
-            table: Any = graph.users.opened().table
+            table: Any = graph.users.table_handle().table
             try:
                 if world.rank == 0:
                     table.announce([Lookup(batch(0, step)[0], None)], together=True)
@@ -210,7 +210,7 @@ def known_to_one(world: World) -> int:
     """How many announced steps are kept, of which rank 1 does not know what it looks up."""
     graph = Ranked(world)
     graph(*batch(world.rank, 0))
-    table: Any = graph.users.opened().table
+    table: Any = graph.users.table_handle().table
     for step in range(1, 4):
         table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], together=True)
     graph(*batch(world.rank, 0))

@@ -162,7 +162,7 @@ def broken(world: World) -> str:
     graph = Bags(world)
     graph(IDS)
     if world.rank == 1:
-        graph.one.opened().own_table.failure = OSError("disk full")  # as a failed write leaves it
+        graph.one.table_handle().local_table.failure = OSError("disk full")  # as a failed write leaves it
     for _ in range(3):
         graph.one.prefetch(IDS, pooling="sum")  # the second begins what the third ends
     with pytest.raises(StoreError, match=r"rank 1: .*disk full") as error:

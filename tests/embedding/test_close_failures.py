@@ -30,7 +30,7 @@ def test_a_load_of_checkpoint_rows_that_fails_last_leaves_the_snapshot_to_go_bac
     place = tmp_path / "checkpoint" / "best-0123"
     with make(options("ssd", tmp_path / "one"), "adagrad", tables=1) as embedding:
         train(embedding, torch.arange(10))
-        embedding.opened().save_rows(place)
+        embedding.table_handle().save_rows(place)
         rows = contents(embedding).tobytes()
     store = tmp_path / "two" / "rows"
     with make(options("ssd", tmp_path / "two"), "adagrad", tables=1) as embedding:
@@ -42,7 +42,7 @@ def test_a_load_of_checkpoint_rows_that_fails_last_leaves_the_snapshot_to_go_bac
         obstacle = next(live for live in (store / "live", store / "live-2") if not live.exists())
         obstacle.write_text("")
         with pytest.raises(StoreError, match="cannot replace the live rows"):
-            embedding.opened().load_rows(place)
+            embedding.table_handle().load_rows(place)
         assert embedding.last_snapshot == place.name
     obstacle.unlink()
     with make(options("ssd", tmp_path / "two"), "adagrad", tables=1) as embedding:

@@ -304,7 +304,7 @@ def test_forwards_that_a_backward_pass_repeats_are_no_sign_of_a_failed_one(tmp_p
 def shell_amid_load(path: Path) -> str:
     model = Model(path, TWO)
     model.counts()
-    second = model.members[1].opened()
+    second = model.members[1].table_handle()
     load = second.load_from  # type: ignore[attr-defined]
     said = []
 

@@ -330,7 +330,7 @@ def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path: P
     model.steps(1)
     model.save_snapshot("one")
     model.steps(1)
-    marks = model.members[1].opened().folder().path / "MARK"
+    marks = model.members[1].table_handle().folder().path / "MARK"
     marks.rename(marks.with_name("kept"))
     marks.mkdir()  # so that its marker cannot be written
     with pytest.raises(StoreError):
@@ -515,7 +515,7 @@ def test_an_embedding_that_is_made_again_beside_a_live_one_has_rows_of_its_momen
     model.save_snapshot("two")
     model.steps(1, *trained)
     lost = model.members[1]
-    lost.opened().own_table.failure = OSError("disk full")  # as a failed write leaves it
+    lost.table_handle().local_table.failure = OSError("disk full")  # as a failed write leaves it
     lost.close()
     model.members[1] = make(options("host", tmp_path), "adagrad", name="b", tables=1, seed=0)
     if trained == "b":

@@ -1,4 +1,4 @@
-"""examples/ctr.py under torchrun repeats to the bit, and a narrow wire leaves its AUC where it was."""
+"""examples/ctr.py under torchrun repeats bit for bit, and a narrow wire leaves its AUC where it was."""
 
 from __future__ import annotations
 

@@ -156,8 +156,8 @@ def test_training_through_a_graph_equals_plain_pytorch(name: str, clicks: Clicks
                 optimizer.step()
             assert abs(loss - expected.item()) < 1e-5
         for field, (table, values) in enumerate(zip(tables.tables, tables.values, strict=True)):
-            rows, held = embedding.get(values, field), values != PADDING
-            torch.testing.assert_close(rows[held], table.weight.detach()[held], rtol=0, atol=1e-4)
+            rows, present = embedding.get(values, field), values != PADDING
+            torch.testing.assert_close(rows[present], table.weight.detach()[present], rtol=0, atol=1e-4)
         for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-4)
 

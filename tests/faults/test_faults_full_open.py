@@ -77,7 +77,7 @@ def go_on(path: Path) -> None:
     embedding = open_store(path, "ssd", open="error")
     with disk.full():
         assert contents(embedding).tobytes() == rows
-        scan = embedding.opened().table.scan()
+        scan = embedding.table_handle().table.scan()
         first = next(scan)
         with pytest.raises(StoreError, match="space"):
             embedding.put([1], torch.ones(1, 5), 0)
@@ -138,7 +138,7 @@ def die_with_many_rows(path: Path) -> None:
     saved(path, "ssd")
     embedding = open_store(path, "ssd")
     train(embedding, range(20_000))
-    embedding.opened().table.flush()
+    embedding.table_handle().table.flush()
     os._exit(0)
 
 

@@ -31,7 +31,7 @@ def test_a_step_that_waits_for_the_device_is_refused_with_its_cause(place: torch
     pair = Pair(place, lambda _: Masked("adam"))
     with pytest.raises(GraphError, match=r"cuda_graph: aten.index_put.*waits for the device.*torch.where"):
         pair.graphs[1](*(tensor.to(place) for tensor in batches(1)[0]))
-    pair.graphs[0].rows.opened()  # as the refused step did
+    pair.graphs[0].rows.table_handle()  # as the refused step did
     pair.check()  # it left nothing
     pair.graphs[1].cuda_graph(False)
     pair.steps(batches(3, seed=1))

@@ -171,7 +171,7 @@ def test_the_state_of_a_collections_optimizer_has_the_dtype_that_it_is_made_with
         made.embedding_of(table)(torch.tensor([1]), 0).square().sum().backward()
     optimizer.step()
     for table in "tu":
-        assert made.embedding_of(table).opened().own_table.state.types == ("bfloat16",)
+        assert made.embedding_of(table).table_handle().local_table.state.types == ("bfloat16",)
     with pytest.raises(OptionError, match=r"state_dtype=torch\.float32: the tables of share keep state"):
         kind(tables, name="other", share=made)
     kind(tables, name="other", share=made, state_dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def test_the_state_of_a_table_batched_embedding_has_the_dtypes_of_fbgemms_argume
 ) -> None:
     tbe = TableBatchedEmbeddingBags([(10, dim, 3, 0)], optimizer=optimizer, optimizer_state_dtypes=given)
     tbe(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).backward(torch.full((2, dim), 0.3))
-    assert tbe.embedding_of(0).opened().own_table.state.types == types
+    assert tbe.embedding_of(0).table_handle().local_table.state.types == types
     states = tbe.split_optimizer_states()[0] if types else []
     for state, type in zip(states, types, strict=True):
         assert state.any()

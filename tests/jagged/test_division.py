@@ -96,7 +96,7 @@ def test_rocksdb_takes_write_buffers_by_its_part(tmp_path):
     for name, options in stores.items():
         embedding = tierbed.MultiTableEmbedding(name, NEEDS[name].dim, torch.float32, torch.int64, None, options)
         embedding.put([1], torch.ones(1, NEEDS[name].dim))
-        most[name] = embedding.opened().table.stack.bottom.info()["memtable_bytes_max"]
+        most[name] = embedding.table_handle().table.stack.bottom.info()["memtable_bytes_max"]
         embedding.close()
     assert sum(most.values()) <= 64 << 20
     assert most["ebc-d120"] > 8 * most["ebc-d8"]

@@ -108,7 +108,7 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back
         def stop(rows: int) -> None:
             raise OSError(errno.ENOSPC, "no space left")
 
-        handle = embedding.opened()
+        handle = embedding.table_handle()
         with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
             handle.save_snapshot("final", overwrite=True, progress=stop)
         assert embedding.last_snapshot == "monday"

@@ -61,7 +61,7 @@ def test_the_way_to_another_optimizer_that_the_error_names_is_one(tmp_path: Path
         embedding.load_snapshot("a", weights_only=True)
         assert torch.equal(embedding.get([1, 2, 3], 0), rows)
         train(embedding, [1])
-        assert embedding.opened().own_table.state.names == ("exp_avg", "exp_avg_sq")
+        assert embedding.table_handle().local_table.state.names == ("exp_avg", "exp_avg_sq")
 
 
 def test_rows_without_a_folder_have_no_way_by_a_snapshot() -> None:

@@ -63,7 +63,7 @@ extern "C" __global__ void place_rows(const u64* hashes, const u32* count, u64 n
 }
 
 // places [n], sorted, and order [n], the rows in that order: batch number `now`, where `done` is over. After a fault no
-// row comes up. asked [tables, 2]: hits and misses.
+// row is fetched. asked [tables, 2]: hits and misses.
 extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy, const u64* hashes, const u32* tables,
                                       const u32* places, const i64* order, u64 n, Admission all, u64* counts,
                                       Counters asked, const u32* faults) {
@@ -106,7 +106,7 @@ extern "C" __global__ void note_written(Cache cache, const i64* slots, u64 n) {
     for_each(n, [&](u64 i) { cache.ways[slots[i]].stored = cache.updates(static_cast<u64>(slots[i])); });
 }
 
-// Undoes an admission. With `restore` the rows that gave way come back; without it their slots become free.
+// Undoes an admission. With `restore` the victims come back; without it their slots become free.
 extern "C" __global__ void cancel_rows(Cache cache, Admission all, const u32* count, u32 restore) {
     for_each(*count, [&](u64 i) {
         const u32 slot = all.slots[i];
@@ -146,7 +146,7 @@ extern "C" __global__ void find_dirty(Cache cache, u8* flags) {
     for_each(static_cast<u64>(cache.sets) * WAYS, [&](u64 slot) { flags[slot] = cache.dirty(slot); });
 }
 
-// flags [n] of 0 and 1: victims (dirty rows that gave way), absent (rows to fetch), overflows (those without a slot)
+// flags [n] of 0 and 1: victims (dirty rows that are evicted), absent (rows to fetch), overflows (those without a slot)
 extern "C" __global__ void sort_out(Admission all, const u32* count, u64 n, i32* victims, i32* absent, i32* overflows) {
     for_each(n, [&](u64 i) {
         const bool missed = i < *count && !all.hit[i];

@@ -213,7 +213,7 @@ class Cache:
         self._ways = torch.zeros(sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._memory = torch.empty(sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self.asked = HitCounters(layout)  # of `admit`
+        self.hit_counters = HitCounters(layout)  # of `admit`
         self.now = 0  # the number of the latest batch
 
     def admit(self, batch: Batch, last_completed: int) -> Admission:
@@ -238,7 +238,7 @@ class Cache:
         self._run(
             "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(last_completed),
             np.uint32(self._policy), batch.hashes, batch.tables, ordered, order, n, admission.by_value(), self._counts,
-            self.asked.struct, batch.faults,
+            self.hit_counters.struct, batch.faults,
         )  # fmt: skip
         return admission
 
@@ -321,7 +321,7 @@ class Cache:
     @property
     def counts(self) -> dict[str, int]:
         """Hits, misses and COUNTS; waits for the device."""
-        hits, misses = self.asked.total().sum(0).tolist()
+        hits, misses = self.hit_counters.total().sum(0).tolist()
         return {"hits": hits, "misses": misses, **dict(zip(COUNTS, self._counts.tolist(), strict=True))}
 
     def metrics(self) -> dict[str, float]:

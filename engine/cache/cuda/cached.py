@@ -132,7 +132,7 @@ class CudaCachedStore:
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
-            counts: HitCounts = (self._cache.asked.total() + self._reads.total()).cpu().numpy()
+            counts: HitCounts = (self._cache.hit_counters.total() + self._reads.total()).cpu().numpy()
             return counts
 
     def _fetch(

@@ -1,5 +1,5 @@
 // A cache in device memory in front of a full table with its lines in page-locked memory of the host. Kernels alone
-// move rows. Every row that is up has a line below, so it can always go down.
+// move rows. Every resident row has a line below, so it can always be written back.
 #include "admission.h"
 #include "store/cuda/segments.h"
 #include "ops/cuda/items.h"
@@ -8,7 +8,7 @@ using namespace tierbed;
 
 namespace {
 
-// counts [4]: rows that the table below had and had not, rows that went down, lookups that the cache served
+// counts [4]: hits and misses in the table below, rows written back, lookups that the cache served
 enum Count : u32 { FOUND, NEW, WRITTEN, SERVED };
 
 struct Counts {
@@ -20,21 +20,21 @@ struct Counts {
     }
 };
 
-TIERBED_FN void write_down(Tile tile, Slot* slots, u32 mask, const LineSegments& memory, const Way& way, u64 line) {
+TIERBED_FN void write_row(Tile tile, Slot* slots, u32 mask, const LineSegments& memory, const Way& way, u64 line) {
     const u32 row = find_row(tile, IndexView{slots, mask}, way.hash, way.table);
     copy_line(tile, memory.address(row - 1), line, SHAPE);
 }
 
 }  // namespace
 
-// Brings down the rows that gave way for the first `count` rows. It runs before any row comes up, since the batch may
-// need a row that gave way.
-extern "C" __global__ void bring_down(Slot* slots, u32 mask, LineSegments memory, Admission all, const u32* count,
+// Writes back the victims of the first `count` rows. It runs before any row is fetched, since the batch may need a
+// victim.
+extern "C" __global__ void write_back(Slot* slots, u32 mask, LineSegments memory, Admission all, const u32* count,
                                       u64* counts) {
     Counts counted;
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
         if (all.gone[i] != DIRTY) return;
-        write_down(tile, slots, mask, memory, all.before[i], all.lines[i]);
+        write_row(tile, slots, mask, memory, all.before[i], all.lines[i]);
         counted.found[WRITTEN] += tile.lane == 0;
     });
     counted.add_to(counts);
@@ -42,7 +42,7 @@ extern "C" __global__ void bring_down(Slot* slots, u32 mask, LineSegments memory
 
 // lines [n]: where each of the first `count` rows is below -> where it is used, with the row there. A row without a
 // slot is used below; one without a place there, `nowhere`, stays so. asked [tables, 2]: misses.
-extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashes, const u32* tables, const u32* count,
+extern "C" __global__ void fetch(Cache cache, Admission all, const u64* hashes, const u32* tables, const u32* count,
                                     u64* lines, u64 nowhere, InitialRow initial, u64* counts,
                                     Counters asked) {
     Counts counted;
@@ -101,7 +101,7 @@ extern "C" __global__ void flush_rows(Cache cache, Slot* slots, u32 mask, LineSe
     Counts counted;
     for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {
         if (!cache.dirty(slot)) return;
-        write_down(tile, slots, mask, memory, cache.ways[slot], cache.line(slot));
+        write_row(tile, slots, mask, memory, cache.ways[slot], cache.line(slot));
         synchronise(tile);
         if (tile.lane == 0) cache.ways[slot].stored = cache.updates(slot);
         counted.found[WRITTEN] += tile.lane == 0;

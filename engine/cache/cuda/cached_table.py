@@ -37,7 +37,7 @@ class CachedTable:
         self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
         # hits and misses in the table below, rows written back, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._asked = HitCounters(layout)  # hits of lookups that only read, and all misses
+        self._hit_counters = HitCounters(layout)  # hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that prefetch inserted below
 
     def announce(self, batch: Batch) -> None:
@@ -68,7 +68,7 @@ class CachedTable:
             self._run(
                 "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
                 batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts,
-                self._asked.struct,
+                self._hit_counters.struct,
             )  # fmt: skip
             copy_present(batch, self._layout)
             initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))
@@ -121,8 +121,8 @@ class CachedTable:
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
-            counts = self._asked.total()
-            counts[:, 0] += self._cache.asked.total()[:, 0]
+            counts = self._hit_counters.total()
+            counts[:, 0] += self._cache.hit_counters.total()[:, 0]
             on_host: HitCounts = counts.cpu().numpy()
             return on_host
 
@@ -144,10 +144,10 @@ class CachedTable:
             batch.faults &= ~NO_ROOM  # it may fit at its step
             return None
         cache, struct = self._cache.by_value(), admission.by_value()
-        self._run("bring_down", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)
+        self._run("write_back", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)
         self._run(
-            "bring_up", batch.size, self._lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
-            table.nowhere, self._layout.initial, self._counts, self._asked.struct,
+            "fetch", batch.size, self._lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
+            table.nowhere, self._layout.initial, self._counts, self._hit_counters.struct,
         )  # fmt: skip
         return admission
 

@@ -79,10 +79,10 @@ extern "C" __global__ void mark_rows(const u64* hashes, const u32* tables, u64 n
         if (table == NONE) return;
         const u64 hash = hashes[i];
         for (u32 at = static_cast<u32>(hash) & mask;; at = (at + 1) & mask) {
-            u32 mark = atomicCAS(&marks[at], NONE, position);
-            if (mark == NONE) mark = position;
-            if (hashes[mark] != hash || tables[mark] != table) continue;
-            if (position < mark) atomicMin(&marks[at], position);
+            u32 first = atomicCAS(&marks[at], NONE, position);
+            if (first == NONE) first = position;
+            if (hashes[first] != hash || tables[first] != table) continue;
+            if (position < first) atomicMin(&marks[at], position);
             places[i] = at;
             return;
         }

@@ -13,11 +13,11 @@ namespace tierbed {
 
 using Type = TIERBED_GRADIENTS;
 
-constexpr u32 MOST_PARTS = 8;
+constexpr u32 MAX_PARTS = 8;
 
 // The gradients of all lookups, and the occurrences of all rows.
 struct Sources {
-    GradientPart parts[MOST_PARTS];
+    GradientPart parts[MAX_PARTS];
     u32 count;
     const i32* rows;      // [n], the row of each occurrence; padding, -1, comes first
     const u32* offsets;   // [unique + 1]

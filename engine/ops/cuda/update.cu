@@ -13,11 +13,11 @@ using Rule = TIERBED_RULE;
 
 constexpr LineShape WIDE = widened(SHAPE);
 
-constexpr u32 MOST_HYPERS = 24;
+constexpr u32 MAX_HYPERS = 24;
 
 // What changes from step to step: `scale` multiplies gradients, `step` is the embedding's.
 struct Numbers {
-    double hyper[MOST_HYPERS];
+    double hyper[MAX_HYPERS];
     float scale;
     u32 step;
 };

@@ -229,7 +229,7 @@ class CudaFullStore(IgnoresHints[Batch]):
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
 
     def hit_counts(self) -> HitCounts:
-        counts: HitCounts = self.table.asked.total().cpu().numpy()
+        counts: HitCounts = self.table.hit_counters.total().cpu().numpy()
         return counts
 
     def _sorted_rows(self) -> SortedRows:

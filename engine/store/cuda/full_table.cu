@@ -90,9 +90,9 @@ extern "C" __global__ void find_clusters(const Slot* slots, u32 mask, const u64*
                                          const u32* count, u64 n, i64* clusters) {
     for_each(n, [&](u64 i) {
         u32 at = static_cast<u32>(hashes[i]) & mask;
-        const bool held = i < *count && lines[i];
-        while (held && slots[at].row) at = (at - 1) & mask;
-        clusters[i] = held ? static_cast<i64>(at) : static_cast<i64>(mask) + 1;
+        const bool is_stored = i < *count && lines[i];
+        while (is_stored && slots[at].row) at = (at - 1) & mask;
+        clusters[i] = is_stored ? static_cast<i64>(at) : static_cast<i64>(mask) + 1;
     });
 }
 

@@ -49,7 +49,7 @@ class CudaFullTable:
         self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(len(COUNTS), torch.int64)
-        self.asked = HitCounters(layout)
+        self.hit_counters = HitCounters(layout)
         # around reads of its rows outside of a store's calls, for a table that another thread changes as well
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
         self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
@@ -103,12 +103,12 @@ class CudaFullTable:
 
     def count(self, batch: Batch, ranks: Tensor) -> None:
         """Count the rows that `find` found and missed as hits and misses."""
-        self._run("count_asked", batch.size, 1, batch.tables, batch.count, ranks, self.asked.struct)
+        self._run("count_asked", batch.size, 1, batch.tables, batch.count, ranks, self.hit_counters.struct)
 
     def counts(self) -> dict[str, int]:
         """The counters of `metrics`; waits for the device."""
         used, erased, insertions = self._counts.tolist()
-        hits, misses = self.asked.total().sum(0).tolist()
+        hits, misses = self.hit_counters.total().sum(0).tolist()
         return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
 
     def numbers_of(self, lines: Tensor) -> Tensor:

@@ -22,7 +22,7 @@
 namespace tierbed {
 namespace {
 
-// RocksDB 8.9 wants to be told whether deletions are allowed however often they were forbidden; 9 has no such argument.
+// In RocksDB 8.9 an argument says whether deletions are allowed however often they were forbidden; 9 has none.
 template <class Database>
 auto allow_deletions(Database& db, int) -> decltype(db.EnableFileDeletions(true)) {
     return db.EnableFileDeletions(true);
