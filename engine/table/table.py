@@ -224,9 +224,8 @@ def square_gradients(
 class OpenTable:
     """Rows in a stack of tiers, used on a processor, a batch at a time.
 
-    `step` counts the updates of the whole table. `state` is what rows have in addition to the embedding, and `form`
-    their format. `optimizer` is None if the table is open only for reading and `put`. `before_write(step)` is called
-    before each write of that step.
+    `step` counts the table's updates. `state` is what rows have besides the embedding, `form` their format. `optimizer`
+    is None if the table is open only for reading and `put`. `before_write(step)` precedes each write of that step.
     """
 
     def __init__(
@@ -314,10 +313,7 @@ class OpenTable:
             raise error
 
     def deferred_error(self, wait: bool) -> TierbedError | None:
-        """The deferred error of an earlier call, returned once. Steps since that call have changed nothing.
-
-        wait: whether to wait for all launched work, so that no deferred error is missed.
-        """
+        """The deferred error of an earlier call, returned once, `wait`: after all work. Steps since changed nothing."""
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
@@ -399,8 +395,7 @@ class OpenTable:
     ) -> PinnedBatch:
         """Deduplicate the ids, fetch their rows and pin them. dtype: of gathered rows, and of gradients.
 
-        dedup_from: a batch of another table, as in `Processor.batch`; a prefetched batch of this table is used first.
-        Raises CapacityError and pins nothing if the new rows exceed the capacity.
+        dedup_from: as in `Processor.batch`; a prefetched batch is used first. CapacityError pins nothing.
         """
         self.yield_to_reader()
         with self.lock, uninterrupted():

@@ -160,7 +160,7 @@ def test_rows_that_gave_way_first_go_down_first_and_half_of_the_overflow_stays(
     while cache.metrics()["overflow_rows"] > 500:
         time.sleep(0.01)
     assert cache.metrics()["overflow_rows"] == 500
-    is_down = [bool(database.where(*row)) for row in ROWS[:1500]]
+    is_down = [bool(database.locate(*row)) for row in ROWS[:1500]]
     assert sum(is_down) == 1500 - 64 - 500
     assert all(is_down[:800])
     check_all(cache, model)

@@ -117,7 +117,7 @@ def test_rows_by_owner(device: Device, ranks: int) -> None:
     both = Both(device, lookups()[0])
     here, there = (p.by_owner(b, ranks, ranks - 1) for p, b in ((both.here, both.host), (both.on_device, both.batch)))
     assert there.counts == here.counts
-    order = there.places
+    order = there.positions
     assert sorted(order.tolist()) == list(range(len(order)))
     assert there.keys[order].tolist() == [key for _, key in both.there_names]
     assert there.tables[order].tolist() == [table for table, _ in both.there_names]

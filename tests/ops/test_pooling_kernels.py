@@ -38,12 +38,12 @@ class Bags:
     tables: NDArray[np.uint32]  # of the bags
     weights: NDArray[np.float32] | None
     mean: bool
-    given: int | NDArray[np.int64] | None  # what the core gets for bags
+    offsets_given: int | NDArray[np.int64] | None  # what the core gets for bags
     in_order: bool  # table ids are left out
 
     @property
     def segment(self) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]:
-        return self.keys, None if self.in_order else self.tables, self.given
+        return self.keys, None if self.in_order else self.tables, self.offsets_given
 
     @property
     def inverse(self) -> NDArray[np.int32]:
@@ -74,7 +74,7 @@ def bags_of(lengths: list[int], kind: str, weighted: bool, mean: bool, tables: i
         else rng.integers(0, tables, len(lengths), np.uint32),
         weights=rng.standard_normal(n, np.float32) if weighted and pooled else None,
         mean=mean and pooled,
-        given=offsets if kind == "jagged" else max(lengths, default=1) if pooled else None,
+        offsets_given=offsets if kind == "jagged" else max(lengths, default=1) if pooled else None,
         in_order=in_order,
     )
 

@@ -98,7 +98,7 @@ class OrderedDevice(EmulatedDevice):
         for thread, time in event.items():
             mine[thread] = max(mine.get(thread, 0), time)
 
-    def keep(self, memory: Tensor) -> None:
+    def record_stream(self, memory: Tensor) -> None:
         self.find(memory).kept.add(get_ident())
 
     def find(self, tensor: Tensor) -> Memory:
