@@ -177,5 +177,5 @@ def test_listing_and_profile_tell_whose_rows_a_shared_batch_is_of() -> None:
     profile = graph.profile(batches())
     assert "pin_1 " in profile.by_op(50)
     (line,) = [line for line in str(graph).splitlines() if "], pin)" in line]
-    assert line.strip().startswith("pin_1 = pin(deep, [")
+    assert line.strip().startswith("pin_1 = deep.pin([")
     assert line.endswith("], pin)  # deep in device_mem")
