@@ -44,7 +44,7 @@ class PersistentTableReader(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         if self._closed:
-            raise ClosedError(f"the reader of snapshot {self._name!r} is closed: make another")
+            raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another")
         _, rows = next(self._chunks)
         form = self._columns.form
         parts = [form.numbers(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
@@ -87,7 +87,7 @@ class PersistentTableWriter:
         ClosedError.
         """
         if self._closed:
-            raise ClosedError(f"the writer of snapshot {self._place.name!r} is closed: make another")
+            raise ClosedError(f"the writer of snapshot {self._place.name!r} was closed: make another")
         arrays = {KEY: keys, VALUES: values} | ({} if table_ids is None else {TABLE: table_ids})
         for rows in self._columns.rows(arrays, f"snapshot {self._place.name!r}"):
             self._sorter.add(rows)

@@ -82,7 +82,7 @@ def test_what_others_go_over_is_not_overwritten_and_told_before_training(tmp_pat
         for save in (embedding.check_save, embedding.save_snapshot):
             with pytest.raises(SnapshotError, match=r"final' cannot be overwritten: it is the parent of 'over'"):
                 save("final", overwrite=True)
-        with pytest.raises(SnapshotError, match=r"cannot be overwritten: 'over'"):
+        with pytest.raises(SnapshotError, match=r"cannot be overwritten: it is the parent of 'over'"):
             embedding.save_snapshot("final", background=True, overwrite=True)
         with pytest.raises(SnapshotError, match="exists"):
             embedding.check_save("over")

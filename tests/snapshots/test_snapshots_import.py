@@ -226,7 +226,7 @@ def test_the_row_of_padding(tmp_path: Path) -> None:
     zeroed = VALUES.copy()
     zeroed[3] = 0
     assert imported(tmp_path / "t", zeroed, description=about).keys() == dense().keys() - {(0, 3)}
-    with pytest.raises(InputError, match="keys hold padding_idx=3, which is no row"):
+    with pytest.raises(InputError, match="keys hold padding_idx=3, which is never a row"):
         import_snapshot(tmp_path / "u", "s", zeroed, keys=np.arange(40), description=about)
     with pytest.raises(InputError, match="has padding_idx=2, and the table 3: give both the same"):
         import_snapshot(tmp_path / "u", "s", nn.Embedding(9, DIM, padding_idx=2), description=about)
