@@ -18,7 +18,7 @@ from tierbed.engine import _core
 
 def ledger(**policy: Any) -> _core.Ledger:
     return _core.Ledger(
-        **{"eviction": "none", "capacity": None, "ttl_steps": 0, "sights": 0, "chance": 1.0, "seed": 0, **policy}
+        **{"eviction": "none", "capacity": None, "ttl_steps": 0, "min_lookups": 0, "chance": 1.0, "seed": 0, **policy}
     )
 
 
