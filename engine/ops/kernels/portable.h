@@ -81,6 +81,10 @@ TIERBED_FN void load_floats(float* registers, const float* from, u32) {
     const Vector<float> numbers = load_vector(from);
     for (u32 j = 0; j < VEC; ++j) registers[j] = numbers.x[j];
 }
+TIERBED_FN const float* loaded(float* registers, const float* from, u32 n) {
+    load_floats(registers, from, n);
+    return registers;
+}
 TIERBED_FN void store_floats(float* to, const float* registers, u32) {
     Vector<float> numbers;
     for (u32 j = 0; j < VEC; ++j) numbers.x[j] = registers[j];
@@ -122,6 +126,8 @@ TIERBED_FN float* unknown(float* address) {
 }
 TIERBED_FN void prefetch(const void* address) { __builtin_prefetch(address); }
 TIERBED_FN void load_floats(float* registers, const float* from, u32 n) { __builtin_memcpy(registers, from, n * 4); }
+// the floats where one thread reads them fastest: in memory, as it has too few registers for them
+TIERBED_FN const float* loaded(float*, const float* from, u32) { return from; }
 TIERBED_FN void store_floats(float* to, const float* registers, u32 n) { __builtin_memcpy(to, registers, n * 4); }
 // every cache line of [address, address + bytes)
 TIERBED_FN void prefetch_bytes(u64 address, u32 bytes) {

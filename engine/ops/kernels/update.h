@@ -186,11 +186,12 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
     else
         for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
             Elements<Rule> elements(line, dim, begin);
-            float g[VEC];
+            float block[VEC];
+            const float* g = block;
             if (reduces_rows(rule))
-                load_floats(g, whole + begin, n);
+                g = loaded(block, whole + begin, n);
             else
-                sum_block(g, begin, n);
+                sum_block(block, begin, n);
             elements.change(n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
                 rule.element(w, g[j], state, row);
             });
