@@ -16,13 +16,13 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...distributed.world import Handshake
+from ...distributed.world import Handshake, World
 from ...engine.checks import as_int
 from ...engine.errors import InputError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
@@ -32,9 +32,6 @@ from ...engine.table.prefetch import WINDOW
 from ..passes.lookups import KnownLookups
 from ..passes.step_epilogue import StepEpilogue
 from .rank_step import RankStepState, world_of
-
-if TYPE_CHECKING:
-    from ...distributed.world import World
 
 AHEAD = 8
 UNEVEN = ("stop", "join")
@@ -94,7 +91,7 @@ class Announcer:
     Over ranks, all of them announce the same embeddings in the same order.
     """
 
-    def __init__(self, root: nn.Module, end: StepEpilogue, world: World | None) -> None:
+    def __init__(self, root: nn.Module, end: StepEpilogue, world: World) -> None:
         self._end, self._world = end, world
         self._embeddings: list[Any] = [module for module in root.modules() if isinstance(module, EmbeddingBase)]
         self._accumulated: dict[EmbeddingBase, list[Lookup]] = defaultdict(list)
@@ -135,7 +132,7 @@ class Announcer:
             return []
 
     def _announce(self, embedding: Any, lookups: list[Lookup] | None) -> None:
-        if self._world is not None:
+        if self._world.size > 1:
             embedding.table_handle().table.announce(lookups, together=True)
         elif lookups is not None:
             with contextlib.suppress(TierbedError):  # the call itself will raise it
@@ -160,24 +157,20 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
 class _PlannedStep:
     """A later step: what this rank has for it, and what all ranks have."""
 
-    def __init__(self, world: World | None, op: str, has: int, known: KnownLookups | None) -> None:
+    def __init__(self, world: World, op: str, has: int, known: KnownLookups | None) -> None:
         """has: bits that this rank reports. known: what it looks up, if that is known."""
         self.known = known
         self.is_announced = False
-        self._handshake = None if world is None else Handshake(world, op, note=has)
-        self._reports = [has] if world is None else None
+        self._handshake = Handshake(world, op, note=has)
 
     @property
     def is_refused(self) -> bool:
         """Whether a rank was in another call, which was raised on all ranks."""
-        return self._handshake is not None and self._handshake.refused is not None
+        return self._handshake.refused is not None
 
     def wait(self) -> list[int]:
         """The report of each rank. Waits for all."""
-        if self._reports is None:
-            assert self._handshake is not None
-            self._reports = self._handshake.wait().notes
-        return self._reports
+        return self._handshake.wait().notes
 
 
 class Run(Iterator[Any]):
@@ -213,7 +206,7 @@ class Run(Iterator[Any]):
         if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
         self._graph, self._known_lookups, self._num_ahead = graph, known_lookups, most
-        self._world, self._uneven, self._rank_state = world_of(graph), uneven, rank_state
+        self._world, self._uneven, self._rank_state = world_of(graph) or World.of_one(), uneven, rank_state
         self._announcer = Announcer(graph, end, self._world)
         self.left: list[Any] = []  # batches that were drawn and will not have a step
         self._batches = iterate(batches)
@@ -224,7 +217,7 @@ class Run(Iterator[Any]):
         self._end: Exception | None = None  # an exception of the loader, raised once the window is empty
         self._op = f"run of {type(graph).__name__}"
         self._has_started = self._has_ended = False
-        self._mismatches = 0 if self._world is None else self._world.mismatches
+        self._mismatches = self._world.mismatches
         self._steps = 0
         self._progress = progress
         self._finalizer = weakref.finalize(self, _abandon, abandoned, progress)
@@ -237,7 +230,6 @@ class Run(Iterator[Any]):
             self._raise_on_ranks(None, same={"ahead": self._num_ahead, "uneven": self._uneven})
             self._has_started = True
         if self._has_mismatch:  # some reports reached no rank
-            assert self._world is not None
             self._mismatches = self._world.mismatches
             self._forget_planned()
         try:
@@ -251,23 +243,23 @@ class Run(Iterator[Any]):
                     self._stop(missing)
                 self._planned.popleft()
                 self._steps += 1
-                if self._world is None or self._world.rank not in missing:
+                if self._world.rank not in missing:
                     return self._step()
                 with uninterrupted():
                     self._rank_state.join(self._graph)
                 self._announce_planned()  # as other ranks do after their step
         finally:
-            if self._world is not None:
+            if self._world.size > 1:
                 self._announce_planned()
 
     @property
     def _has_mismatch(self) -> bool:
         """Whether ranks were in different calls since this run last checked."""
-        return self._world is not None and self._mismatches != self._world.mismatches
+        return self._mismatches != self._world.mismatches
 
     @property
     def _may_announce(self) -> bool:
-        return self._world is None or not (self._has_mismatch or self._world.failure is not None)
+        return not self._has_mismatch and self._world.failure is None
 
     def _fill(self) -> None:
         """Draw batches, and report each. An exception of the loader waits for its turn."""
@@ -283,7 +275,7 @@ class Run(Iterator[Any]):
                 has = _FAILED
             with uninterrupted():  # every rank plans the step, or none does
                 self._planned.append(_PlannedStep(self._world, f"{self._op}, next step", has, self._last_known))
-                if self._world is None:  # a batch is announced before the next one is drawn
+                if self._world.size == 1:  # a batch is announced before the next one is drawn
                     self._announce_planned()
         if is_first:
             self._announce_planned()
@@ -297,13 +289,13 @@ class Run(Iterator[Any]):
                 reports, planned.is_announced = planned.wait(), True
                 runs = any(reports) if self._uneven == "join" else all(has & _BATCH for has in reports)
                 if runs and any(has & _KNOWN for has in reports):
-                    has_none = not reports[0 if self._world is None else self._world.rank] & _BATCH
+                    has_none = not reports[self._world.rank] & _BATCH
                     self._announcer.add(index, [] if has_none else planned.known)
 
     def _step(self) -> Any:
         if not self._window:  # the loader wrote over batches in the window
             error = self._end
-            if self._world is None:
+            if self._world.size == 1:
                 self._planned.clear()
                 self._end = StopIteration()
             self._raise_on_ranks(error)
@@ -354,16 +346,13 @@ class Run(Iterator[Any]):
 
     def _raise_on_ranks(self, error: Exception | None, same: Mapping[str, Any] | None = None) -> None:
         """Raise the error of a rank on all ranks. same: by name, what has to be equal on all of them."""
-        if self._world is not None:
-            self._world.handshake(self._op, error, same)
-        elif error is not None:
-            raise error
+        self._world.handshake(self._op, error, same)
 
     def _stop(self, missing: list[int]) -> None:
         self._forget_planned()
         self._has_ended = True
         self.left = list(self._window)
-        if self._world is not None and len(missing) < self._world.size:
+        if len(missing) < self._world.size:
             log.info(
                 "%s ended after %d steps, since rank %s has no more batches; this rank has %d more that it drew, in "
                 "`left` of the run, and the rest of its loader",

@@ -32,7 +32,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import torch
@@ -41,6 +41,7 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save as as_safetensors
 from torch import Tensor, nn
 
+from ...distributed.world import World
 from ...embedding.model_snapshots import load_rows, save_rows
 from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.checks import is_folder_name
@@ -61,10 +62,6 @@ from ..passes.collectives import refuse_worlds
 from ..trace.names import path_of
 from .kept import CALLS, FORMATS, ROWS, STATE, TENSORS, checksum, read_format
 from .optimizer_set import embeddings_of
-
-if TYPE_CHECKING:
-    from ...distributed.world import World
-
 
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
@@ -160,26 +157,18 @@ def _fits_dtype(dtype: torch.dtype) -> bool:
 
 
 class CheckpointRanks:
-    """The ranks that save or load a graph together. In one process `world` is None: methods are the plain calls."""
+    """The ranks that save or load a graph together. In a world of one, methods are the plain calls."""
 
     def __init__(self, world: World | None, what: str) -> None:
-        """what: names the save or load in messages."""
-        self._world, self._what = world, what
+        """world: None for this process alone. what: names the save or load in messages."""
+        self._world, self._what = world or World.of_one(), what
 
     def each(self, step: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
         """The result of a call of this rank. What it raises on one rank is raised on all. same: equal on all ranks."""
-        if self._world is None:
-            return call()
-        from ...distributed.world import catch
-
-        result, error = catch(call)
-        self._world.handshake(f"{self._what}: {step}", error, same)
-        return result
+        return self._world.call_on_all_ranks(f"{self._what}: {step}", call, same)
 
     def first(self, step: str, call: Callable[[], Any]) -> Any:
         """The result of a call of rank 0, plain values, on all ranks."""
-        if self._world is None:
-            return call()
         return self._world.call_on_rank_0(f"{self._what}: {step}", call)
 
     @contextmanager
@@ -205,9 +194,8 @@ class CheckpointRanks:
 
     def check_equal(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
         """Raises GraphError on all ranks if a value that training keeps equal differs between them."""
-        if self._world is None:
+        if self._world.size == 1:
             return
-
         names = [*tensors]
         sums = self._world.all_gather_object(
             f"{self._what}: state", lambda: [_checksum(plain), *map(_bytes, tensors.values())]
@@ -228,16 +216,13 @@ class CheckpointRanks:
 
     def others_random(self, own: Random) -> list[Random]:
         """The random state of every rank but the first."""
-        if self._world is None:
-            return []
-
         sent = [state.cpu().numpy().tobytes() for state in own]
         ranks: list[list[bytes]] = self._world.all_gather_object(f"{self._what}: random numbers", lambda: sent)
         return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
 
     def own_random(self, first: Random, others: list[Random]) -> Random:
         """The random state of this rank in a checkpoint. A rank without one in it keeps its own."""
-        rank = 0 if self._world is None else self._world.rank
+        rank = self._world.rank
         if rank == 0:
             return first
         return others[rank - 1] if rank <= len(others) else [torch.get_rng_state()]
