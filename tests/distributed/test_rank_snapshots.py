@@ -301,7 +301,7 @@ def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(tmp_path: P
         "there is no snapshot 'none'",
         "where returned int64",
         "keep_last=0",
-        "rank 1: part 1 of 2 of a snapshot was not written",
+        "rank 1: shard 1 of 2 of a snapshot was not written",
         "it is the parent of 'i'",
         "['i', 's']",
     ]

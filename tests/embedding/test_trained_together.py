@@ -93,7 +93,7 @@ def test_later_saves_of_one_do_not_move_what_all_go_back_to(
     assert model.at() == [4, 4]
     said = remarks(caplog)
     assert len(said) == 1
-    assert "'a' recovers from snapshot 'all', of step 4, and steps 5 to 10 are lost; 'b' goes back" in said[0]
+    assert "'a' rolls back to snapshot 'all', at step 4, and steps 5 to 10 are lost; 'b' rolls back" in said[0]
     model.steps(2)
     for _ in range(3):  # over the name that the last run gave: at every instant both have rows of one step
         for member in model.members:
