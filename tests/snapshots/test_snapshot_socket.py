@@ -129,7 +129,7 @@ def test_a_step_that_failed_does_not_hold_a_snapshot_up(tmp_path: Path) -> None:
         steps(embedding, 4)
         with a_step_under_way(embedding):
             answer = request_in_thread(tmp_path / STORE)
-            until(lambda: embedding.table_handle().local_table.between_steps.wanted)  # later than it is heard
+            until(lambda: embedding.table_handle().local_table.step_gate.is_wanted)  # later than it is heard
         step(embedding)
         assert answer.result(60).description["step"] == 4
         holds(embedding, 5)

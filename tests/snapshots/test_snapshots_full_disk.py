@@ -192,7 +192,7 @@ def test_what_is_there_and_may_not_outlive_a_power_loss_is_told(
         snapshots = tmp_path / "rows" / "snapshots"
         first, new = Snapshot.open(snapshots / "first"), snapshots / "second" if what == "snapshot" else tmp_path / "x"
         monkeypatch.setattr(os, "fsync", failing)
-        with pytest.raises(SnapshotError, match=r"may not outlive a power loss: .*Input/output"):
+        with pytest.raises(SnapshotError, match=r"may not survive a power loss: .*Input/output"):
             embedding.save_snapshot("second") if what == "snapshot" else export_snapshot(first, new, "npz")
         monkeypatch.undo()
         assert new.exists()
