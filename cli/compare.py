@@ -21,7 +21,7 @@ def diff(
     rows: Annotated[int, typer.Option(help="Show up to this many rows that differ.", min=0)] = 10,
     as_json: Json = False,
 ) -> None:
-    """Show how a snapshot differs from an earlier one. Exits with 0 if it does not, 1 if it does, 2 for an error.
+    """Show how a snapshot differs from an earlier one. Exit code: 0 if equal, 1 if different, 2 for an error.
 
     Example: tierbed snapshot diff store/users monday tuesday
     """

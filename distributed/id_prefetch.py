@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ..engine.options.lookup import Lookup
 from ..engine.table.prefetch import QUEUE, copied, same_lookups
+from .handshake import Handshake
 from .row_exchange import IdExchange, LocalBatch, Traffic
-from .world import Handshake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -194,6 +194,23 @@ class RankGroup:
         self._in_flight = [*(one for one in self._in_flight if one.is_pending()), pending]
         return pending
 
+    def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
+        """The bytes of each rank, in rank order, if all ranks are known to be in this very call.
+
+        readers: how many ranks, from rank 0 on, receive them; None for all. The others get empty ones.
+        """
+        if self.size == 1:
+            return [data]
+        readers = self.size if readers is None else readers
+        sizes, sent = torch.empty(self.size, dtype=torch.int64), torch.zeros(self.size, dtype=torch.int64)
+        sent[:readers] = len(data)
+        ones = [1] * self.size
+        self.start(op, sizes, sent, ones, ones).wait()
+        given = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        out = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        self.start(op, out, given.repeat(readers), sizes.tolist(), sent.tolist()).wait()
+        return [bytes(part.numpy()) for part in out.split(sizes.tolist())]
+
     @contextmanager
     def collective_block(self, op: str) -> Iterator[None]:
         """A block of collectives, which other ranks make as well. Handlers of signals wait until it ends.

@@ -15,7 +15,8 @@ from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
 from ..engine.processors.processor import Processor
-from .world import Handshake, HandshakeResult, World
+from .handshake import Handshake, HandshakeResult
+from .world import World
 
 if TYPE_CHECKING:
     from ..engine.processors.processor import ByOwner

@@ -20,9 +20,10 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Gradients, Lookup, checked_gradients
 from ..engine.table.table import OpenTable, PinnedBatch
 from ..engine.table.table_report import new_rows
+from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traffic, concat_lookups, start, zeroed
-from .world import Handshake, catch
+from .world import catch
 
 if TYPE_CHECKING:
     from .rank_group import PendingAllToAll

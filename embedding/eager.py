@@ -266,9 +266,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         try:
             if self._partial_update:
                 raise OptimizerError(
-                    f"a step of an EagerOptimizer raised {self._partial_update} during its updates, which other ranks "
-                    "made; on all ranks load a snapshot of every embedding, the dense parameters of its step, and the "
-                    "optimizer's state by load_state_dict() of the EagerOptimizer"
+                    f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
+                    "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
+                    "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
                 )
             for *_, gradients in reached:
                 if gradients is not None:

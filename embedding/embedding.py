@@ -395,7 +395,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self._table().read_weights_grad(lookup, grad)
 
     def is_reached(self) -> bool:
-        """Whether the backward pass under way reaches `shadow`, as `Rows.is_reached`."""
+        """Whether the backward pass under way reaches `shadow`, as `EmbeddingBase.is_reached`."""
         return is_reached(self)
 
     def check_trained_lookup(self) -> None:
@@ -414,17 +414,17 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self._trained().pin(lookups, dtype or self.output_dtype, dedup_from)
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:
-        """The rows of one call's lookups, as `Rows.unique_rows`."""
+        """The rows of one call's lookups, as `EmbeddingBase.unique_rows`."""
         return unique_rows(self._local_table(), lookups)
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
     ) -> tuple[Lookup, Tensor]:
-        """The rows of one call's lookups and their gradients, as `Rows.sum_gradients`."""
+        """The rows of one call's lookups and their gradients, as `EmbeddingBase.sum_gradients`."""
         return sum_gradients(self._local_table(), lookups, grads, weights, self.output_dtype)
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
-        """The sum of the squares of the gradients of rows, as `Rows.square_gradients`."""
+        """The sum of the squares of the gradients of rows, as `EmbeddingBase.square_gradients`."""
         return square_gradients(self._local_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:

@@ -109,7 +109,7 @@ class Plan:
         """
         if self.memory_mb is None:
             raise OptionError(
-                "memory_mb=None, and this system does not report how much memory is free; give it to plan"
+                "memory_mb=None, and this system does not report its free memory; call plan with memory_mb"
             )
         if capacity is not None:
             capacity = _count("capacity", capacity, 1)

@@ -122,7 +122,7 @@ def batches(log: Log, rows: torch.Tensor, size: int) -> Iterator[tuple[torch.Ten
 
 
 def train_epoch(graph: TrainGraph, log: Log, rows: torch.Tensor, size: int) -> Iterator[float]:
-    """The loss of each step over `rows`, in their order."""
+    """Train on `rows` in order, and yield the loss of each step."""
     graph.model.train()
     for batch in batches(log, rows, size):
         yield graph(*batch).item()

@@ -177,7 +177,7 @@ class Prefetcher:
         self._store.cancel()
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
-        """Take the batch that was announced first for a step with these lookups."""
+        """Take the oldest announced batch. Its lookups are those of the step."""
         with self._changed:
             first = self._announced[0]
             if not wait_for(self._changed, lambda: first.is_known or first.error, self._thread):

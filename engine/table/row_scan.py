@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def checked_rows(chunks: Chunks, tables: int) -> Chunks:
-    """Yield stored rows unchanged. Raises SnapshotError for rows that an embedding of `tables` tables cannot have."""
+    """Yield stored rows unchanged. Raises SnapshotError for a table id >= `tables`, or a row never written."""
     for bucket, rows in chunks:
         if (rows["table"] >= tables).any():
             raise SnapshotError(f"there are rows of table {rows['table'].max()}, and the embedding has {tables} tables")

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...distributed.world import Handshake, World
+from ...distributed.handshake import Handshake
+from ...distributed.world import World
 from ...engine.checks import as_int
 from ...engine.errors import InputError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase

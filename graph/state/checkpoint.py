@@ -130,9 +130,7 @@ def _join(name: str, key: Any) -> str:
 def _key(key: Any, where: str) -> Any:
     if type(key) is str or (type(key) is int and _fits_64_bits(key)):
         return key
-    raise GraphError(
-        f"{where} has the key {key!r}, and a checkpoint holds strings and whole numbers of 64 bits as keys; {_REMEDY}"
-    )
+    raise GraphError(f"{where} has the key {key!r}, and keys in a checkpoint are strings or 64-bit integers; {_REMEDY}")
 
 
 def _fits_64_bits(number: int) -> bool:

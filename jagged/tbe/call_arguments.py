@@ -132,7 +132,9 @@ def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list
     where = f"batch_size_per_feature_per_rank of {name!r}"
     if not isinstance(sizes, (list, tuple)) or len(sizes) != features:
         got = type(sizes).__name__ if not isinstance(sizes, (list, tuple)) else f"{len(sizes)} lists"
-        raise InputError(f"{where}: got {got}; give a list of batch sizes, one for each rank, for each of {features}")
+        raise InputError(
+            f"{where}: got {got}; give {features} lists, one for each feature, of one batch size for each rank"
+        )
     if any(not isinstance(one, (list, tuple)) or len(one) != len(sizes[0]) or not one for one in sizes):
         raise InputError(f"{where}: {sizes!r}; give each feature one batch size for each rank")
     if any(as_int(size, 0) is None for one in sizes for size in one):

@@ -43,7 +43,7 @@ constexpr u32 SUM_BLOCK = 256;
 // The gradient of one lookup's output.
 struct GradientPart {
     const void* rows;  // [outputs, dim]
-    u32 begin;         // its first output row among those of all lookups
+    u32 begin;         // the index of its first row in the outputs of all lookups
 };
 
 struct Gradients {

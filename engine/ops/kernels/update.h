@@ -13,10 +13,9 @@
 
 namespace tierbed {
 
-// What a row does for the steps that it missed, under a rule that catches up (engine/optim/kernel.py, CatchUp).
-//
-// A pure function of the line, its last step and the step that is due; steps without the row had a gradient of zeros.
-// One tile works on one line and nobody else touches it.
+// To catch up is to apply the steps that a row missed (engine/optim/kernel.py, CatchUp): a pure function of the line, its
+// last step and the step that is due. The gradient of a missed step is zero. One tile works on one line.
+
 // Whether steps lie between the row's last one and `step`, the one that is due. A row that was never written has none.
 TIERBED_FN bool is_behind(const Record& lifecycle, u32 step) {
     return lifecycle.updates != 0 && lifecycle.step + 1 < step;

@@ -17,8 +17,8 @@ void use_own_pool(std::size_t threads);
 
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
 
-// The same for tasks with `items` items in total. The caller alone does a few items, since it ends before a worker
-// wakes.
+// The same for tasks with `items` items in total. With few items the calling thread does all of them: it ends before
+// a worker wakes.
 void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task);
 
 // Splits [0, n) into ranges of at most `grain` items.

@@ -156,7 +156,7 @@ private:
     u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
     u64 insert(u32 bucket, u64 hash, u32 table);
     std::vector<TableRow> list(u32 bucket) const;
-    // The largest number of rows of a bucket, with more[bucket] new ones in each.
+    // Rows of the fullest bucket once more[b] rows are added to each bucket b.
     std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
     std::size_t used() const;  // lines
     void reserve(const std::array<std::size_t, BUCKETS>& more);
