@@ -20,6 +20,7 @@ from support.shell import Cli
 from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.cli import main
+from tierbed.distributed import World
 from tierbed.embedding.group_snapshots import save_together
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
@@ -214,7 +215,7 @@ def two_models(path: Path) -> None:
         for number in range(saves):
             for member in members:
                 step(member)
-            save_together([member.table_handle() for member in members], f"s{number}")
+            save_together(World.of_one(), [member.table_handle() for member in members], f"s{number}")
         for member in members:
             step(member)
             member.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.stores import ONE_SET_MB, STORES
 
-from .plan import CALLS, MAX_STEPS, Kill
+from .plan import CALLS, MAX_CALLS, Kill
 
 NAMES = "abc"
 # how often a trainer does what: "over" saves all over a name, "part" trains some while the others are closed, "command"
@@ -113,7 +113,7 @@ def _kill(chance: random.Random, recovers: bool) -> Kill:
     if recovers and chance.random() < 0.5:
         inside = "open"
     call = chance.choice(["rename", "rename", *CALLS])
-    number = round(MAX_STEPS[call] ** chance.random())
+    number = round(MAX_CALLS[call] ** chance.random())
     return Kill(inside, call=call, number=number, when=chance.choice(["before", "after"]))
 
 

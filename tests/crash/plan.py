@@ -18,7 +18,7 @@ WEIGHTS |= {"command": 2, "short": 1}
 # what a kill at a named point is inside of
 INSIDE = {"step": 1, "save": 6, "background": 3, "load": 3, "prune": 2, "merge": 1, "compact": 1, "close": 2, "open": 2}
 # calls that it may be before or after, and how many of them an operation has at most
-MAX_STEPS = {"any": 400, "open": 70, "write": 200, "sync": 70, "rename": 4, "mkdir": 3, "unlink": 80, "link": 4}
+MAX_CALLS = {"any": 400, "open": 70, "write": 200, "sync": 70, "rename": 4, "mkdir": 3, "unlink": 80, "link": 4}
 CALLS = ["any", "open", "write", "sync", "rename", "mkdir", "unlink"]
 SMALL = {"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1, "max_write_buffer_number": 2}
 
@@ -99,7 +99,7 @@ def draw_kill(chance: random.Random, weights: Mapping[str, float]) -> Kill:
     call = chance.choice(
         CALLS if inside in ("save", "background", "load", "close", "prune", "merge") else ["any", "write"]
     )
-    number = round(MAX_STEPS[call] ** chance.random())  # the first calls of an operation differ most
+    number = round(MAX_CALLS[call] ** chance.random())  # the first calls of an operation differ most
     when = chance.choice(["before", "after", "torn"] if call in ("any", "write") else ["before", "after"])
     return Kill(inside, call=call, number=number, when=when)
 

@@ -161,7 +161,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         ({"offsets": [0, 4], "pooling": "sum"}, r"offsets.*: got list; give a 1-D torch\.Tensor of int64 or int32"),
         ({"offsets": torch.zeros(3), "pooling": "sum"}, r"offsets.*: got torch\.float32 \(3,\)"),
         ({"offsets": ints(2, 2), "pooling": "sum"}, r"offsets.*: got torch\.int64 \(2, 2\); give a 1-D"),
-        ({"offsets": ints(0), "pooling": "sum"}, r"offsets.*: shape \(0,\); give \(bags \+ 1,\)"),
+        ({"offsets": ints(0), "pooling": "sum"}, r"offsets.*: shape \(0,\); give bags \+ 1 offsets"),
         ({"offsets": ints(2).to_sparse(), "pooling": "sum"}, r"offsets.*torch\.sparse_coo.*to_dense"),
         ({"offsets": ints(2, dtype=torch.int64).to("meta"), "pooling": "sum"}, r"offsets.*on meta.*offsets\.cpu\(\)"),
         ({"ids": ints(2, 2), "offsets": ints(2), "pooling": "sum"}, r"ids.*shape \(2, 2\) with offsets.*ids\.flatten"),

@@ -68,7 +68,7 @@ def test_the_mark_of_a_share_tells_the_run_and_the_count_of_writes(tmp_path: Pat
         for _ in range(2):
             write(share, 5 * (writes + 2))
         share.close()
-    assert [None if one.mark is None else one.mark["share"] for one in found] == [
+    assert [None if one.clean_marker is None else one.clean_marker["share"] for one in found] == [
         None,
         {"rank": 1, "ranks": 3, "run": "one", "writes": 2},
         {"rank": 1, "ranks": 3, "run": "one", "writes": 4},

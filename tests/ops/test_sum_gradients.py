@@ -52,7 +52,7 @@ def lookups(draw: st.DrawFn) -> list[Given]:
         pooling = None if kind == "rows" else draw(st.sampled_from(["sum", "mean"]))
         features = kind == "features"
         lookup = Lookup(ids, None, offsets if kind in ("jagged", "features") else None, pooling)
-        lookup = lookup._replace(places=FEATURES) if features else lookup
+        lookup = lookup._replace(feature_columns=FEATURES) if features else lookup
         size = 2 if features else int(np.prod(lookup.shape))
         tables = torch.tensor(draw(st.lists(st.integers(0, TABLES - 1), min_size=size, max_size=size)))
         lookup = lookup._replace(table_ids=tables if features else tables.to(torch.int64).view(lookup.shape))
