@@ -69,7 +69,7 @@ class Expected:
         self.saved = {name: saved for name, saved in self.saved.items() if name in names}
         self.begun, self.aside, self.going, self.loading = {}, set(), set(), None
 
-    def opened(self, step: int, recovered: bool) -> None:
+    def note_open(self, step: int, recovered: bool) -> None:
         """A run began at this step; `recovered` where it found no clean marker."""
         if recovered:
             assert self.dirty, f"step {self.clean} was closed, and a run went back to {step}"
@@ -94,7 +94,7 @@ class Expected:
             assert step == 0
             self.clean, self.bases, self.dirty, self.step = {0}, {""}, True, 0
         else:
-            self.table_handle(step, recovered)
+            self.note_open(step, recovered)
 
     def begin_step(self, step: int) -> None:
         assert self.step == step - 1

@@ -89,7 +89,7 @@ class RankCheck(Check):
         super().__init__(path, History(plan.keys, plan.life, plan.types), expected, chance, Recovered())
         self.plan = plan
 
-    def opened(self, stores: list[dict[str, Any]], name: str) -> bool:
+    def check_open(self, stores: list[dict[str, Any]], name: str) -> bool:
         """They go on from the right step with the right rows. Returns whether they went back to a snapshot."""
         expected = self.expected
         steps = self.chance.randrange(4)
@@ -105,7 +105,7 @@ class RankCheck(Check):
             expected.clean = {step}
             found = run_ranks(len(stores), checked, *orders)
         step, recovered = found[0]["step"], found[0]["recovered"]
-        expected.table_handle(step, recovered)
+        expected.note_open(step, recovered)
         self.same(np.concatenate([rank["opened"] for rank in found]), step)
         step += steps
         expected.begin_save(name, "full", step)

@@ -73,7 +73,7 @@ class AnyRounds:
             checker = self.checker(place, plan, session, expected)
             result.snapshots_checked += checker.snapshots()
             if check is not None:
-                result.recovered += checker.table_handle(check, f"check-{number}")
+                result.recovered += checker.check_open(check, f"check-{number}")
         result.seconds = time.perf_counter() - begin
         return result
 
@@ -136,14 +136,14 @@ class Check:
             self.same(rows_of(snapshot), saved.step)
         return len(listing.snapshots)
 
-    def opened(self, store: Any, name: str) -> bool:
+    def check_open(self, store: Any, name: str) -> bool:
         """It goes on from the right step with the right rows. Returns whether it went back to a snapshot."""
         expected, history = self.expected, self.history
         self._recovered.seen = False
         with history.embedding(self.path, **store) as embedding:
             step = step_of(embedding)
             recovered = self._recovered.seen
-            expected.table_handle(step, recovered)
+            expected.note_open(step, recovered)
             self.same(contents(embedding), step)
             for number in range(step + 1, step + 1 + self.chance.randrange(4)):
                 history.take(embedding, number)
