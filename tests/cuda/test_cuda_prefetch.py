@@ -232,7 +232,7 @@ def test_streams_wait_for_each_other_where_they_use_the_same_memory(
     capacity = {} if store == "ssd" else {"capacity": 1000}  # a table that grows gives memory from thread to thread
     with tables_on(device) as place, device.watch():
         embedding = make(options(store, tmp_path, budget_mb, **capacity), "adagrad").to(place)
-        device.table_handle(embedding.table_handle().table.processor._layout._memory)
+        device.opened(embedding.table_handle().table.processor._layout._memory)
         for ids in BATCHES:
             hint(embedding, ids)
         for ids in BATCHES:
