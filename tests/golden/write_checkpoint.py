@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.golden_checkpoint import Golden, batch, state_arrays
-from tierbed.graph.state.checkpoint import FORMAT
+from tierbed.graph.state.kept import FORMATS
 
 
 def write(folder: Path) -> None:
@@ -24,4 +24,4 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(__file__).parent / f"checkpoint-{FORMAT}")
+    write(Path(__file__).parent / f"checkpoint-{max(FORMATS)}")
