@@ -24,4 +24,4 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(__file__).parent / f"checkpoint-{max(FORMATS)}")
+    write(Path(__file__).parent / f"checkpoint-{FORMATS['graph']}")
