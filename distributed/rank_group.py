@@ -165,6 +165,8 @@ class RankGroup:
     def raise_shared(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
         """Raise an error that every rank raises in this call."""
         self.shared_error = error
+        if cause is None:
+            raise error
         raise error from cause
 
     def check_alive(self) -> None:

@@ -23,11 +23,10 @@ from ..engine.table.table_report import new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traffic, concat_lookups, start, zeroed
-from .world import catch
+from .world import World, catch
 
 if TYPE_CHECKING:
     from .rank_group import PendingAllToAll
-from .world import World
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -262,11 +262,16 @@ class exclusive_step:  # a class, like `uninterrupted`: a generator costs more
         self._locked: list[int] = []  # handles of the embeddings that this block keeps from other threads
 
     def __enter__(self) -> None:
-        mine = current_thread(), self._owner
+        try:
+            self._lock((current_thread(), self._owner))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _lock(self, mine: tuple[Thread, str]) -> None:
         for embedding in self._embeddings:
             thread, other = first = _training.setdefault(embedding.handle, mine)
             if thread is not mine[0]:
-                self.__exit__()
                 raise GraphError(
                     f"a step of {self._owner} in thread {mine[0].name!r} trains embedding {embedding.name!r} while a "
                     f"step of {other} in thread {thread.name!r} does; let one thread make all training steps of an "

@@ -242,6 +242,7 @@ def _save_on_ranks(
     for table, its_kind in zip(tables, kinds, strict=True):
         table.check_save(name, its_kind, overwrite, background)
         table.at_step()
+    kinds = [_kind(table, kind) for table in tables]  # a background save may have completed, which is a parent
     op = f"saving snapshot {name!r} of {len(tables)} embeddings"
     home, of_all = tables[0].home, None
     if home is not None:

@@ -115,10 +115,11 @@ def _arrow_column(values: Any) -> Any:
         return None
     if isinstance(values, pyarrow.Array | pyarrow.ChunkedArray):
         return values
-    if hasattr(values, "to_numpy") and getattr(values, "ndim", None) == 1:
+    # not of objects, whose nulls and bytes are the same with and without pyarrow
+    if hasattr(values, "to_numpy") and getattr(values, "ndim", None) == 1 and values.dtype != object:
         try:
             column = pyarrow.array(values, from_pandas=True)
-        except (ValueError, TypeError):  # str and bytes together, or no Unicode
+        except (ValueError, TypeError, OverflowError, NotImplementedError):
             return None
         return column if _element_type(column) in _TEXT else None
     return None
@@ -127,6 +128,8 @@ def _arrow_column(values: Any) -> Any:
 def _of_arrow(column: Any, seed: int, null: int | None) -> Ids:
     if _element_type(column) not in _TEXT:
         _refuse(column, f" of {_element_type(column)}")
+    if hasattr(column.type, "value_type"):  # a dictionary, whose values are hashed once each
+        return _of_dictionary(column, seed, null)
     column = column.cast("large_binary")
     ids = np.empty(len(column), np.int64)
     begin = 0
@@ -146,3 +149,16 @@ def _element_type(column: Any) -> str:
     """The type of a column's elements, of a dictionary that of its values."""
     name = str(column.type)
     return str(column.type.value_type) if name.startswith("dictionary<") else name
+
+
+def _of_dictionary(column: Any, seed: int, null: int | None) -> Ids:
+    found = [np.empty(0, np.int64)]
+    for chunk in getattr(column, "chunks", [column]):
+        ids = _of_arrow(chunk.dictionary, seed, null)
+        positions = chunk.indices.fill_null(0).to_numpy(zero_copy_only=False)
+        found.append(ids[positions] if len(ids) else np.zeros(len(chunk), np.int64))
+    ids = np.concatenate(found)
+    if column.null_count:
+        nulls = np.flatnonzero(column.is_null())
+        ids[nulls] = _id_of(int(nulls[0]), null)
+    return ids

@@ -175,9 +175,7 @@ class CpuProcessor:
 
 
 def _arrays(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """(gradients, whether bags are means, weights) in the form that the core takes, which checks their shapes."""
-    if not set(map(_DTYPE, gradients.grads)) <= {gradients.dtype}:
-        raise TypeError(f"gradients are to be {gradients.dtype}")
+    """(gradients, whether bags are means, weights) in the form that the core takes."""
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
     weights = [None if given is None else flat(given) for given in gradients.weights]
     return [array_of(grad) for grad in gradients.grads], means, weights

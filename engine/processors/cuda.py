@@ -22,7 +22,7 @@ from ..ops.cuda import step as kernels
 from ..ops.cuda.batch import CHANGED, Batch, Faults, Ids, Segment
 from ..ops.cuda.device import Device, Event
 from ..ops.cuda.layout import Layout
-from ..options.lookup import Gradients, Lookup, check_grad
+from ..options.lookup import Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
@@ -217,9 +217,7 @@ class CudaProcessor:
         batch.lines[: len(positions)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
-        """(gradients, whether bags are means, weights), as arguments of kernels. InputError."""
-        for lookup, grad in zip(gradients.lookups, gradients.grads, strict=True):
-            check_grad(self._spec, lookup, grad, gradients.dtype)
+        """(gradients, whether bags are means, weights), as arguments of kernels."""
         rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in gradients.grads]
         means = [lookup.pooling == "mean" for lookup in gradients.lookups]
         return rows, means, [_contiguous(given) for given in gradients.weights]

@@ -102,13 +102,10 @@ class PinnedBatch:
 
         A row's summed gradient is multiplied by `scale`, then each element is clipped to [-clip_value, clip_value].
         """
-        given = weights or [None] * len(self.lookups)
         try:
-            self.table.update(self, Gradients(self.lookups, grads, given, self.dtype), scale, clip_value)
-        except BaseException as error:
+            self.table.update(self, self.gradients(grads, weights), scale, clip_value)
+        except BaseException:
             self.table.refused = True
-            if isinstance(error, TypeError | ValueError):
-                self.gradients(grads, weights)  # raises InputError for gradients that the processor refused
             raise
 
     def release(self) -> None:

@@ -242,11 +242,11 @@ class Run(Iterator[Any]):
                 missing = [rank for rank, has in enumerate(reports) if not has & _BATCH]
                 if len(missing) == len(reports) or (missing and self._uneven == "stop"):
                     self._stop(missing)
-                self._planned.popleft()
                 self._steps += 1
                 if self._world.rank not in missing:
                     return self._step()
                 with uninterrupted():
+                    self._planned.popleft()
                     self._rank_state.join(self._graph)
                 self._announce_planned()  # as other ranks do after their step
         finally:
@@ -296,11 +296,13 @@ class Run(Iterator[Any]):
     def _step(self) -> Any:
         if not self._window:  # the loader wrote over batches in the window
             error = self._end
+            self._planned.popleft()
             if self._world.size == 1:
                 self._planned.clear()
                 self._end = StopIteration()
             self._raise_on_ranks(error)
-        with uninterrupted():  # at Ctrl-C a batch is in the window, or its step has ended
+        with uninterrupted():  # at Ctrl-C a batch and its plan are in the window, or its step has ended
+            self._planned.popleft()
             batch = arguments(self._window.popleft())
             if self._tensors:
                 self._tensors.popleft()

@@ -138,7 +138,7 @@ class FusedUpdater:
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, of_weights: bool) -> Tensor | None:
         """Update each row of a lookup once. Returns the gradient of the weights, by the rows before the update."""
         embedding = self.embedding
-        with exclusive_step([embedding], "a TableBatchedEmbeddingBags"), uninterrupted():
+        with uninterrupted(), exclusive_step([embedding], "a TableBatchedEmbeddingBags"):
             if embedding.row_optimizer is not self.optimizer:
                 embedding.use_optimizer(self.optimizer)  # something else has trained the embedding since
             try:

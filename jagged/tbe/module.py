@@ -61,7 +61,10 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer
     # without inference mode, since a read-only copy detects writes by the tensor's version
     with torch.inference_mode(False):
         initial = list(zip(state.widths, state.initial, strict=True))
-        states = [[torch.full((count, width), float(value)) for width, value in initial] for count in rows]
+        states = [
+            [torch.full((count, width), float(value), dtype=torch.float32) for width, value in initial]
+            for count in rows
+        ]
         for _, chunk in scan_caught_up(table):
             values = [table.form.numbers(chunk, name) for name in state.names]
             for of_table, (number, count) in zip(states, enumerate(rows), strict=True):

@@ -123,7 +123,9 @@ def checked_specs(
     if not isinstance(names, (list, tuple)) or len(names) != len(embedding_specs):
         raise OptionError(f"table_names={table_names!r}: give a name for each of {len(embedding_specs)} tables")
     if None in [check_table_name(name) for name in names]:
-        raise OptionError(f"table_names={table_names!r}: give a name for each table, or None for table-0, table-1, ...")
+        raise OptionError(
+            f"table_names={table_names!r}: give a name for each table, or None for table-0, table-1 and so on"
+        )
     check_distinct(names)
     tables = []
     for number, (name, spec) in enumerate(zip(names, embedding_specs, strict=True)):

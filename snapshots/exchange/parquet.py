@@ -109,7 +109,9 @@ class ParquetRows:
             try:
                 array = array.cast(pa.list_(array.type.value_type, shape[1])) if array.null_count == 0 else array
             except pa.ArrowInvalid as error:
-                raise InputError(f"column {name!r} has lists of several lengths, the first {shape[1]}") from error
+                raise InputError(
+                    f"column {name!r} has lists of several lengths, the first {shape[1]}; give all the same"
+                ) from error
         flat = array.flatten() if len(shape) > 1 else array
         if array.null_count or flat.null_count:
             raise InputError(f"column {name!r} has rows without a value; leave them out")

@@ -92,9 +92,9 @@ class TaskThread:
 
     def cancel(self) -> None:
         """Drop the tasks that have not begun."""
-        for future in self._pending:
-            future.cancel()
-        self._pending.clear()
+        with suppress(IndexError):
+            while True:  # another thread may add some meanwhile
+                self._pending.popleft().cancel()
 
     def end(self) -> None:
         """Wait until all tasks are done and the thread has ended. Raises nothing of theirs."""
@@ -108,9 +108,11 @@ class TaskThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.cancel()
-        self.end()
+        try:
+            if error is not None:
+                self.cancel()
+        finally:
+            self.end()
         while self._pending:
             self.next_result()
 

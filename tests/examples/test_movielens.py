@@ -111,7 +111,7 @@ def test_training_equals_plain_pytorch(log: Log, tmp_path: Path) -> None:
     plain = nn.Embedding(len(pairs), DIM)
     plain_dense = movielens.DeepFM(DIM, dropout=0.0)
     plain_dense.load_state_dict(dense.state_dict())
-    present = pairs[:, 1] != PADDING
+    has_row = pairs[:, 1] != PADDING
     parameters = [plain.weight, *plain_dense.parameters()]
     optimizers = [
         torch.optim.Adagrad(parameters[:1], lr=LR, initial_accumulator_value=1e-5),
@@ -123,7 +123,7 @@ def test_training_equals_plain_pytorch(log: Log, tmp_path: Path) -> None:
         graph = movielens.TrainGraph(embedding, dense, LR)
         with torch.no_grad():
             plain.weight.zero_()
-            plain.weight[present] = embedding.get(pairs[present, 1], pairs[present, 0])
+            plain.weight[has_row] = embedding.get(pairs[has_row, 1], pairs[has_row, 0])
         for part in torch.arange(len(used)).split(256):
             loss = graph(ids[part], log.table_ids, labels[part])
             present = (ids[part] != PADDING).unsqueeze(2)
@@ -135,8 +135,8 @@ def test_training_equals_plain_pytorch(log: Log, tmp_path: Path) -> None:
             for optimizer in optimizers:
                 optimizer.step()
             assert abs(loss.item() - expected.item()) < 1e-5
-        trained = embedding.get(pairs[present, 1], pairs[present, 0])
-        torch.testing.assert_close(trained, plain.weight.detach()[present], rtol=0, atol=1e-5)
+        trained = embedding.get(pairs[has_row, 1], pairs[has_row, 0])
+        torch.testing.assert_close(trained, plain.weight.detach()[has_row], rtol=0, atol=1e-5)
 
 
 def run_script(*arguments: str) -> list[str]:

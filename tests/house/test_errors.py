@@ -20,7 +20,10 @@ COMPLETED = (  # by what raises them again, or by what surrounds them
     "the embedding was closed before",
     "the table was closed, or its rows were replaced",
     "there are rows",
-    "bucket {} came as",
+    "bucket {} has {} {} instead of",
+    "build changes the shape of an argument",
+    "its parent {} is damaged",
+    "rows of {} cannot be loaded as rows of",
     "process {} runs another version",
 )
 

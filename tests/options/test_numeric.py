@@ -65,7 +65,7 @@ WHOLE: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "plan points": (4, lambda n: PLAN.curve(points=n).rows.tolist()),
     "keep_last": (2, lambda n: plan_prune([], n)),
     "accumulate_grads": (1, EMPTY.accumulate_grads),
-    "ahead": (3, lambda n: EMPTY.run([], ahead=n)._ahead),
+    "ahead": (3, lambda n: EMPTY.run([], ahead=n)._num_ahead),
 }
 REAL: dict[str, tuple[float, Callable[[Any], Any]]] = {
     "cache_budget_mb": (0.5, lambda n: ssd(cache_budget_mb=n).cache_budget_mb),

@@ -92,7 +92,8 @@ class _Call:
         values = np.empty(self._format.size, np.uint8)
         self._values = values.data
         begins = np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
-        self.addresses = begins + np.uint64(values.ctypes.data)
+        self._addresses = begins + np.uint64(values.ctypes.data)
+        self.address = self._addresses.ctypes.data  # where the addresses of the arguments are
 
     def write(self, arguments: Sequence[np.generic | np.ndarray]) -> None:
         self._format.pack_into(self._values, 0, *[argument.tobytes() for argument in arguments])
@@ -135,15 +136,14 @@ class CudaDevice:
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
         cuda, index = self._cupy.cuda, self.torch_device.index
         with cuda.Device(index):
-            call = self._calls.by_kernel.get((program, kernel))
+            # taken out, since a finalizer or a signal handler may launch the same kernel in the midst
+            call = self._calls.by_kernel.pop((program, kernel), None)
             if call is None:
                 call = _Call(self._function(program, kernel), arguments)
-                self._calls.by_kernel[program, kernel] = call
             call.write(arguments)
             stream = torch._C._cuda_getCurrentRawStream(index)
-            cuda.driver.launchKernel(
-                call.function.ptr, blocks, 1, 1, THREADS, 1, 1, 0, stream, call.addresses.ctypes.data, 0
-            )
+            cuda.driver.launchKernel(call.function.ptr, blocks, 1, 1, THREADS, 1, 1, 0, stream, call.address, 0)
+            self._calls.by_kernel[program, kernel] = call
 
     def _function(self, program: Program, kernel: str) -> Any:
         if (program, kernel) not in self._functions:
