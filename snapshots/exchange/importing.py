@@ -149,7 +149,7 @@ def _numbered(batch: dict[str, Any], columns: Columns, source: Source) -> dict[s
         )
     if numbers[-1] > np.iinfo(columns.key_dtype).max:
         raise InputError(
-            f"{source.what} has {source.rows} rows, more than {columns.key_dtype} has keys; give a table with 64-bit keys"
+            f"{source.what} has {source.rows} rows, more than {columns.key_dtype} has keys; give 64-bit keys"
         )
     kept = {**batch, KEY: numbers.astype(columns.key_dtype)}
     if padding is None:
