@@ -116,7 +116,7 @@ def _arrow_column(values: Any) -> Any:
     if isinstance(values, pyarrow.Array | pyarrow.ChunkedArray):
         return values
     # not of objects, whose nulls and bytes are the same with and without pyarrow
-    if hasattr(values, "to_numpy") and getattr(values, "ndim", None) == 1 and values.dtype != object:
+    if hasattr(values, "to_numpy") and getattr(values, "ndim", None) == 1 and getattr(values, "dtype", None) != object:
         try:
             column = pyarrow.array(values, from_pandas=True)
         except (ValueError, TypeError, OverflowError, NotImplementedError):

@@ -12,7 +12,7 @@ from tierbed.engine import errors
 
 FOLDERS = ("engine", "snapshots", "distributed", "embedding", "graph", "jagged", "one_embedding", "cli")
 CLASSES = {name for name in vars(errors) if name.endswith("Error")}
-PROPER = ("Parquet", "Prometheus", "RocksDB", "SmartDecayAdam", "TableBatchedEmbeddingBags")  # may begin a text
+PROPER = ("MARK", "Parquet", "Prometheus", "RocksDB", "SmartDecayAdam", "TableBatchedEmbeddingBags")  # may begin a text
 COMPLETED = (  # by what raises them again, or by what surrounds them
     "unpin of a batch that is not pinned",
     "RocksDB in {} was closed",
