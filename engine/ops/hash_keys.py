@@ -115,8 +115,9 @@ def _arrow_column(values: Any) -> Any:
         return None
     if isinstance(values, pyarrow.Array | pyarrow.ChunkedArray):
         return values
-    # not of objects, whose nulls and bytes are the same with and without pyarrow
-    if hasattr(values, "to_numpy") and getattr(values, "ndim", None) == 1 and getattr(values, "dtype", None) != object:
+    if isinstance(getattr(values, "dtype", None), np.dtype):
+        return None  # objects, whose nulls and bytes are the same with and without pyarrow
+    if hasattr(values, "to_numpy") and getattr(values, "ndim", None) == 1:
         try:
             column = pyarrow.array(values, from_pandas=True)
         except (ValueError, TypeError, OverflowError, NotImplementedError):
