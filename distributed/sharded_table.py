@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,29 +32,6 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class RankedStep(Protocol):
-    """What a batch needs of the table that pinned its rows."""
-
-    world: World
-    traffic: Traffic
-    capacity: int | None
-    pinned: ShardedBatch | None
-
-    def rows_and_new(self, own: PinnedBatch) -> tuple[int, int]:
-        """How many rows this rank has, and how many new ones a pinned batch adds."""
-
-    def count_write(self) -> None:
-        """Count the write of this step, which every rank makes."""
-
-    def fall_behind(self, op: str, error: BaseException) -> None:
-        """Mark this rank's rows diverged: it failed in an update that other ranks make.
-
-        No rank uses the rows until a snapshot is loaded.
-        """
-
-    def release(self) -> None: ...
-
-
 class ShardedBatch:
     """A pinned batch of rows of all ranks: what this rank looked up, and what the others request of it.
 
@@ -63,7 +40,7 @@ class ShardedBatch:
 
     def __init__(
         self,
-        table: RankedStep,
+        table: ShardedTable,
         op: str,
         local: LocalBatch,
         requested: list[Lookup],

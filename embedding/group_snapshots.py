@@ -238,11 +238,11 @@ def _save_on_ranks(
     background: bool,
     progress: ProgressCallback | None,
 ) -> BackgroundShardedSave | None:
+    for table in tables:
+        table.at_step()  # first: a background save that completes is a parent
     kinds = [_kind(table, kind) for table in tables]
     for table, its_kind in zip(tables, kinds, strict=True):
         table.check_save(name, its_kind, overwrite, background)
-        table.at_step()
-    kinds = [_kind(table, kind) for table in tables]  # a background save may have completed, which is a parent
     op = f"saving snapshot {name!r} of {len(tables)} embeddings"
     home, of_all = tables[0].home, None
     if home is not None:

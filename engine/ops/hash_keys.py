@@ -129,37 +129,32 @@ def _arrow_column(values: Any) -> Any:
 def _of_arrow(column: Any, seed: int, null: int | None) -> Ids:
     if _element_type(column) not in _TEXT:
         _refuse(column, f" of {_element_type(column)}")
-    if hasattr(column.type, "value_type"):  # a dictionary, whose values are hashed once each
-        return _of_dictionary(column, seed, null)
-    column = column.cast("large_binary")
-    ids = np.empty(len(column), np.int64)
-    begin = 0
-    for chunk in getattr(column, "chunks", [column]):
-        end = begin + len(chunk)
-        _, ends, data = chunk.buffers()
-        offsets = np.frombuffer(ends or bytes(8), np.int64)[chunk.offset :][: len(chunk) + 1]
-        _core.hash_parts(np.frombuffer(data or b"", np.uint8), offsets, seed, ids[begin:end])
-        begin = end
+    ids_of = _ids_of_dictionary if hasattr(column.type, "value_type") else _ids_of_text
+    chunks = getattr(column, "chunks", [column])
+    ids = np.concatenate([np.empty(0, np.int64), *(ids_of(chunk, seed, null) for chunk in chunks)])
     if column.null_count:
         nulls = np.flatnonzero(column.is_null())
         ids[nulls] = _id_of(int(nulls[0]), null)
     return ids
+
+
+def _ids_of_text(column: Any, seed: int, null: int | None) -> Ids:
+    column = column.cast("large_binary")
+    ids = np.empty(len(column), np.int64)
+    _, ends, data = column.buffers()
+    offsets = np.frombuffer(ends or bytes(8), np.int64)[column.offset :][: len(column) + 1]
+    _core.hash_parts(np.frombuffer(data or b"", np.uint8), offsets, seed, ids)
+    return ids
+
+
+def _ids_of_dictionary(column: Any, seed: int, null: int | None) -> Ids:
+    """The values are hashed once each."""
+    ids = _of_arrow(column.dictionary, seed, null)
+    positions = column.indices.fill_null(0).to_numpy(zero_copy_only=False)
+    return ids[positions] if len(ids) else np.zeros(len(column), np.int64)
 
 
 def _element_type(column: Any) -> str:
     """The type of a column's elements, of a dictionary that of its values."""
     name = str(column.type)
     return str(column.type.value_type) if name.startswith("dictionary<") else name
-
-
-def _of_dictionary(column: Any, seed: int, null: int | None) -> Ids:
-    found = [np.empty(0, np.int64)]
-    for chunk in getattr(column, "chunks", [column]):
-        ids = _of_arrow(chunk.dictionary, seed, null)
-        positions = chunk.indices.fill_null(0).to_numpy(zero_copy_only=False)
-        found.append(ids[positions] if len(ids) else np.zeros(len(chunk), np.int64))
-    ids = np.concatenate(found)
-    if column.null_count:
-        nulls = np.flatnonzero(column.is_null())
-        ids[nulls] = _id_of(int(nulls[0]), null)
-    return ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from ..optim.row_state import RowState
     from ..options.table_spec import TableSpec
     from .processor import Capturer
-
-_DTYPE = attrgetter("dtype")
 
 
 class CpuProcessor:
