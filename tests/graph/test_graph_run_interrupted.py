@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from support.forked import in_process
 from support.graph_runs import IDS, LABELS, STEPS, rating
 from support.stores import options
 from tierbed import Graph
+from tierbed.graph.run import loop
 
 
 def test_ctrl_c_in_the_loader_loses_no_batch() -> None:
@@ -51,6 +55,54 @@ def test_ctrl_c_in_the_loader_loses_no_batch() -> None:
     assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
 
 
+@contextlib.contextmanager
+def ctrl_c_at(line: int) -> Iterator[None]:
+    """Ctrl-C before that line, counted from the first, of those that run of graph/run/loop.py in the block."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != loop.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_ctrl_c_at_each_line_of_a_call_loses_no_batch() -> None:
+    graph, plain = rating("cached_host"), rating("cached_host")
+    batches = list(zip(IDS[:2], LABELS[:2], strict=True))
+    torch.manual_seed(2)
+    lines = 0
+    for line in count():
+        run = graph.run(batches, ahead=2)
+        next(run)
+        try:
+            with ctrl_c_at(line):
+                next(run)
+            lines = line
+        except KeyboardInterrupt:
+            for _ in run:
+                pass
+        assert graph.rows.metrics()["table"]["step"] == 2 * (line + 1)
+        if lines:
+            break
+    assert lines > 20
+    torch.manual_seed(2)
+    for batch in batches * (lines + 1):
+        plain(*batch)
+    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
+
+
 def interrupted_runs(path: Path) -> bool:
     """A run is interrupted many times, wherever it is, and gone on with."""
 
@@ -68,11 +120,11 @@ def interrupted_runs(path: Path) -> bool:
             loss.backward()
             return loss
 
-    batches = [IDS[i % STEPS] for i in range(300)]
+    batches = [IDS[i % STEPS] for i in range(100)]
     plain, graph = Two(), Two()
     for ids in batches:
         plain(ids)
-    run, count, done = graph.run(batches), 0, False
+    run, interrupts, done = graph.run(batches), 0, False
     ready, stop, random = threading.Event(), threading.Event(), np.random.default_rng(1)
 
     def interrupt() -> None:
@@ -92,7 +144,7 @@ def interrupted_runs(path: Path) -> bool:
                     pass
                 done = True
             except KeyboardInterrupt:
-                count += 1
+                interrupts += 1
     with contextlib.suppress(KeyboardInterrupt):
         stop.set()
         thread.join()
@@ -102,7 +154,7 @@ def interrupted_runs(path: Path) -> bool:
         contents(ours).tobytes() == contents(theirs).tobytes()
         for ours, theirs in ((graph.users, plain.users), (graph.items, plain.items))
     )
-    return done and count > 5 and same and torch.equal(graph.layer.weight, plain.layer.weight)
+    return done and interrupts > 5 and same and torch.equal(graph.layer.weight, plain.layer.weight)
 
 
 def test_ctrl_c_anywhere_makes_no_half_step_and_loses_no_batch(tmp_path: Path) -> None:
