@@ -7,7 +7,7 @@ import errno
 import math
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
@@ -153,6 +153,7 @@ def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
     return KEY if is_deleted(name) else form.dtype
 
 
+@cache  # a save asks for each of its thousands of files
 def header_bytes(dtype: np.dtype[np.void]) -> int:
     """The bytes of the header of a row file, for any number of rows: 256 if all numbers are float32."""
     return -(-(len(_description(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
