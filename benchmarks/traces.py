@@ -133,29 +133,6 @@ class Zipf:
         return np.searchsorted(self._cumulative[:-1], drawn).astype(np.int64)
 
 
-class WrappedZipf(Zipf):
-    """As FBGEMM's benchmarks draw: ranks of an unbounded zipf modulo the rows, so about half of the ids are uniform."""
-
-    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
-        return (random.zipf(ALPHA, (self.batch, self.tables)) - 1) % self.rows
-
-
-class ScanMixed(Zipf):
-    """Zipf in seven eighths of each batch; the rest reads the colder half of each table, rank by rank, in a cycle.
-
-    Every policy misses what the scan reads: with a fourth of the batch for it, Belady's optimum would have 24 % fewer
-    misses than LRU in `tiers/lookahead`.
-    """
-
-    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
-        ranks = super().ranks(random, step)
-        scanned = self.batch // 8
-        cold = self.rows // 2
-        place = (step * scanned + np.arange(scanned)) % (self.rows - cold)
-        ranks[self.batch - scanned :] = (cold + place)[:, None]
-        return ranks
-
-
 class LogUniform:
     """Rank k with a chance in proportion to 1 / k; ranks are rows in a fixed order.
 

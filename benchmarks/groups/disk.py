@@ -86,11 +86,11 @@ def _curve(case: Case, curve: Sequence[float], floor: Floor, apart: bool) -> Ite
         step, read = step_of(taken), taken.read / 4096 / under.steps
         notes = _parts(under, taken)
         what = f"samples/s with {share:g} of the table as memory"
-        yield figure(what, under.batch / step, "/s", notes=notes, at=share)
+        yield figure(what, under.batch / step, "/s", notes=notes)
         if before is not None:
             allowed = before[0] + (read - before[1]) / floor.reads / 0.6
             what = f"step with {share:g}, of what its reads explain"
-            yield figure(what, step / allowed, "x", bar=1.1, at_most=True, at=share)
+            yield figure(what, step / allowed, "x", bar=1.1, at_most=True)
         before = step, read
 
 

@@ -6,18 +6,17 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from contenders import Collection, Fbgemm, Plain, check
 from report import Figure
-from timing import in_turns, one_thread
+from timing import in_turns
 from torch import Tensor
-from traces import BATCHES, Batch, Shape, make_batches
-from workload import Mismatch, check_close, check_same, figure, workload
+from traces import BATCHES, Shape, make_batches
+from workload import check_close, figure, workload
 
-from tierbed.graph.run import step_cache
-from tierbed.jagged import KeyedJaggedTensor, KeyedTensor, multi_remap_to_groups
+from tierbed.jagged import KeyedTensor, multi_remap_to_groups
 
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)  # MLPerf's DLRM
 T32 = Shape(32, 100_000, 128, 512, 20, optimizer="rowwise_adagrad")
@@ -47,70 +46,6 @@ for name, shape, peer, bar, repeats in (
     ("plain-b2048", replace(T26, length=2, dim=16), "plain", 1.05, 40),
 ):
     workload(TINY, name=name, peer=peer, bar=bar, repeats=repeats, **asdict(shape))(step)
-
-
-class StaticShapes(KeyedJaggedTensor):
-    """A container that declares no size dynamic, so that each total of ids gets its own compiled step."""
-
-    open_leaves: ClassVar[frozenset[int]] = frozenset()
-
-
-@workload({"tables": 3, "rows": 200, "dim": 4, "batch": 8, "totals": 6, "own": 4, "repeats": 2})
-def sizes(
-    folder: Path,
-    tables: int = 26,
-    rows: int = 100_000,
-    dim: int = 16,
-    batch: int = 2048,
-    length: int = 3,
-    totals: int = 100,
-    own: int = 50,
-    repeats: int = 5,
-) -> Iterator[Figure]:
-    """Batches whose totals of ids all differ: one dynamic-shape step, of the time of a static-shape step for each."""
-    shape = Shape(tables, rows, dim, batch, length, optimizer="rowwise_adagrad")
-    batches = uneven_batches(shape, totals)
-    counted = Collection(shape, batches)
-    for number in range(totals):
-        counted.step(number)
-    yield figure(f"compiled steps of {totals} batches", compiled_steps(counted), bar=1, at_most=True)
-    del counted
-    batches = batches[:own]
-    before, step_cache.MAX_STATIC_SHAPES = step_cache.MAX_STATIC_SHAPES, own
-    try:
-        shared, each = Collection(shape, batches), Collection(shape, batches, StaticShapes)
-        with one_thread():
-            times = in_turns(
-                {"shared": shared.step, "their own": each.step},
-                repeats * own,
-                own,
-                lambda outs: check_same("outputs of a shared step and of one of its own", *outs.values()),
-            )
-    finally:
-        step_cache.MAX_STATIC_SHAPES = before
-    if (found := compiled_steps(each)) != own:
-        raise Mismatch(f"{found} compiled steps for {own} totals")
-    for number in range(own):
-        check_same(f"rows of batch {number}", shared.rows(number), each.rows(number))
-    ratio = times.ratio("shared", "their own")
-    yield figure("time of a step for each total", ratio, "x", bar=1.15, at_most=True, notes=str(times))
-
-
-def compiled_steps(side: Collection) -> int:
-    return str(side.graph).count("# compiled step")
-
-
-def uneven_batches(shape: Shape, count: int) -> list[Batch]:
-    """Bags of 0 to `length` ids, with totals that all differ."""
-    generator = torch.Generator().manual_seed(1)
-    made: dict[int, Batch] = {}
-    while len(made) < count:
-        lengths = torch.randint(0, max(shape.lengths) + 1, (shape.tables * shape.batch,), generator=generator)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        flat = torch.randint(shape.rows, (int(offsets[-1]),), generator=generator)
-        grad = torch.rand(shape.batch, shape.tables, shape.dim, generator=generator) - 0.5
-        made.setdefault(len(flat), Batch(flat, offsets, grad))
-    return list(made.values())
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,3 @@ def test_a_regrouped_tensor_four_millionths_off_has_no_figure(tmp_path: Path, mo
     monkeypatch.setattr(KeyedTensor, "regroup", lambda *given: [part * (1 + 4e-6) for part in regroup(*given)])
     with pytest.raises(Mismatch, match=r"tensor 0 of both are .* of the largest magnitude apart"):
         list(jagged.regroup(tmp_path, case, 0.25, 8, 2))
-
-
-def test_one_step_serves_all_totals_with_the_bits_of_a_step_for_each(tmp_path: Path) -> None:
-    steps, ratio = jagged.sizes(tmp_path, 3, 200, 4, 8, totals=6, own=4, repeats=1)
-    assert steps.value == 1
-    assert ratio.value > 0
