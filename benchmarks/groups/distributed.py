@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -25,83 +25,72 @@ SMALL = replace(WIDE, batch=2048)
 TINY = {"batch": 16, "rows": 200, "tables": 3, "dim": 8, "repeats": 2}
 
 
-def over_ranks(size: int, task: Callable[..., list[Figure]]) -> Callable[..., list[Figure]]:
-    """A workload whose `task(shape, repeats, folder)` each of `size` ranks runs; the figures are those of rank 0."""
+def over_ranks(size: int, task: Callable[..., Figure]) -> Callable[..., list[Figure]]:
+    """A workload whose `task(shape, repeats)` each of `size` ranks runs; the figure is that of rank 0."""
 
     def measure(folder: Path, repeats: int = 64, **fields: Any) -> list[Figure]:
-        figures: list[Figure] = on_ranks(size, task, Shape(**fields), repeats, folder)
-        return figures
+        return [on_ranks(size, task, Shape(**fields), repeats)]
 
-    measure.__doc__, measure.__module__, measure.__name__ = task.__doc__, __name__, task.__name__
+    measure.__doc__, measure.__module__ = task.__doc__, __name__
     return measure
 
 
-def drawn(shape: Shape) -> tuple[list[Batch], list[Batch]]:
-    """Batches of all ranks together, and this rank's part of each."""
-    size = dist.get_world_size()
-    batches = make_batches(replace(shape, batch=shape.batch * size))
-    return batches, [batch.part(dist.get_rank(), size) for batch in batches]
+@contextmanager
+def over_a_world(shape: Shape) -> Iterator[tuple[Rows, list[Batch], list[Batch]]]:
+    """Rows that the ranks share, the batches of all ranks together, and this rank's part of each."""
+    with closing(World()) as world:
+        batches = make_batches(replace(shape, batch=shape.batch * world.size))
+        own = [batch.part(world.rank, world.size) for batch in batches]
+        with closing(Rows(shape, own, "sharded", world=world, filled=False)) as rows:
+            yield rows, batches, own
 
 
-def planned(shape: Shape, batch: Batch) -> Any:
-    """What `plan` says of the rows and bytes that ranks send each other for a batch of all ranks."""
+def sent_rows(shape: Shape, batch: Batch) -> Any:
+    """int64 [ranks, ranks]: how many rows rank i requests from rank j for a batch of all ranks, by `plan`."""
     ids, size = hashed(batch.rows.squeeze(2)), dist.get_world_size()
-    found = plan([ids], shape.dim, 0, tables=shape.tables, world_size=size).ranks
-    assert found is not None
-    return found
+    planned = plan([ids], shape.dim, 0, tables=shape.tables, world_size=size).ranks
+    assert planned is not None
+    sent = planned.ids.copy()
+    sent[range(size), range(size)] = 0  # a rank's own
+    return sent
 
 
-def against_parts(shape: Shape, repeats: int, folder: Path, bar: float = 1.4) -> list[Figure]:
+def against_parts(shape: Shape, repeats: int) -> Figure:
     """A step over 2 ranks, of its parts' time: a step of each rank alone, and a bare exchange of the same bytes."""
-    with closing(World()) as world:
-        batches, own = drawn(shape)
-        sharded = Rows(shape, own, "sharded", world=world, filled=False)
+    with over_a_world(shape) as (rows, batches, own):
         alone = Rows(shape, own, "alone", filled=False)
-        check(sharded, [Accumulated(shape, batches)], 0)
-        sent = [planned(shape, batch).ids.copy() for batch in batches]
-        for matrix in sent:
-            matrix[range(world.size), range(world.size)] = 0  # a rank's own
-        sides = {"sharded": sharded.step, "alone": alone.step, "bare exchange": BareExchange(shape, sent).step}
-        times = in_turns(sides, repeats)
-        sharded.close()
+        check(rows, [Accumulated(shape, batches)], 0)
+        exchange = BareExchange(shape, [sent_rows(shape, batch) for batch in batches])
+        times = in_turns({"sharded": rows.step, "alone": alone.step, "bare exchange": exchange.step}, repeats)
     turns = zip(*times.values(), strict=True)
-    ratio = median(whole / (private + exchange) for whole, private, exchange in turns)
-    return [figure("time of its parts", ratio, "x", bar=bar, at_most=True, notes=str(times))]
+    ratio = median(whole / (private + exchanged) for whole, private, exchanged in turns)
+    return figure("time of its parts", ratio, "x", bar=1.4, at_most=True, notes=str(times))
 
 
-def against_torchrec(shape: Shape, repeats: int, folder: Path) -> list[Figure]:
+def against_torchrec(shape: Shape, repeats: int) -> Figure:
     """TorchRec's row-wise EmbeddingCollection over 2 ranks, of the time of a step."""
-    with closing(World()) as world:
-        _, own = drawn(shape)
-        sharded, peer = Rows(shape, own, "sharded", world=world, filled=False), TorchRec(shape, own)
-        check(sharded, [peer], TOLERANCE)
-        times = in_turns({"sharded": sharded.step, "TorchRec": peer.step}, repeats)
-        sharded.close()
+    with over_a_world(shape) as (rows, _, own):
+        peer = TorchRec(shape, own)
+        check(rows, [peer], TOLERANCE)
+        times = in_turns({"sharded": rows.step, "TorchRec": peer.step}, repeats)
     ratio = times.ratio("TorchRec", "sharded")
-    return [figure("time of TorchRec, of ours", ratio, "x", bar=2.0, notes=str(times))]
+    return figure("time of TorchRec, of ours", ratio, "x", bar=2.0, notes=str(times))
 
 
-def group_of_one(shape: Shape, repeats: int, folder: Path) -> list[Figure]:
+def group_of_one(shape: Shape, repeats: int) -> Figure:
     """A step with a group of one rank, of the time of one without a group."""
-    with closing(World()) as world:
-        _, own = drawn(shape)
-        sides = [Rows(shape, own, name, world=of, filled=False) for name, of in (("group", world), ("none", None))]
-        times = in_turns({side.name: side.step for side in sides}, 4 * repeats)
-        for side in sides:
-            side.close()
+    with over_a_world(shape) as (rows, _, own), closing(Rows(shape, own, "none", filled=False)) as none:
+        times = in_turns({"group": rows.step, "none": none.step}, 4 * repeats)
     ratio = times.ratio("group", "none")
-    return [figure("time of no group, a group of one", ratio, "x", bar=1.02, at_most=True, notes=str(times))]
+    return figure("time of no group, a group of one", ratio, "x", bar=1.02, at_most=True, notes=str(times))
 
 
-def samples(shape: Shape, repeats: int, folder: Path) -> list[Figure]:
+def samples(shape: Shape, repeats: int) -> Figure:
     """Samples/s of all ranks together."""
-    with closing(World()) as world:
-        _, own = drawn(shape)
-        sharded = Rows(shape, own, "sharded", world=world, filled=False)
-        ms = in_turns({"sharded": sharded.step}, repeats).ms("sharded")
-        sharded.close()
-        count = shape.batch * world.size
-        return [figure(f"ranks: {world.size}", 1e3 * count / ms, "samples/s", notes=f"ms {ms:.2f} of {count} samples")]
+    with over_a_world(shape) as (rows, batches, _):
+        ms = in_turns({"sharded": rows.step}, repeats).ms("sharded")
+    count = len(batches[0].grad)
+    return figure("of all ranks", 1e3 * count / ms, "samples/s", notes=f"ms {ms:.2f} of {count} samples")
 
 
 for name, ranks, task, shape in (
