@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -164,6 +165,12 @@ def wait_until_idle(seconds: float = 0.02, longest: float = 60.0) -> float:
         if time.process_time() - used < 0.001:
             break
     return waited
+
+
+def io_bytes() -> dict[str, int]:
+    """Of this process so far: asked of files (rchar, wchar), and moved from and to disks (read_bytes, write_bytes)."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {name: int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes")}
 
 
 class Stopwatch:

@@ -43,11 +43,6 @@ class Shape:
     def lengths(self) -> tuple[int, ...]:
         return (self.length,) * self.tables if isinstance(self.length, int) else self.length
 
-    @property
-    def ids(self) -> int:
-        """Of a batch."""
-        return self.batch * sum(self.lengths)
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from contenders import STORED_ROW
 from disk.floor import Floor, forget, measure
 from disk.memory_limit import may_limit, memory_limit
 from disk.training import MEMORY_MAPPED, Case, Outcome, train_case
 from report import Figure, listed
 from workload import Mismatch, NotMeasured, figure, workload
 
-STORED_ROW = 160  # bytes of a row of D=16 on the disk, with what RocksDB adds
 CLOSE = 1e-4  # of a loss: torch sums the gradients of a row in another order
 TINY = {"batch": 64, "warm_up": 4, "repeats": 12, "limit": None, "floor_seconds": 0.05, "apart": False}
 

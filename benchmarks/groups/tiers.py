@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from contenders import DIM, RowsStep, fill, make_embedding, make_options
+from contenders import DIM, STORED_ROW, RowsStep, fill, make_embedding, make_options
 from models import GraphStep, Model, keyed, make_batches
 from report import Figure, listed
-from timing import Turn, split, top_tier, turn_of, wait_until_idle, without_garbage_collection
+from timing import Turn, io_bytes, split, top_tier, turn_of, wait_until_idle, without_garbage_collection
 from torch import Tensor
 from traces import Cycles, Trace, Zipf, hashed, ids
 from workload import Mismatch, NotMeasured, check_losses, check_same, figure, workload
@@ -23,7 +23,6 @@ from tierbed import MultiTableEmbedding
 # of cached_ssd, the best of those tried: this trace has no drift, and its table is in the page cache
 OPTIONS = {"cache_policy": "lfu", "read_mode": "mmap", "shards": 2}
 HIT_RATE = 0.99  # of the cache in memory that has a bar
-STORED_ROW = 160  # bytes on the disk, with what RocksDB adds
 SPARE = 1.5  # of the disk that a table takes, for compaction
 
 
@@ -205,24 +204,18 @@ class _Table:
         for _ in range(-(-(-(-rows // batch) + steps) // steps)):
             self.take()
         self.turns: list[Turn] = []
-        self.moved = dict.fromkeys(_moved(), 0)
+        self.moved = dict.fromkeys(io_bytes(), 0)
 
     def take(self) -> None:
         """A turn of steps; bytes that were read and written meanwhile, of all files and of the disk."""
         batches = [(ids(self._trace, step), self._grad) for step in range(self._step, self._step + self._steps)]
         self._step += self._steps
-        before = _moved()
+        before = io_bytes()
         turn = turn_of(self._ssd.embedding, (self._ssd(*each) for each in batches))
-        after = _moved()
+        after = io_bytes()
         for number, (each, out) in enumerate(zip(batches, turn.results, strict=True)):
             check_same(f"outputs of step {number} of a turn", out, self._twin(*each))
         turn.results.clear()
         if hasattr(self, "turns"):
             self.turns.append(turn)
             self.moved = {name: moved + after[name] - before[name] for name, moved in self.moved.items()}
-
-
-def _moved() -> dict[str, int]:
-    """Bytes that this process asked to read and write, and those that went to and from a disk."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {name: int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes")}
