@@ -22,6 +22,7 @@ from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJagg
 from tierbed.optim import LAMB, CatchUpAdam, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad
 
 DIM = 16
+STORED_ROW = 160  # bytes of a row of DIM with Adagrad on the disk, with what RocksDB adds
 LR = 0.01
 # far below every gradient, so that SparseAdam, which adds it elsewhere than Adam, computes the same rows
 EPS = 1e-10
@@ -29,7 +30,6 @@ BETAS = (0.9, 0.999)
 CHECKED_STEPS = 3
 TOLERANCE = 2e-6  # of the largest magnitude
 FILLED_AT_ONCE = 1 << 17  # rows
-FLOAT32 = torch.float32, torch.float32
 
 Parameters = Iterable[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
@@ -94,16 +94,13 @@ def make_embedding(
     tables: int,
     options: Any = None,
     dim: int = DIM,
-    types: tuple[torch.dtype, torch.dtype] = FLOAT32,
     world: Any = None,
     name: str = "rows",
 ) -> MultiTableEmbedding:
-    """On device_mem by default. types: of rows, and of the state that elements have. Initial rows depend on no name."""
+    """On device_mem by default. Initial rows depend on no name."""
     initial = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables
     store = tierbed.make_device_mem_store_options() if options is None else options
-    return MultiTableEmbedding(
-        name, dim, types[0], torch.int64, initial, store, seed=0, world=world, state_dtype=types[1]
-    )
+    return MultiTableEmbedding(name, dim, torch.float32, torch.int64, initial, store, seed=0, world=world)
 
 
 @cache
@@ -174,13 +171,11 @@ class Rows:
         shape: Shape,
         batches: Sequence[Batch],
         name: str = "tierbed",
-        store: Any = None,
-        types: tuple[torch.dtype, torch.dtype] = FLOAT32,
         world: Any = None,
         filled: bool = True,
     ) -> None:
         self.name = name
-        self.embedding = make_embedding(shape.tables, store, shape.dim, types, world, name.replace(" ", "-"))
+        self.embedding = make_embedding(shape.tables, None, shape.dim, world, name)
         pooled = max(shape.lengths) > 1
         look_up = partial(self.embedding, pooling="sum") if pooled else None
         self.graph = RowsStep(self.embedding, shape.optimizer, look_up)
@@ -190,12 +185,9 @@ class Rows:
         ids = [hashed(batch.rows) for batch in batches]
         self._ids = ids if pooled else [each.squeeze(2) for each in ids]
 
-    def call(self, index: int) -> tuple[Tensor, Tensor]:
-        """The arguments of a step."""
-        return self._ids[index % len(self._ids)], self._batches[index % len(self._ids)].grad
-
     def step(self, index: int) -> Tensor:
-        out: Tensor = self.graph(*self.call(index))
+        number = index % len(self._ids)
+        out: Tensor = self.graph(self._ids[number], self._batches[number].grad)
         return out
 
     def rows(self, index: int) -> Tensor:
@@ -392,56 +384,26 @@ class TorchRec:
 
 
 class Collection:
-    """An EmbeddingBagCollection in a Graph, from a KeyedJaggedTensor of row numbers, or another `kind` of one."""
+    """An EmbeddingBagCollection in a Graph, from a KeyedJaggedTensor of row numbers."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        batches: Sequence[Batch],
-        kind: type[KeyedJaggedTensor] = KeyedJaggedTensor,
-        name: str = "tierbed",
-    ) -> None:
-        self.name = name
+    name = "tierbed"
+
+    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
         keys = [f"f{table}" for table in range(shape.tables)]
-        tables = [
-            EmbeddingBagConfig(shape.rows, shape.dim, f"t{table}", feature_names=[key])
-            for table, key in enumerate(keys)
-        ]
+        tables = [EmbeddingBagConfig(shape.rows, shape.dim, f"t{key}", feature_names=[key]) for key in keys]
         bags = EmbeddingBagCollection(tables, tierbed.make_device_mem_store_options())
-        self.embedding = bags.embedding_of("t0")  # of all tables
-        put_initial(self.embedding, shape)
-        self.graph = RowsStep(bags, shape.optimizer, lambda features: bags(features).values())
+        self._embedding = bags.embedding_of(tables[0].name)  # of all tables
+        for table, rows in enumerate(initial_rows(shape)):
+            self._embedding.put(torch.arange(shape.rows), rows, table)
+        self._graph = RowsStep(bags, shape.optimizer, lambda features: bags(features).values())
         self._batches = batches
-        self._calls = [(kind(keys, each.flat, offsets=each.offsets), each.grad.flatten(1)) for each in batches]
+        self._features = [KeyedJaggedTensor(keys, batch.flat, offsets=batch.offsets) for batch in batches]
+        self._grads = [batch.grad.flatten(1) for batch in batches]
 
     def step(self, index: int) -> Tensor:
-        out: Tensor = self.graph(*self._calls[index % len(self._calls)])
+        number = index % len(self._batches)
+        out: Tensor = self._graph(self._features[number], self._grads[number])
         return out.view_as(self._batches[0].grad)
 
     def rows(self, index: int) -> Tensor:
-        return self.embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
-
-
-class Plain(Collection):
-    """The same lookup, of row numbers and offsets as two tensors."""
-
-    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
-        self.name = "plain tensors"
-        tables = [make_table_options({"type": "uniform"}, ids=shape.rows)] * shape.tables
-        store = tierbed.make_device_mem_store_options()
-        self.embedding = MultiTableEmbedding("plain", shape.dim, torch.float32, torch.int64, tables, store)
-        put_initial(self.embedding, shape)
-        features = list(range(shape.tables))
-        self.graph = RowsStep(
-            self.embedding,
-            shape.optimizer,
-            lambda ids, offsets: self.embedding(ids, None, offsets, "sum", features=features).flatten(1),
-        )
-        self._batches = batches
-        self._calls = [(each.flat, each.offsets, each.grad.flatten(1)) for each in batches]
-
-
-def put_initial(embedding: MultiTableEmbedding, shape: Shape) -> None:
-    """Under row numbers in place of keys."""
-    for table, rows in enumerate(initial_rows(shape)):
-        embedding.put(torch.arange(shape.rows), rows, table)
+        return self._embedding.get(self._batches[index].flat, tables_of(self._batches[index]))

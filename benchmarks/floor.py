@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import math
 import mmap
-import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from contenders import BETAS, EPS, LR, initial_rows, tables_of
+from native import compiled
 from numpy.typing import NDArray
 from torch import Tensor
 from traces import Batch, Shape
 
-_SOURCE = Path(__file__).with_name("floor.cpp")
 _DISTANCES = (8, 16, 24)
 _RULES = ("adagrad", "rowwise_adagrad", "adam")  # as floor.cpp numbers them
 _POINTER = ctypes.c_void_p
@@ -47,18 +44,6 @@ class _Step(ctypes.Structure):
         ("step", ctypes.c_uint32),
         *((name, ctypes.c_float) for name in ("lr", "eps", "beta1", "beta2", "correction1", "correction2")),
     ]
-
-
-@functools.cache
-def _compiled() -> ctypes.CDLL:
-    # without errno, so that square roots are vectorised
-    flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-Wall", "-Wextra"]
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "floor.so")
-        subprocess.run(["g++", *flags, "-shared", "-fPIC", "-pthread", "-o", str(library), str(_SOURCE)], check=True)
-        native = ctypes.CDLL(str(library))  # stays loaded without its file
-    native.floor_step.argtypes = [ctypes.POINTER(_Step)]
-    return native
 
 
 class _Places:
@@ -94,7 +79,9 @@ class Floor:
 
     def __init__(self, shape: Shape, batches: list[Batch]) -> None:
         self._shape = shape
-        self._native = _compiled()
+        # without errno, so that square roots are vectorised
+        native = compiled(Path(__file__).with_suffix(".cpp"), "-march=native", "-fno-math-errno")
+        self._floor_step = native.floor_step
         state = {"adagrad": shape.dim, "rowwise_adagrad": 1, "adam": 2 * shape.dim}[shape.optimizer]
         floats = -(-(shape.dim + state + 2) // 4) * 4
         count = shape.tables * shape.rows
@@ -142,7 +129,7 @@ class Floor:
             1 - BETAS[0] ** self._steps,
             math.sqrt(1 - BETAS[1] ** self._steps),
         )
-        if self._native.floor_step(ctypes.byref(step)) != 0:
+        if self._floor_step(ctypes.byref(step)) != 0:
             raise ValueError(f"floor.cpp has no instance for {shape.optimizer}, dim {shape.dim}")
         return self._out
 

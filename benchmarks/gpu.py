@@ -1,25 +1,25 @@
 """Time tables of an NVIDIA GPU, in its memory and in the host's: whole steps, finds, gathers, graphs; README.md here.
 
-    python benchmarks/gpu.py [--repeats N] [--json FILE]
+    python benchmarks/gpu.py [--repeats N] [--json FILE]      the workload gpu/steps of run.py
 
-A figure is printed only where the device gives the bits of the CPU core. Exits with 1 if a bar is missed.
+There are figures only where the device gives the bits of the CPU core.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from models import GraphStep, Model, cycle, keyed, make_batches
+from report import Figure
 from torch import Tensor
+from traces import Zipf, ids
+from workload import Mismatch, figure
 
-from tierbed import Graph, MultiTableEmbedding, make_device_mem_store_options
 from tierbed.engine import _core
 from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.cache.cuda.cached_table import CachedTable
@@ -33,7 +33,7 @@ from tierbed.engine.options.initializers import as_arrays, make_table_options, m
 from tierbed.engine.store.cuda.full import CudaFullStore
 from tierbed.engine.store.cuda.full_table import CudaFullTable
 
-TABLES, IDS, ROWS, DIM, ALPHA = 10, 104_857, 1 << 20, 128, 1.05
+TABLES, IDS, ROWS, DIM = 10, 104_857, 1 << 20, 128
 STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; published on an H100: FBGEMM 0.96 and 1.35
 STORES = ("device_mem", "host_mem", "cached_host_mem")
 CACHED_BAR = 0.9  # of the steps a second of device_mem, where the cache holds nearly all that steps need
@@ -43,10 +43,6 @@ LOADS = (0.5, 0.75, 0.95)
 GATHER_BAR = 0.7  # of the copy bandwidth
 GRAPH_BATCHES = (64, 4096)  # where launching takes the time, and where kernels do
 BATCHES, CHECKED = 4, 3
-
-
-class Mismatch(Exception):
-    """The device does not give what the CPU core gives: there is nothing to time."""
 
 
 class Tables:
@@ -111,22 +107,21 @@ class Tables:
         _core.update(batch, self.host_layout, [grads.cpu().numpy()], [False], [None], rule, hyper, self.steps)
         return torch.from_numpy(out)
 
-
-def power_law(rng: np.random.Generator, count: int, rows: int, tables: int) -> NDArray[np.int64]:
-    """[count, tables] keys of 64 bits; key of rank r (from 1) is drawn in proportion to r ** -ALPHA."""
-    shares = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -ALPHA)
-    ranks = np.searchsorted(shares, rng.random((count, tables)) * shares[-1])
-    return (ranks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+    def initial(self, keys: Tensor) -> Tensor:
+        """The values that rows of the first table start with, by the CPU core."""
+        out = np.empty((len(keys), self.dim), np.float32)
+        numbers = keys.cpu().numpy().view(np.uint64)
+        _core.initialise(self.host_layout, np.zeros(len(keys), np.uint32), numbers, out)
+        return torch.from_numpy(out)
 
 
 def checked_step(
-    device: Device, kind: str, optimizer: str, ids: int, rows: int, tables: int, dim: int
+    device: Device, kind: str, optimizer: str, count: int, rows: int, tables: int, dim: int
 ) -> Callable[[int], Tensor]:
     """A step of batch `i % BATCHES`, after outputs of some steps had the bits of the CPU core. Mismatch."""
-    rng = np.random.default_rng(0)
-    place = device.torch_device
-    batches = [torch.from_numpy(power_law(rng, ids, rows, tables)).to(place) for _ in range(BATCHES)]
-    grads = torch.from_numpy(rng.standard_normal((ids * tables, dim), np.float32)).to(place)
+    place, trace = device.torch_device, Zipf(tables, rows, count)
+    batches = [ids(trace, step).to(place) for step in range(BATCHES)]
+    grads = torch.randn(count * tables, dim, generator=torch.Generator().manual_seed(0)).to(place)
     both = Tables(device, tables, dim, optimizer)
     store = both.store(kind, rows * tables)
     for index in range(CHECKED):
@@ -156,9 +151,7 @@ def checked_find(device: Device, slots: int, load: float, asked: int) -> tuple[C
         cuda.gather(batch, both.layout, 0, out)
         return out
 
-    expected = np.empty((len(wanted), FIND_DIM), np.float32)
-    _core.initialise(both.host_layout, np.zeros(len(wanted), np.uint32), wanted.cpu().numpy().view(np.uint64), expected)
-    _same(find(), torch.from_numpy(expected))
+    _same(find(), both.initial(wanted))
     _no_fault(both)
     return find, len(wanted)
 
@@ -172,53 +165,29 @@ def checked_gather(device: Device, rows: int, asked: int) -> tuple[Callable[[], 
     batch = both.batch(keys)
     table.insert_missing(batch, table.find(batch))
     out = torch.empty((asked, DIM), dtype=torch.float32, device=place)
-    expected = np.empty((asked, DIM), np.float32)
-    _core.initialise(
-        both.host_layout, np.zeros(asked, np.uint32), keys.view(-1).cpu().numpy().view(np.uint64), expected
-    )
 
     def gather() -> Tensor:
         cuda.gather(batch, both.layout, 0, out)
         return out
 
-    _same(gather(), torch.from_numpy(expected))
+    _same(gather(), both.initial(keys.flatten()))
     return gather, 2 * out.nbytes
-
-
-class Scores(Graph):
-    """A training step: rows of several tables, an MLP, Adam."""
-
-    def __init__(self, place: torch.device, rows: int, tables: int, dim: int) -> None:
-        super().__init__()
-        options = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables
-        where = make_device_mem_store_options(capacity=rows * tables)
-        self.rows = MultiTableEmbedding("rows", dim, torch.float32, torch.int64, options, where)
-        self.mlp = torch.nn.Sequential(torch.nn.Linear(tables * dim, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
-        self.to(place)
-        self.add_optimizer(torch.optim.Adam(self.parameters()))
-
-    def build(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.mlp(self.rows(ids).flatten(1)).square().mean()
-        loss.backward()
-        return loss
 
 
 def checked_graphs(
     place: torch.device, batch: int, rows: int, tables: int, dim: int
 ) -> dict[str, Callable[[int], Tensor]]:
     """Steps on batch `i % BATCHES`, plain and recorded as a CUDA graph, after both gave the same bits. Mismatch."""
-    rng = np.random.default_rng(0)
-    ids = [torch.from_numpy(power_law(rng, batch, rows, tables)).to(place) for _ in range(BATCHES)]
-    graphs, losses = {}, []
-    for kind in ("plain", "recorded"):
-        torch.manual_seed(0)
-        graphs[kind] = Scores(place, rows, tables, dim)
-        graphs[kind].cuda_graph(kind == "recorded")
-        losses.append(torch.stack([graphs[kind](ids[i % BATCHES]) for i in range(2 * BATCHES)]))
-    _same(losses[1], losses[0].cpu())
-    for one, other in zip(*(graph.rows.chunks() for graph in graphs.values()), strict=True):
+    model = Model(rows, tables, batch, (256,), "adam", dim=dim)
+    batches = [(keys.to(place), labels.to(place)) for keys, labels in keyed(make_batches(model, BATCHES))]
+    graphs = {kind: GraphStep(model, Path(), capacity=rows * tables).to(place) for kind in ("plain", "recorded")}
+    graphs["recorded"].cuda_graph()
+    steps = {kind: cycle(graph, batches) for kind, graph in graphs.items()}
+    plain, recorded = (torch.stack([step(number) for number in range(2 * BATCHES)]) for step in steps.values())
+    _same(recorded, plain.cpu())
+    for one, other in zip(*(graph.embedding.chunks() for graph in graphs.values()), strict=True):
         _same(other[2], one[2])
-    return {kind: lambda i, graph=graph: graph(ids[i % BATCHES]) for kind, graph in graphs.items()}
+    return steps
 
 
 def _same(actual: Tensor, expected: Tensor) -> None:
@@ -244,63 +213,44 @@ def milliseconds(run: Callable[[int], object], repeats: int) -> float:
     return median(times[BATCHES:])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    arguments = parser.parse_args()
-    repeats = arguments.repeats
-    if not torch.cuda.is_available():
-        print("no NVIDIA GPU: nothing to measure", file=sys.stderr)
-        return 2
+def figures(repeats: int) -> Iterator[Figure]:
+    """Of the current GPU."""
     device = cuda_device(torch.cuda.current_device())
-    about, figures = machine(), []
-    print(about)
-
-    def report(name: str, figure: float, unit: str, bar: float | None, below: bool) -> None:
-        good = bar is None or (figure <= bar if below else figure >= bar)
-        figures.append({"name": name, "figure": figure, "unit": unit, "bar": bar, "passed": good})
-        against = "" if bar is None else f"bar {bar:g}  {'ok' if good else 'MISSED'}"
-        print(f"{name:32} {figure:10.3f} {unit:12} {against}")
-
     for optimizer, bar in STEP_BARS.items():
         times = {}
         for kind in STORES:
             step = checked_step(device, kind, optimizer, IDS, ROWS, TABLES, DIM)
             times[kind] = milliseconds(step, repeats)
-            report(f"step {optimizer} {kind}", times[kind], "ms", bar if kind == "device_mem" else None, below=True)
+            most = bar if kind == "device_mem" else None
+            yield figure(f"step {optimizer} {kind}", times[kind], "ms", bar=most, at_most=True)
             del step
         share = times["device_mem"] / times["cached_host_mem"]
-        report(f"cached_host_mem {optimizer}", share, "of device_mem", CACHED_BAR, below=False)
+        yield figure(f"steps/s of device_mem, cached_host_mem {optimizer}", share, bar=CACHED_BAR)
     for load in LOADS:
         find, rows = checked_find(device, FIND_SLOTS, load, 1 << 22)
         rate = rows / milliseconds(lambda _, find=find: find(), repeats) / 1e6
-        report(f"find with copy, load {load}", rate, "10^9 rows/s", FIND_BAR, below=False)
+        yield figure(f"find with copy, load {load}", rate, "10^9 rows/s", bar=FIND_BAR)
     for batch in GRAPH_BATCHES:
         for kind, step in checked_graphs(device.torch_device, batch, ROWS, TABLES, 16).items():
-            report(f"graph of {batch}, {kind}", milliseconds(step, repeats), "ms", None, below=True)
+            yield figure(f"graph of {batch}, {kind}", milliseconds(step, repeats), "ms")
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / milliseconds(lambda _: target.copy_(source), repeats) / 1e6
-    print(f"{'copy':32} {copied:10.1f} GB/s")
+    yield figure("copy", copied, "GB/s", notes=machine())
     gather, moved = checked_gather(device, 1 << 22, 1 << 20)
     share = moved / milliseconds(lambda _: gather(), repeats) / 1e6 / copied
-    report(f"gather of {DIM} columns", share, "of the copy", GATHER_BAR, below=False)
-    if arguments.json is not None:
-        content = {"machine": about, "copy_gb_per_s": copied, "figures": figures}
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
-    return int(not all(figure["passed"] for figure in figures))
+    yield figure(f"gather of {DIM} columns, of the copy", share, bar=GATHER_BAR)
 
 
 def machine() -> str:
-    """The device, its driver, and versions."""
+    """The device, its driver, and the version of CuPy."""
     import cupy  # type: ignore[import-not-found]
 
-    name = torch.cuda.get_device_name()
     driver, runtime = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
-    versions = f"torch {torch.__version__}, CuPy {cupy.__version__}"
-    return f"{name}; CUDA driver {driver}, CuPy's runtime {runtime}; {versions}"
+    return f"{torch.cuda.get_device_name()}; CUDA driver {driver}, CuPy {cupy.__version__}, its runtime {runtime}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import run
+
+    sys.exit(run.main(["gpu/steps", *sys.argv[1:]]))

@@ -1,29 +1,25 @@
 """Time `Graph.run`, with rows fetched on a second stream, against the plain loop on an NVIDIA GPU; README.md here.
 
-    python benchmarks/gpu_graph.py [--folder F] [--json FILE]
+    python benchmarks/gpu_graph.py [--folder F] [--json FILE]      the workload gpu/graph of run.py
 
-A figure is printed only where all losses, of both, are those of the same steps on `device_mem`, bit for bit.
+There are figures only where all losses, of both, are those of the same steps on `device_mem`, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
-from gpu import machine
 from models import Batch, GraphStep, Model, keyed, make_batches
-from report import Figure, report
+from report import Figure
 from torch import Tensor
-from workload import Mismatch
+from workload import check_same, figure
 
-SECTION = "pipeline"
 AHEAD = 8
 MODEL = Model(rows=200_000, tables=26, batch=16_384, hidden=(1024, 1024, 512), optimizer="adagrad")
 
@@ -36,29 +32,27 @@ class Sizes:
     cached: float = 0.5
     warm_up: int = 30
     turn: int = 20
-    rounds: int = 5
+    repeats: int = 5
 
 
-def pipeline(place: torch.device, folder: Path, sizes: Sizes) -> list[Figure]:
+def figures(place: torch.device, folder: Path, sizes: Sizes) -> Iterator[Figure]:
     """A step of `run` over one of the plain loop, by store; Mismatch where stores do not give the same."""
-    figures, seen = [], []
+    seen: list[Tensor] = []
     cached = int(sizes.cached * sizes.model.rows * sizes.model.tables)
     for store in ("device_mem", "cached_host_mem", "cached_ssd"):
         graph = GraphStep(sizes.model, folder / store, store, cached).to(place)
-        losses, ratios, shown = _turns(graph, place, sizes)
+        losses, ratio, shown = _turns(graph, place, sizes)
         seen.append(torch.stack(losses).cpu())
         graph.embedding.close()
-        if not torch.equal(seen[-1].view(torch.int32), seen[0].view(torch.int32)):
-            raise Mismatch(f"losses on {store} are not those on device_mem")
-        figures.append(Figure(SECTION, f"a step of graph.run, of the plain loop's, {store}", ratios, notes=shown))
-    return figures
+        check_same(f"losses on {store} and on device_mem", seen[-1], seen[0])
+        yield figure(f"a step of graph.run, of the plain loop's, {store}", ratio, notes=shown)
 
 
 def _turns(graph: GraphStep, place: torch.device, sizes: Sizes) -> tuple[list[Tensor], float, str]:
     """All losses, the median ratio of a step of `run`, and both times."""
     losses = [graph(*batch) for batch in _batches(sizes.model, place, sizes.warm_up, 0)]
     plain, ahead = [], []
-    for first in range(sizes.warm_up, sizes.warm_up + 2 * sizes.turn * sizes.rounds, 2 * sizes.turn):
+    for first in range(sizes.warm_up, sizes.warm_up + 2 * sizes.turn * sizes.repeats, 2 * sizes.turn):
         batches = _batches(sizes.model, place, 2 * sizes.turn, first)
         for times, steps in (
             (plain, (graph(*batch) for batch in batches[: sizes.turn])),
@@ -88,19 +82,7 @@ def _wait(place: torch.device) -> None:
         torch.cuda.synchronize(place)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where RocksDB lives; a temporary one where it is left out")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no NVIDIA GPU: nothing to measure", file=sys.stderr)
-        return 2
-    place = torch.device("cuda", torch.cuda.current_device())
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        figures = pipeline(place, Path(folder), Sizes())
-    return 0 if report(figures, {"machine": machine()}, arguments.json) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    import run
+
+    sys.exit(run.main(["gpu/graph", *sys.argv[1:]]))

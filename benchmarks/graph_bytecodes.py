@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
+
+from timing import without_garbage_collection
 
 import tierbed.embedding
 import tierbed.engine
@@ -50,7 +50,7 @@ def executed(step: Callable[[int], object], number: int) -> Executed:
         found.bytecodes += event == "opcode"
         return follow
 
-    with _without_garbage():
+    with without_garbage_collection():  # which would call what others left behind
         for set_hook, hook in ((sys.setprofile, look), (sys.settrace, enter)):
             set_hook(hook)
             try:
@@ -62,14 +62,3 @@ def executed(step: Callable[[int], object], number: int) -> Executed:
 
 def _is_own(code: CodeType) -> bool:
     return code.co_filename.startswith(OWN)
-
-
-@contextmanager
-def _without_garbage() -> Iterator[None]:
-    """No collection, which would call what others left behind."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

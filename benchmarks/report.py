@@ -20,8 +20,7 @@ PACKAGES = ("tierbed", "torch", "numpy", "fbgemm-gpu-cpu", "torchrec", "rocksdic
 class Figure:
     """One measured number.
 
-    bar: what it must at least be, or with `at_most` at most be; None if it is only reported. notes: what it was made
-    of. at: where on the workload's curve it is, if it is one of its points.
+    bar: what it must at least be, or with `at_most` at most be; None if it is only reported. notes: its parts.
     """
 
     section: str
@@ -31,7 +30,6 @@ class Figure:
     bar: float | None = None
     at_most: bool = False
     notes: str = ""
-    at: float | None = None
 
     @property
     def passed(self) -> bool:

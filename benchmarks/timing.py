@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from tierbed import Graph, MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.engine.table.table import OpenTable, PinnedBatch
-
-MATRIX_PRODUCTS = {"addmm", "mm", "bmm", "baddbmm"}
 
 
 class Times(dict[str, list[float]]):
@@ -112,6 +110,23 @@ class Turn:
     def hit_rate(self) -> float:
         return self.hits / max(self.hits + self.misses, 1)
 
+    @property
+    def dense(self) -> float:
+        """Seconds of all but pin, gather and update."""
+        return self.seconds - sum(self.parts.values())
+
+
+def split(turns: Sequence[Turn], steps: int) -> str:
+    """Milliseconds of a step by part, and of all processors."""
+
+    def ms(seconds: Iterable[float]) -> str:
+        return f"{1e3 * median(seconds) / steps:.1f}"
+
+    parts = [f"{part} {ms(turn.parts[part] for turn in turns)}" for part in turns[0].parts]
+    parts.append(f"dense {ms(turn.dense for turn in turns)}")
+    whole, cpu = ms(turn.seconds for turn in turns), ms(turn.cpu for turn in turns)
+    return f"{whole} ms = {' + '.join(parts)} (CPU {cpu})"
+
 
 def turn_of(embedding: MultiTableEmbedding, steps: Iterable[Tensor], first: int = 0) -> Turn:
     """Makes the steps. The clock starts after `first` of them; seconds, cpu and parts are of the others."""
@@ -150,6 +165,12 @@ def wait_until_idle(seconds: float = 0.02, longest: float = 60.0) -> float:
         if time.process_time() - used < 0.001:
             break
     return waited
+
+
+def io_bytes() -> dict[str, int]:
+    """Of this process so far: asked of files (rchar, wchar), and moved from and to disks (read_bytes, write_bytes)."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {name: int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes")}
 
 
 class Stopwatch:
@@ -193,28 +214,3 @@ def timed_calls(watch: Stopwatch, place: Any, *names: str) -> Iterator[None]:
                 delattr(place, name)
             else:
                 setattr(place, name, value)
-
-
-def is_matrix_product(op: Any) -> bool:
-    """Whether an op of a compiled step multiplies dense matrices."""
-    return isinstance(op, OpOverload) and op.overloadpacket.__name__ in MATRIX_PRODUCTS
-
-
-@contextmanager
-def timed_ops(watch: Stopwatch, graph: Graph, which: Callable[[Any], bool]) -> Iterator[None]:
-    """Time torch's ops of the steps that `graph` has compiled: from where they leave Python."""
-    modules = [step.module for step in vars(graph)["_Graph__steps"].all()]
-    forwards = [type(module).forward for module in modules]
-    before = [(node, node.target) for module in modules for node in module.graph.nodes if which(node.target)]
-    for node, target in before:
-        node.target = watch.timed(target._op)
-    for module in modules:
-        module.recompile()
-    try:
-        yield
-    finally:
-        for node, target in before:
-            node.target = target
-        for module, forward in zip(modules, forwards, strict=True):
-            module.recompile()
-            type(module).forward = forward  # which may be other code than FX generates

@@ -43,11 +43,6 @@ class Shape:
     def lengths(self) -> tuple[int, ...]:
         return (self.length,) * self.tables if isinstance(self.length, int) else self.length
 
-    @property
-    def ids(self) -> int:
-        """Of a batch."""
-        return self.batch * sum(self.lengths)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -131,29 +126,6 @@ class Zipf:
         """int64 [batch, tables], from 0."""
         drawn = random.random((self.batch, self.tables), np.float64)
         return np.searchsorted(self._cumulative[:-1], drawn).astype(np.int64)
-
-
-class WrappedZipf(Zipf):
-    """As FBGEMM's benchmarks draw: ranks of an unbounded zipf modulo the rows, so about half of the ids are uniform."""
-
-    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
-        return (random.zipf(ALPHA, (self.batch, self.tables)) - 1) % self.rows
-
-
-class ScanMixed(Zipf):
-    """Zipf in seven eighths of each batch; the rest reads the colder half of each table, rank by rank, in a cycle.
-
-    Every policy misses what the scan reads: with a fourth of the batch for it, Belady's optimum would have 24 % fewer
-    misses than LRU in `tiers/lookahead`.
-    """
-
-    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
-        ranks = super().ranks(random, step)
-        scanned = self.batch // 8
-        cold = self.rows // 2
-        place = (step * scanned + np.arange(scanned)) % (self.rows - cold)
-        ranks[self.batch - scanned :] = (cold + place)[:, None]
-        return ranks
 
 
 class LogUniform:

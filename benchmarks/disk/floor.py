@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+
+from native import compiled
 
 DEPTHS = (16, 32, 64, 128, 256)
 
@@ -48,22 +47,10 @@ def forget(path: Path) -> None:
 
 def _rate(files: Sequence[Path], depth: int, seconds: float) -> float:
     paths = (ctypes.c_char_p * len(files))(*(os.fsencode(file) for file in files))
-    rate: float = _compiled().disk_floor(paths, len(files), depth, seconds, depth)
+    disk_floor = compiled(Path(__file__).with_suffix(".cpp")).disk_floor
+    disk_floor.restype = ctypes.c_double
+    disk_floor.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_uint64]
+    rate: float = disk_floor(paths, len(files), depth, seconds, depth)
     if rate < 0:
         raise OSError(int(-rate), f"{os.strerror(int(-rate))}: random direct reads of {len(files)} files")
     return rate
-
-
-@cache
-def _compiled() -> ctypes.CDLL:
-    source = Path(__file__).with_suffix(".cpp")
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "floor.so")
-        flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC"]
-        subprocess.run([os.environ.get("CXX", "c++"), *flags, "-o", str(library), str(source)], check=True)
-        native = ctypes.CDLL(str(library))  # stays loaded without its file
-    native.disk_floor.restype = ctypes.c_double
-    native.disk_floor.argtypes = [
-        ctypes.POINTER(ctypes.c_char_p), ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_uint64,
-    ]  # fmt: skip
-    return native

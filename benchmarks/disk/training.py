@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from contenders import FILLED_AT_ONCE, OPTIMIZERS, make_embedding
 from models import Batch, Dense, GraphStep, Model, keyed, make_batches
-from timing import wait_until_idle
+from timing import io_bytes, wait_until_idle
 from torch import Tensor
 from traces import LogUniform, hashed
 
@@ -103,9 +103,8 @@ class Clock:
 
 
 def _used() -> tuple[float, int, int, int]:
-    counts = {name: int(count) for name, count in map(str.split, Path("/proc/self/io").read_text().splitlines())}
-    moved = counts["rchar:"] + counts["wchar:"]
-    return time.process_time(), counts["read_bytes:"], counts["write_bytes:"], moved
+    counts = io_bytes()
+    return time.process_time(), counts["read_bytes"], counts["write_bytes"], counts["rchar"] + counts["wchar"]
 
 
 def _settle(graph: GraphStep | None = None) -> None:

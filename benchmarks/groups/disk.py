@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from contenders import STORED_ROW
 from disk.floor import Floor, forget, measure
 from disk.memory_limit import may_limit, memory_limit
 from disk.training import MEMORY_MAPPED, Case, Outcome, train_case
 from report import Figure, listed
 from workload import Mismatch, NotMeasured, figure, workload
 
-STORED_ROW = 160  # bytes of a row of D=16 on the disk, with what RocksDB adds
 CLOSE = 1e-4  # of a loss: torch sums the gradients of a row in another order
 TINY = {"batch": 64, "warm_up": 4, "repeats": 12, "limit": None, "floor_seconds": 0.05, "apart": False}
 
@@ -86,11 +86,11 @@ def _curve(case: Case, curve: Sequence[float], floor: Floor, apart: bool) -> Ite
         step, read = step_of(taken), taken.read / 4096 / under.steps
         notes = _parts(under, taken)
         what = f"samples/s with {share:g} of the table as memory"
-        yield figure(what, under.batch / step, "/s", notes=notes, at=share)
+        yield figure(what, under.batch / step, "/s", notes=notes)
         if before is not None:
             allowed = before[0] + (read - before[1]) / floor.reads / 0.6
             what = f"step with {share:g}, of what its reads explain"
-            yield figure(what, step / allowed, "x", bar=1.1, at_most=True, at=share)
+            yield figure(what, step / allowed, "x", bar=1.1, at_most=True)
         before = step, read
 
 

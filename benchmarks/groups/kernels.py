@@ -1,4 +1,4 @@
-"""Steps of rows alone: against peers, against the memory floor, by optimizer, and of rows of 16 bits."""
+"""Steps of rows alone: against peers, against the memory floor, and by optimizer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CHECKED_STEPS, FLOAT32, OPTIMIZERS, Fbgemm, Rows, Torch, check, make_options, tables_of
+from contenders import CHECKED_STEPS, OPTIMIZERS, Fbgemm, Rows, Torch, check, tables_of
 from floor import Floor
 from report import Figure, is_intel
-from timing import Times, in_turns
+from timing import in_turns
 from traces import BATCHES, Batch, Shape, hashed, make_batches
 from workload import check_close, figure, workload
 
@@ -94,52 +94,3 @@ def check_dense(optimizer: str, side: Rows, batch: Batch) -> None:
         side.step(0)
         moved.step()
     check_close(f"{optimizer}: rows and those of its dense step", side.rows(0)[alone], dense.detach(), 1e-5)
-
-
-BITS_16 = {  # of rows, and of the state that elements have
-    "bfloat16": (torch.bfloat16, torch.float32),
-    "float16": (torch.float16, torch.float32),
-    "bfloat16, state too": (torch.bfloat16, torch.bfloat16),
-}
-
-
-def narrow(folder: Path, bars: dict[str, float | None], repeats: int = 40, **fields: Any) -> Iterator[Figure]:
-    """A step of rows of 16 bits in device_mem, of the time of the same step of float32 rows."""
-    shape = Shape(**fields)
-    times = narrow_times(shape, dict.fromkeys(("float32", *bars)), repeats)
-    for name, bar in bars.items():
-        ratio = times.ratio(name, "float32")
-        yield figure(f"{name}, of float32's time", ratio, "x", bar=bar, at_most=True, notes=str(times))
-
-
-for name, shape, bars in (
-    ("narrow-d128", replace(WIDE, alpha=1.05, optimizer="rowwise_adagrad"), {"bfloat16": 1.1, "float16": 1.1}),
-    ("narrow-d16", replace(UNIFORM, alpha=1.05), dict.fromkeys(BITS_16, 1.3)),
-):
-    workload(TINY, name=name, bars=bars, **asdict(shape))(narrow)
-
-
-@workload({"rows": 20_000, "batch": 512, "repeats": 2}, name="narrow-ssd")
-def narrow_ssd(folder: Path, rows: int = 1_000_000, batch: int = 16_384, repeats: int = 40) -> Iterator[Figure]:
-    """Steps/s of rows of 16 bits in cached_ssd, of those of float32 rows, with caches of as many MiB."""
-    shape = Shape(1, rows, 128, batch, alpha=1.05, optimizer="rowwise_adagrad")
-    stores = {
-        name: make_options("cached_ssd", folder / name, rows // 10, 128, "rowwise_adagrad")
-        for name in ("float32", "bfloat16", "float16")
-    }
-    times = narrow_times(shape, stores, repeats)
-    for name, bar in (("bfloat16", 1.4), ("float16", None)):
-        yield figure(f"steps/s, {name}", times.ratio("float32", name), "x", bar=bar, notes=str(times))
-
-
-def narrow_times(shape: Shape, stores: dict[str, Any], repeats: int) -> Times:
-    """Of rows of each type in these stores, once they are near those of float32: a rounding a step, and one before."""
-    batches = make_batches(shape)
-    sides = {name: Rows(shape, batches, name, store, BITS_16.get(name, FLOAT32)) for name, store in stores.items()}
-    wide, *others = sides.values()
-    coarsest = max(torch.finfo(BITS_16[other.name][0]).eps for other in others)
-    check(wide, others, (CHECKED_STEPS + 2) * coarsest)
-    times = in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
-    for side in sides.values():
-        side.close()
-    return times

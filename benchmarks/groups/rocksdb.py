@@ -1,10 +1,9 @@
-"""The RocksDB tier alone: against a bare C++ loop over the same librocksdb, against rocksdict, and in a step."""
+"""The RocksDB tier alone: against a bare C++ loop over the same librocksdb, and against rocksdict."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from native import compiled
 from numpy.typing import NDArray
 from report import Figure, listed
 from timing import in_turns
@@ -68,10 +68,7 @@ class Bare:
     """The tier's folder, opened with the options that RocksDB wrote there, and read by as many threads."""
 
     def __init__(self, folder: Path, row_bytes: int) -> None:
-        source, library = Path(__file__).resolve().parents[1] / "rocksdb_bare.cpp", folder.parent / "bare.so"
-        flags = ["-std=c++17", "-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
-        subprocess.run(["g++", *flags, "-o", str(library), str(source), "-lrocksdb"], check=True)
-        self._native = ctypes.CDLL(str(library))
+        self._native = compiled(Path(__file__).resolve().parents[1] / "rocksdb_bare.cpp", "-lrocksdb")
         self._native.bare_open.restype = ctypes.c_void_p
         self._native.bare_open.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]
         self._native.bare_close.argtypes = [ctypes.c_void_p]
@@ -241,50 +238,3 @@ def _ran_or_ready() -> float:
     """Seconds that the calling thread had a processor or waited for one: the rest of its time it was blocked."""
     ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
     return (int(ran) + int(waited)) * 1e-9
-
-
-@workload({"rows": 20_000, "batch": 500, "repeats": 3})
-def steps(
-    folder: Path,
-    row_bytes: int = 144,
-    rows: int = 10_000_000,
-    batch: int = 12_000,
-    mode: str = "buffered",
-    options: str = "",
-    repeats: int = 500,
-) -> Iterator[Figure]:
-    """Processor time of a step that reads random rows, overwrites others and compacts, on one thread.
-
-    Times are of processors, not of the clock, so other load disturbs them little: of the calling thread, the only one
-    that reads and writes, and of RocksDB's threads in the background. options: RocksDB's options string, which
-    overrides tierbed's own settings.
-    """
-    _core.set_threads(1)
-    random = np.random.default_rng(0)
-    width = row_bytes // 4 - 2
-    db = RocksDB(folder / "rows", width)
-    piece = Rows(np.arange(batch, dtype=np.uint64), row_bytes)
-    for first in range(0, rows, batch):
-        keys = np.arange(first, min(first + batch, rows), dtype=np.uint64)
-        db.write(piece.tables[: len(keys)], keys, piece.lines[: len(keys)])
-    db.compact()
-    db.close()
-    db = RocksDB(folder / "rows", width, SHARDS, read_mode=mode, read_threads=1, options=options)
-    spent = {"read": 0.0, "write": 0.0}
-    process, thread = time.process_time(), time.thread_time()
-    for _ in range(repeats):
-        for part in spent:
-            keys = random.choice(rows, batch, replace=False, shuffle=False).astype(np.uint64)
-            began = time.thread_time()
-            if part == "read":
-                assert db.read(piece.tables, keys, piece.lines).all()
-            else:
-                db.write(piece.tables, keys, piece.lines)
-            spent[part] += time.thread_time() - began
-    spent["background"] = (time.process_time() - process) - (time.thread_time() - thread)
-    ssd = db.metrics()["ssd"]
-    db.close()
-    parts = [(part, f"{1e3 * seconds / repeats:.1f} ms") for part, seconds in spent.items()]
-    about = [("write amplification", f"{ssd['write_amplification']:.2f}"), ("stalled", f"{ssd['stall_seconds']:.1f} s")]
-    whole = 1e3 * sum(spent.values()) / repeats
-    yield figure("processor time", whole, "ms a step", notes=listed([*parts, *about]))

@@ -144,7 +144,7 @@ def checkpoint(folder: Path, rows: int = 1_000_000, batch: int = 32_768, repeats
     yield figure("of ten times the rows", times[1] / times[0], "x", bar=1.5, at_most=True, notes=notes)
 
 
-@workload({**TINY, "tables": 2, "batch": 8, "hidden": (4,), "steps": 3, "ids": 256})
+@workload({**TINY, "tables": 2, "batch": 8, "hidden": (4,), "steps": 3})
 def background(
     folder: Path,
     rows: int = 10_000_000,
@@ -152,13 +152,11 @@ def background(
     batch: int = 4096,
     hidden: Sequence[int] = (512, 256),
     steps: int = 20,
-    ids: int = 32_768,
     repeats: int = 7,
 ) -> Iterator[Figure]:
-    """Training steps a second while a full snapshot is written, of those before and after it.
+    """A model's training steps a second while a full snapshot is written, of those before and after it.
 
-    Of a model whose ids follow a power law; and of bare updates of `ids` uniform ids, which change the most rows in
-    the shortest time. steps: those before and after a save.
+    steps: those before and after a save.
     """
     model = Model(rows // tables, tables, batch, tuple(hidden), "adam")
     batches = keyed(make_batches(model, 16))
@@ -171,13 +169,6 @@ def background(
             raise Mismatch("training during saves did not give the rows of training without")
     notes = f"the save took {took:.2f} s"
     yield figure("a model's steps a second, of those without", share, bar=0.8, notes=notes)
-    random = np.random.default_rng(0)
-    drawn = [torch.from_numpy(random.integers(0, rows, ids)) for _ in range(16)]
-    with table(folder, rows) as embedding:
-        train = trainer(embedding)
-        # once: a save takes longest here, and there is no bar
-        share, took, _ = during_saves(embedding, 1, lambda number: train(drawn[number % len(drawn)]), 10 * steps)
-    yield figure("bare updates a second, of those without", share, notes=f"the save took {took:.2f} s")
 
 
 def during_saves(

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from support.places import BENCHMARKS
-from tierbed.jagged import KeyedTensor
 
 sys.path.insert(0, str(BENCHMARKS))
 import contenders
-from contenders import Collection, Fbgemm, Plain, Rows, Torch, check
+from contenders import Collection, Fbgemm, Rows, Torch, check
 from floor import Floor
-from groups import jagged, kernels
+from groups import kernels
 from traces import Shape, make_batches
 from workload import Mismatch
 
@@ -32,7 +29,7 @@ def test_tierbed_and_fbgemm_and_the_floor_compute_the_same(shape: Shape) -> None
 def test_bags_of_unlike_lengths_are_those_of_fbgemm() -> None:
     shape = replace(SHAPE, length=(3, 1))
     batches = make_batches(shape)
-    check(Collection(shape, batches), [Plain(shape, batches), Fbgemm(shape, batches)])
+    check(Collection(shape, batches), [Fbgemm(shape, batches)])
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
@@ -56,29 +53,3 @@ def test_a_rule_of_another_optimizer_has_no_figure() -> None:
     kernels.check_dense("adagrad", rows, batches[0])
     with pytest.raises(Mismatch, match="lamb: rows and those of its dense step"):
         kernels.check_dense("lamb", rows, batches[0])
-
-
-@pytest.mark.parametrize("name", kernels.BITS_16)
-def test_rows_of_16_bits_are_near_those_of_float32(name: str) -> None:
-    batches = make_batches(SHAPE)
-    types = kernels.BITS_16[name]
-    tolerance = 5 * torch.finfo(types[0]).eps
-    check(Rows(SHAPE, batches), [Rows(SHAPE, batches, name, types=types)], tolerance)
-    ours, other = Rows(SHAPE, batches), Rows(replace(SHAPE, optimizer="sgd"), batches, name, types=types)
-    with pytest.raises(Mismatch, match=f"by tierbed and {name}"):
-        check(ours, [other], tolerance)
-
-
-def test_a_regrouped_tensor_four_millionths_off_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = "6 features of 96 to 1024"
-    assert [figure.bar for figure in jagged.regroup(tmp_path, case, 0.25, 8, 2)] == [0.25]
-    regroup = KeyedTensor.regroup
-    monkeypatch.setattr(KeyedTensor, "regroup", lambda *given: [part * (1 + 4e-6) for part in regroup(*given)])
-    with pytest.raises(Mismatch, match=r"tensor 0 of both are .* of the largest magnitude apart"):
-        list(jagged.regroup(tmp_path, case, 0.25, 8, 2))
-
-
-def test_one_step_serves_all_totals_with_the_bits_of_a_step_for_each(tmp_path: Path) -> None:
-    steps, ratio = jagged.sizes(tmp_path, 3, 200, 4, 8, totals=6, own=4, repeats=1)
-    assert steps.value == 1
-    assert ratio.value > 0

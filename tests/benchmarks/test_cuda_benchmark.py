@@ -23,7 +23,7 @@ from workload import Mismatch
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("store", ["device_mem", "host_mem", "cached_host_mem"])
 def test_steps(device: Device, store: str, optimizer: str) -> None:
-    step = gpu.checked_step(device, store, optimizer, ids=40, rows=50, tables=3, dim=5)
+    step = gpu.checked_step(device, store, optimizer, count=40, rows=50, tables=3, dim=5)
     assert torch.isfinite(step(0)).all()
 
 
@@ -58,7 +58,7 @@ SMALL = gpu_graph.Sizes(Model(rows=300, tables=2, batch=16, hidden=(4,), optimiz
 @on_one_device
 def test_runs_over_a_loader(tmp_path: Path, device: Device) -> None:
     with tables_on(device) as place:
-        figures = gpu_graph.pipeline(place, tmp_path, SMALL)
+        figures = list(gpu_graph.figures(place, tmp_path, SMALL))
     assert [figure.what.split()[-1] for figure in figures] == ["device_mem", "cached_host_mem", "cached_ssd"]
     assert all(figure.value > 0 for figure in figures)
 
@@ -73,4 +73,4 @@ def test_stores_that_differ_have_no_figure(tmp_path: Path, device: Device, monke
 
     monkeypatch.setattr(gpu_graph, "_turns", differ)
     with tables_on(device) as place, pytest.raises(Mismatch, match="losses on"):
-        gpu_graph.pipeline(place, tmp_path, SMALL)
+        list(gpu_graph.figures(place, tmp_path, SMALL))

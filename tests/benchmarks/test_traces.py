@@ -11,10 +11,10 @@ import torch
 from support.places import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
-from traces import Cycles, LogUniform, ScanMixed, Shape, WrappedZipf, Zipf, ids, make_batches
+from traces import Cycles, LogUniform, Shape, Zipf, ids, make_batches
 
 
-@pytest.mark.parametrize("kind", [Zipf, WrappedZipf, ScanMixed, LogUniform])
+@pytest.mark.parametrize("kind", [Zipf, LogUniform])
 def test_a_batch_follows_from_its_number(kind: type[Zipf]) -> None:
     trace = kind(3, 100, 32)
     assert torch.equal(ids(trace, 5), ids(kind(3, 100, 32), 5))
@@ -27,14 +27,6 @@ def test_zipf_draws_ranks_by_their_power() -> None:
     drawn = np.bincount(trace.ranks(np.random.default_rng(0), 0)[:, 0], minlength=50) / (1 << 17)
     wanted = np.arange(1, 51) ** -1.05
     np.testing.assert_allclose(drawn, wanted / wanted.sum(), atol=5e-3)
-
-
-def test_a_scan_reads_the_colder_half_in_turn() -> None:
-    trace = ScanMixed(2, 40, 32)
-    random = np.random.default_rng(0)
-    scanned = np.concatenate([trace.ranks(random, step)[-4:] for step in range(6)])
-    wanted = 20 + np.arange(24) % 20
-    np.testing.assert_array_equal(scanned, np.stack([wanted, wanted], axis=1))
 
 
 def test_cycles_visit_their_rows_in_turn() -> None:
