@@ -73,6 +73,10 @@ def test_equal_runs_of_uneven_parts(tmp_path: Path, ahead: int) -> None:
     check(one, tmp_path / "uneven")
 
 
+def test_equal_runs_of_pooled_rows_that_are_rounded_last(tmp_path: Path) -> None:
+    check(Case(2, "host", "sgd", torch.bfloat16, 1, 0), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("store", "optimizer", "output", "ahead"),
     [

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from support.embeddings import contents, make, train
+from support.limits import file_size_limit
 from support.stores import options
 from tierbed import StoreError
 from tierbed.engine.durable import atomic_folder
+from tierbed.snapshots.store.status import store_status
 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
@@ -23,6 +25,16 @@ def test_what_a_killed_close_left_does_not_stay_until_the_next_close(tmp_path: P
     with make(options(store, tmp_path), "adagrad", tables=1) as embedding:
         train(embedding, torch.arange(100))
         assert not list((tmp_path / "rows").glob(".tmp-*"))
+
+
+def test_rows_are_not_live_where_a_close_fails_while_it_writes_them(tmp_path: Path) -> None:
+    embedding = make(options("ssd", tmp_path), "adagrad", tables=1)
+    train(embedding, torch.arange(1000))
+    with file_size_limit(1 << 12), pytest.raises(StoreError):
+        embedding.close()
+    assert store_status(tmp_path / "rows").restart.source == "empty"
+    embedding.close()
+    assert store_status(tmp_path / "rows").restart.source == "live"
 
 
 def test_a_load_of_checkpoint_rows_that_fails_last_leaves_the_snapshot_to_go_back_to(tmp_path: Path) -> None:

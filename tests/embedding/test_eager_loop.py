@@ -55,6 +55,17 @@ def test_gradients_of_several_backwards_are_one_step() -> None:
     assert rows.metrics()["table"]["step"] == 1
 
 
+def test_ids_that_numpy_changed_between_lookups_are_those_of_their_lookup() -> None:
+    rows = embedding()
+    optimizer, before = sgd(rows), rows.get([3, 4])
+    ids = IDS.clone()
+    rows(ids).sum().backward()
+    ids.numpy()[:] = 4  # which changes no version
+    rows(ids).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(moved(rows, before), TWICE + torch.tensor([[0.0], [3.0]]))
+
+
 def test_a_closure_runs_before_the_step_and_its_loss_is_returned() -> None:
     rows = embedding()
     optimizer, before = sgd(rows), rows.get([3, 4])

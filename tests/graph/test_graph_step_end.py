@@ -142,6 +142,19 @@ def test_accumulation_over_shapes_shares_one_window() -> None:
     assert_same(graph, eager)
 
 
+def test_a_graph_that_clips_may_begin_to_accumulate_after_its_first_step() -> None:
+    graph, _ = pair()
+    graph.add_optimizer(graph.optimizer)
+    graph.clip_grad_norm(1.0)
+    graph(IDS[0], ONE)
+    graph.accumulate_grads(2)
+    steps = []
+    for _ in range(2):
+        graph(IDS[0], ONE)
+        steps.append(graph.rows.metrics()["table"]["step"])
+    assert steps == [1, 2]
+
+
 def test_a_scaled_loss_trains_as_in_eager_and_a_step_that_is_not_finite_changes_nothing() -> None:
     graph, eager = pair("adagrad")
     for model in (graph, eager):

@@ -164,6 +164,17 @@ def test_tables_of_one_dim_and_group_share_an_embedding() -> None:
         assert made.embedding_of("b").size() == 0
 
 
+def test_tables_of_one_embedding_have_each_a_pooling_of_their_own() -> None:
+    kinds = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
+    tables = [EmbeddingBagConfig(9, 4, name, pooling=pooling) for name, pooling in kinds.items()]
+    with EmbeddingBagCollection(tables, STORE) as made:
+        assert made.embedding_of("sum") is made.embedding_of("mean")
+        found = made(KeyedJaggedTensor([*kinds], torch.tensor([1, 2, 1, 2]), lengths=torch.tensor([2, 2])))
+        summed, averaged = (made.embedding_of(name).get([1, 2], name) for name in kinds)
+        torch.testing.assert_close(found["sum"], summed.sum(0, keepdim=True))
+        torch.testing.assert_close(found["mean"], averaged.mean(0, keepdim=True))
+
+
 def test_new_rows_are_uniform_by_the_number_of_ids() -> None:
     tables = [
         EmbeddingBagConfig(25, 64, "a"), EmbeddingBagConfig(25, 64, "b", weight_init_min=0.5, weight_init_max=0.75),

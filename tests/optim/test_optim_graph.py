@@ -54,6 +54,17 @@ def test_the_row_norm_of_a_step_is_limited_by_the_group() -> None:
     assert 0 < moved.max() < 1.01e-4
 
 
+def test_the_smaller_clip_by_value_of_group_and_graph_limits_a_step() -> None:
+    rows, net = embedding(), mlp(3 * DIM)
+    groups = [{"params": rows.parameters(), "clip_grad_value": 1e-4}, {"params": net.parameters(), "lr": 0.1}]
+    graph = Rating(rows, net, torch.optim.SGD(groups, lr=1.0))
+    for clip_value, limit in ((1.0, 1e-4), (1e-5, 1e-5)):
+        graph.clip_grad_value(clip_value)
+        before = rows.get(IDS)
+        graph(id_batches(16, 3, steps=1)[0])
+        assert 0 < (rows.get(IDS) - before).abs().max() < 1.01 * limit
+
+
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e-39, 1e39, 10**400, "1", True])
 @pytest.mark.parametrize("name", ["clip_grad_value", "clip_grad_row_norm"])
 def test_clips_that_are_no_positive_numbers_of_float32_are_refused(name: str, value: Any) -> None:

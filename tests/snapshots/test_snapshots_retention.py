@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.embeddings import make, train
@@ -67,6 +67,7 @@ def test_what_is_kept(tmp_path: Path, keep_last: int, keep_every: int | None, ba
     base=st.integers(0, 5),
     after=st.integers(0, 6),
 )
+@example(parents=[None, 0, None], keep_last=1, keep_every=None, base=2, after=1)  # a chain of two
 def test_whatever_is_left_at_any_instant_can_be_read(
     tmp_path_factory: pytest.TempPathFactory,
     parents: list[int | None],

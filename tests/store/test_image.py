@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
 ) -> None:
     path = tmp_path_factory.mktemp("store")
     check_image(*(options(store, path / part, **policy) for part in ("one", "other")), gaps, before)
+
+
+def test_a_row_that_changes_where_reading_pauses_is_read_as_it_was() -> None:
+    with make(options("host"), "adagrad") as embedding:
+        train(embedding, range(1000))
+        expected = contents(embedding).tobytes()
+        chunks = table_of(embedding).observers.image().chunks()
+        first = [next(chunks)]  # three of the rows of a bucket
+        train(embedding, range(1000))
+        assert joined(itertools.chain(first, chunks)) == expected
 
 
 @stores
