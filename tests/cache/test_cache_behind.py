@@ -99,7 +99,7 @@ def test_an_error_is_raised_by_the_next_call_and_no_row_is_lost(make_cache: Make
 
 
 def test_a_prefetch_raises_what_the_thread_met(make_cache: MakeCache) -> None:
-    cache, model, random = make_cache(4, overflow_rows=4000), Model(), np.random.default_rng(2)
+    cache, model, random = make_cache(4, overflow_rows=1000), Model(), np.random.default_rng(2)
 
     def step_ahead() -> None:
         batch = batch_of(some(random))
@@ -204,7 +204,7 @@ def test_reading_prefetching_and_training_threads(make_cache: MakeCache, middle:
     step(cache, model, fixed)
     reads = Model()
     reads.updates = dict.fromkeys(fixed, 1)
-    batches = [batch_of(some(random)) for _ in range(60)]
+    batches = [batch_of(some(random)) for _ in range(30)]
     announced, ended, wrong = threading.Semaphore(0), threading.Semaphore(4), list[BaseException]()
 
     def prefetch() -> None:

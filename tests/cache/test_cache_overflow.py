@@ -29,7 +29,7 @@ def test_prefetch_takes_the_cap_but_for_2_percent(columns: int, megabytes: float
     capacity = cache.metrics()["overflow_capacity"]
     assert capacity == cap // (table.layout.line_bytes + PLACE_BYTES)
     size, coming, full = capacity // 15, deque[_core.Batch](), 0
-    for _ in range(60):
+    for _ in range(36):
         coming.append(table.batch(list(islice(keys, size)), [0] * size))
         cache.announce(coming[-1])
         if not cache.prefetch(coming[-1]):
@@ -48,7 +48,7 @@ def test_rows_on_their_way_take_no_more(kind: str) -> None:
     rows, random = 3000, np.random.default_rng(0)
     with tier_below(kind) as below:
         cache, model, coming = cache_over(below, 4, overflow_rows=rows), Model(), deque[_core.Batch]()
-        for _ in range(60):
+        for _ in range(25):
             while len(coming) < 12:
                 coming.append(batch_of([(0, int(key)) for key in random.integers(0, 6000, rows // 8)]))
                 cache.announce(coming[-1])

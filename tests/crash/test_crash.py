@@ -74,7 +74,7 @@ def test_a_line_that_a_kill_cut_off_does_not_change_the_next(tmp_path: Path) -> 
 def test_rows_are_those_of_the_steps(tmp_path: Path, store: str, life: str, types: Types) -> None:
     history = History(150, life, types)
     with history.embedding(tmp_path, store) as embedding:
-        for step in range(1, 30):
+        for step in range(1, 16):
             history.take(embedding, step)
-        assert in_order(contents(embedding)).tobytes() == history.rows(29).tobytes()
-    assert len(history.rows(29)) > 0
+        assert in_order(contents(embedding)).tobytes() == history.rows(15).tobytes()
+    assert len(history.rows(15)) > 0

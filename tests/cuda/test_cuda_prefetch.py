@@ -71,7 +71,7 @@ def test_rows_are_those_of_the_plain_run(
 
 @on_one_device
 @pytest.mark.parametrize("store", STORES)
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_hints_that_are_wrong_late_or_skipped_change_no_row(
     tmp_path_factory: pytest.TempPathFactory, device: Device, plain: bytes, store: str, data: st.DataObject
@@ -223,6 +223,7 @@ def chunks(folder: Path) -> list[tuple[int, bytes]]:
     return [(bucket, rows.tobytes()) for bucket, rows in Snapshot.open(folder).chunks()]
 
 
+@pytest.mark.rotated("store")
 @pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
 @pytest.mark.parametrize(("budget_mb", "reads"), [(0.01, True), (MANY_SETS_MB, True), (MANY_SETS_MB, False)])
 def test_streams_wait_for_each_other_where_they_use_the_same_memory(

@@ -59,6 +59,7 @@ def losses(model: Model, loss: Loss, *, clears: bool, autocast: bool) -> list[fl
 @pytest.mark.parametrize(
     ("dynamic", "inside", "autocast"), [(None, True, False), (True, True, True), (None, False, True)]
 )
+@pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo reads
 def test_losses_are_those_of_eager(bags: bool, clears: bool, dynamic: Any, inside: bool, autocast: bool) -> None:
     model = Model(bags)

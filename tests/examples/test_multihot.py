@@ -63,6 +63,7 @@ def check(outcome: Outcome, expected: Outcome, store: str) -> None:
 
 @LOOPS
 @pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+@pytest.mark.rotated("loop")
 def test_stores_and_loops_give_the_same_bits(store: str, loop: bool, on_device: Outcome, tmp_path: Path) -> None:
     check(train(store, tmp_path, loop), on_device, store)
 

@@ -84,6 +84,7 @@ def fit(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["automatic", "manual", "accumulated"])
+@pytest.mark.rotated("way")
 def test_a_run_that_is_resumed_by_ckpt_path_is_the_uninterrupted_one(tmp_path: Path, kind: str, way: str) -> None:
     accumulate = 2 if way == "accumulated" else 1
     whole = Trained(stores("host", tmp_path), way == "manual")

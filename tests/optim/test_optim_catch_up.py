@@ -141,12 +141,12 @@ def test_numbers_of_the_rule_before_are_not_taken_for_those_of_catch_up_adam(tmp
 def test_rows_do_not_depend_on_the_store_or_threads(tmp_path: Path, native_threads: Callable[[int], None]) -> None:
     native_threads(1)
     first = make(options("device"), tables=1)
-    expected, rows = trained(first, 60), first.get(IDS)
+    expected, rows = trained(first, 30), first.get(IDS)
     for store in STORES:
         for threads in (2, 16):
             native_threads(threads)
             other = make(options(store, tmp_path), name=f"{store}{threads}", tables=1)
-            seen = trained(other, 60)
+            seen = trained(other, 30)
             assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True)), (store, threads)
             assert torch.equal(other.get(IDS), rows)
             assert contents(other).tobytes() == contents(first).tobytes()

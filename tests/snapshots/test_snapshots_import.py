@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ from torch import nn
 from support.embeddings import DIM, contents, make, train
 from support.exchange import FILES, VALUES, columns_of, dense, imported, whole, write_columns
 from support.optimizers import OPTIMIZERS
-from support.scripts import run_python
 from support.small_snapshots import description
 from support.stores import STORES, options
 from tierbed import row_optimizer
 from tierbed.engine import _core
-from tierbed.engine.errors import InputError
+from tierbed.engine.errors import InputError, OptionError
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.row_format import LAST_STEP, row_dtype
 from tierbed.snapshots import Snapshot, write_snapshot
@@ -263,20 +263,10 @@ def test_empty_tables(tmp_path: Path) -> None:
     assert imported(tmp_path / "d", tmp_path / "x.safetensors") == {}
 
 
-def test_parquet_without_pyarrow(tmp_path: Path) -> None:
-    """In a process of its own, that has none: the rest works."""
-    script = """if True:
-        import sys
-        from pathlib import Path
-        sys.modules["pyarrow"] = sys.modules["pyarrow.parquet"] = None
-        import numpy as np
-        from tierbed.engine.errors import OptionError
-        from tierbed.snapshots.exchange.importing import import_snapshot
-        store = Path(sys.argv[1])
-        import_snapshot(store, "s", np.zeros((3, 2), np.float32))
-        try:
-            import_snapshot(store, "t", store / "x.parquet")
-        except OptionError as error:
-            print(error)
-    """
-    assert "pip install 'tierbed[parquet]'" in run_python(script, tmp_path)
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest works."""
+    for module in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    import_snapshot(tmp_path / "store", "s", np.zeros((3, 2), np.float32))
+    with pytest.raises(OptionError, match=r"pip install 'tierbed\[parquet\]'"):
+        import_snapshot(tmp_path / "store", "t", tmp_path / "x.parquet")

@@ -134,7 +134,7 @@ def test_any_order_of_calls_keeps_every_row(calls: list[tuple[str, int, int]]) -
 
 
 def test_rows_that_come_one_by_one(threads: int) -> None:
-    checked = Checked(1600)
+    checked = Checked(800)
     for row in range(len(checked)):
         (checked.write if row % 3 else checked.put)(np.array([row]))
         if row % 100 == 0:

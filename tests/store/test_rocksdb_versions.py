@@ -41,7 +41,7 @@ def declared(header: str, kind: dict[str, str]) -> str:
     ("version", "source"),
     [
         pytest.param("9.10", SOURCES[0], marks=pytest.mark.slow),  # the build is one of it, on Debian
-        ("10", SOURCES[0]),
+        pytest.param("10", SOURCES[0], marks=pytest.mark.slow),
         ("11", SOURCES[0]),
         pytest.param("11", SOURCES[1], marks=pytest.mark.slow),  # of a benchmark
     ],

@@ -65,7 +65,7 @@ class Run:
         generator = torch.Generator().manual_seed(seed)
         rows = self.graph.rows
         for number in range(count):
-            size = (150, 150, 0, 30)[number % 4]
+            size = (60, 60, 0, 20)[number % 4]
             ids = torch.randint(-90, 90, (size, 2), generator=generator) * (2**40 + 1)
             tables = torch.randint(0, 3, (size, 2), generator=generator)
             ids[tables == 1] = PADDING

@@ -77,6 +77,7 @@ def expected() -> Callable[..., tuple[list[bytes], bytes]]:
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise"])
 @pytest.mark.parametrize("store", ["cached_host", "ssd_host"])
+@pytest.mark.pairs
 def test_losses_rows_and_state_do_not_depend_on_the_store(
     tmp_path: Path, store: str, optimizer: str, types: Types, expected: Any
 ) -> None:
