@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -21,7 +21,6 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import Instant
 from ..snapshots.files.writer import ProgressCallback
 from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
-from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import check_one_instant, rows_of
 from ..snapshots.store.linked import linked
 from ..snapshots.store.retention import drop_replaced
@@ -169,12 +168,7 @@ def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> 
         return
     with between_steps(_members(tables)), ExitStack() as linking:
         both = zip(tables, places, strict=True)
-        _load(tables, [linking.enter_context(_linked(table.folder(), place)) for table, place in both])
-
-
-def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:
-    """A snapshot in a store folder too. It stays if a load fails late, since it may be the recovery snapshot."""
-    return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.recovery_snapshot == place.name)
+        _load(tables, [linking.enter_context(linked(place, table.folder())) for table, place in both])
 
 
 def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:

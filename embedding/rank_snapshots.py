@@ -386,11 +386,7 @@ class RankSnapshots:
         return Snapshot.open(place).of_shard(HashShard(self._world.rank, self._world.size))
 
     def _link(self, home: SharedFolder, place: Path, linking: ExitStack) -> None:
-        snapshot_store = home.snapshot_store
-        needed = linked(
-            Snapshot.open(place), home.snapshots / place.name, lambda: snapshot_store.recovery_snapshot == place.name
-        )
-        linking.enter_context(needed)
+        linking.enter_context(linked(place, home.snapshot_store))
 
     def _load(
         self,

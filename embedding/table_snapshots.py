@@ -240,9 +240,7 @@ class TableSnapshots:
         if self._persistence.folder is None or not selection.can_recover:
             fitted = self.check_fit(snapshot, selection)
             return self._persistence.load(table.optimizer, snapshot, table, fitted)[0]
-        folder = self._folder_of(place.name)
-        linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.recovery_snapshot == place.name)
-        with table.lock, linking as own:  # kept if a load fails late: it may be the recovery snapshot
+        with table.lock, linked(place, self._folder_of(place.name)) as own:
             return self._persistence.load(table.optimizer, own, table)[0]
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
