@@ -168,7 +168,7 @@ def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> 
         return
     with between_steps(_members(tables)), ExitStack() as linking:
         both = zip(tables, places, strict=True)
-        _load(tables, [linking.enter_context(linked(place, table.folder())) for table, place in both])
+        _load(tables, [linking.enter_context(linked(place, table.checked_store())) for table, place in both])
 
 
 def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
@@ -204,7 +204,7 @@ def instant_of(members: Sequence[Membership], snapshots: Sequence[Snapshot]) -> 
 def _members(tables: Tables) -> list[Membership]:
     """What the stores know of each other. SnapshotError where one has no folder."""
     for table in tables:
-        table.folder()
+        table.checked_store()
     return [table.membership for table in tables if table.membership is not None]
 
 

@@ -24,7 +24,6 @@ from ..engine.options.table_spec import TableSpec
 from ..engine.table.table import OpenTable
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import Manifest
-from ..snapshots.files.reader import list_snapshots
 from ..snapshots.inspection.row import plain_row, read_row, row_key_of
 from ..snapshots.store.selection import Selection
 from .group_snapshots import save_together
@@ -32,7 +31,7 @@ from .recovery import Decide, RankShard, WriteEpoch
 from .rows_in_tensors import RowTensors
 from .rows_reference import RowsReference, check_not_awaiting, is_at, saved_as
 from .table_persistence import TablePersistence
-from .table_snapshots import TableSnapshots
+from .table_snapshots import LocalSnapshots
 from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
@@ -46,7 +45,7 @@ _ONE_AT_A_TIME = (
 _by_folder: weakref.WeakValueDictionary[str, LocalTableHandle] = weakref.WeakValueDictionary()
 
 
-class LocalTableHandle(TableSnapshots):
+class LocalTableHandle(LocalSnapshots):
     """Opens a table and keeps it open. A process has one handle of a folder: a second, as in notebooks, closes the
     first.
 
@@ -66,7 +65,7 @@ class LocalTableHandle(TableSnapshots):
         group: TrainingGroup | None = None,
         for_load: bool = False,
     ) -> None:
-        self.name = spec.name
+        self.name, self.world = spec.name, World.of_one()
         self.device = device
         self._replaced = False  # whether another embedding opened the folder
         self._process = os.getpid()
@@ -85,6 +84,8 @@ class LocalTableHandle(TableSnapshots):
                     older._replaced = True
                 older.close()
         self._persistence = TablePersistence(spec, options, device, share, group)
+        self.store, self.membership = self._persistence.folder, self._persistence.membership
+        self.place = None if self.store is None else self.store.snapshots
         if self.membership is not None:
             self.membership.holder = weakref.ref(self)
         try:
@@ -284,7 +285,7 @@ class LocalTableHandle(TableSnapshots):
         """
         self.table.check()  # ClosedError
         found, membership = (
-            is_at(awaited, self.rows_reference(), saved_as(self._place, awaited.snapshot)),
+            is_at(awaited, self.rows_reference(), saved_as(self.place, awaited.snapshot)),
             self.membership,
         )
         if found and membership is not None and not membership.has_come():
@@ -314,15 +315,10 @@ class LocalTableHandle(TableSnapshots):
             progress(0)
             if len(others) < 2:
                 return self.save_snapshot(name, kind, overwrite, progress)
-            save_together(World.of_one(), others, name, kind, overwrite, progress=progress)
+            save_together(self.world, others, name, kind, overwrite, progress=progress)
             return self.snapshot(name).manifest
 
         return self._visit(save, give_up, others)
-
-    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune for another process, as `SaveTarget.prune_between_steps` says."""
-        removed = self.prune_snapshots(keep_last, keep_every)
-        return removed, [one.name for one in list_snapshots(self.folder().snapshots).snapshots]
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """A row for another process, as `SaveTarget.row_between_steps` says."""
