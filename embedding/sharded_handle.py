@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 from zlib import crc32
@@ -13,7 +14,7 @@ import numpy as np
 
 from ..distributed.sharded_table import ShardedTable
 from ..distributed.world import catch
-from ..engine.errors import SnapshotError, StoreError
+from ..engine.errors import SnapshotError
 from ..engine.row_format import RowForm
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
@@ -26,11 +27,10 @@ from .rank_membership import RankMembership, settle_ranks
 from .rank_recovery import RecoveryDecision
 from .recovery import RankShard
 from .rows_in_tensors import NOT_WHOLE, RowTensors
-from .rows_reference import is_at, saved_as
 from .save_requests import SaveRequests
 from .sharded_snapshots import ShardedSnapshots
 from .shared_folder import SharedFolder
-from .table_handle import LocalTableHandle
+from .table_handle import LocalTableHandle, open_handle
 from .training_group import UNSETTLED
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class ShardedTableHandle(ShardedSnapshots):
         self.table = ShardedTable(
             world, lambda: self.own.table, lambda: self.own.own_open, self.own.count_write, capacity
         )
-        self._requests = SaveRequests(world, self, _handle_of)
+        self._requests = SaveRequests(world, self, partial(open_handle, _by_folder))
         self.table.before_step = self.at_step
         self.table.is_save_requested, self.table.serve_requests = self._requests.is_wanted, self._requests.serve
         self._service = Service()
@@ -208,21 +208,6 @@ class ShardedTableHandle(ShardedSnapshots):
         """As `LocalTableHandle.note_torn`."""
         self.own.note_torn()
 
-    def go_to(self, awaited: RowsReference) -> bool:
-        """As `LocalTableHandle.go_to`. Every rank calls it."""
-        op = f"loading the state of embedding {self.name!r}"
-        self.world.handshake(op, same={"state_dict": awaited._asdict()})
-        there = saved_as(self.place, awaited.snapshot)
-
-        def is_found() -> bool | None:
-            found = is_at(awaited, self.rows_reference(), there)
-            return None if found and self.membership is not None and not self.membership.has_come() else found
-
-        found: bool | None = self.world.all_gather_object(op, is_found)[0]
-        if found is None and awaited.snapshot is not None:
-            self.load_for_state(awaited.snapshot, awaited.instant)
-        return found is not False
-
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
         op = f"state_dict() of embedding {self.name!r}"
@@ -325,14 +310,6 @@ class ShardedTableHandle(ShardedSnapshots):
 
 
 TableHandle = LocalTableHandle | ShardedTableHandle
-
-
-def _handle_of(store: str) -> ShardedTableHandle:
-    """The handle of this process to the store in a folder, by its real path. StoreError."""
-    handle = _by_folder.get(store)
-    if handle is None or not handle.own.is_open:
-        raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
-    return handle
 
 
 def _described(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:

@@ -51,7 +51,6 @@ class ShardedSnapshots(TableSnapshots):
         raise NotImplementedError
 
     def rows_reference(self) -> RowsReference:
-        """As `LocalTableHandle.rows_reference`. Local."""
         return reference_at(self.own.rows_reference().step, self.place, self.base, self._now())
 
     def _now(self) -> Version | None:
@@ -144,8 +143,7 @@ class ShardedSnapshots(TableSnapshots):
         saved = self._for_state.saved
         return OF_STATE + self._for_state.id, True, None if saved is None else saved.instant.digest
 
-    def load_for_state(self, name: str, instant: str | None) -> None:
-        """Load a snapshot that a state_dict names, as `LocalTableHandle.go_to`. instant: as of `RowsReference`."""
+    def _load_for_state(self, name: str, instant: str | None) -> None:
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
         member, place = self.membership, self.folder / name
         together: Instant | None = self.world.call_on_all_ranks(

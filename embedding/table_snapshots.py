@@ -28,7 +28,7 @@ from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_lef
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
 from .rank_recovery import check_row_count
-from .rows_reference import RowsReference, reference_at, saved_as
+from .rows_reference import RowsReference, is_at, reference_at, saved_as
 from .table_persistence import TablePersistence
 from .training_group import Membership, between_steps
 
@@ -99,6 +99,36 @@ class TableSnapshots:
 
     def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
         """The selection for this table. SnapshotError, OptimizerError if its rows cannot be the table's. Local."""
+        raise NotImplementedError
+
+    def go_to(self, awaited: RowsReference) -> bool:
+        """Load the snapshot that a state_dict names, unless the rows are those already.
+
+        Returns whether they are. Others that are trained together go to its instant as well. Raises what a load does.
+        """
+        op = f"loading the state of embedding {self.name!r}"
+        self.world.handshake(op, same={"state_dict": awaited._asdict()})
+        there = saved_as(self.place, awaited.snapshot)
+
+        def is_found() -> bool | None:
+            self.local_table.check()  # ClosedError
+            found = is_at(awaited, self.rows_reference(), there)
+            return None if found and self.membership is not None and not self.membership.has_come() else found
+
+        found: bool | None = self.world.all_gather_object(op, is_found)[0]
+        if found is None and awaited.snapshot is not None:
+            self._load_for_state(awaited.snapshot, awaited.instant)
+        return found is not False
+
+    def rows_reference(self) -> RowsReference:
+        """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
+
+        Raises deferred errors of earlier steps. Local.
+        """
+        raise NotImplementedError
+
+    def _load_for_state(self, name: str, instant: str | None) -> None:
+        """Load a snapshot that a state_dict names. instant: as of `RowsReference`."""
         raise NotImplementedError
 
     def drop_rows(self, saved: Snapshot) -> None:
@@ -336,6 +366,12 @@ class LocalSnapshots(TableSnapshots):
         if self.membership is not None:
             self.membership.reformed()
         return reports[0]
+
+    def _load_for_state(self, name: str, instant: str | None) -> None:
+        snapshot = self.snapshot(name)
+        together = None if self.membership is None else self.membership.instant_with(snapshot, instant)
+        self.load_from(snapshot, Selection(), True, together=together)
+        self.rows_reference()  # the next run knows the rows by their version as well
 
     def save_rows(self, place: Path) -> None:
         """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
