@@ -21,7 +21,7 @@ from ..snapshots.files.versions import EMPTY, Version
 from ..snapshots.files.writer import ProgressCallback, Together, check_parent
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
-from ..snapshots.store.linked import OF_STATE, linked
+from ..snapshots.store.linked import OF_STATE
 from ..snapshots.store.retention import state_snapshot
 from ..snapshots.store.save import begin_save, check_kind, check_save, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
@@ -177,12 +177,6 @@ class ShardedSnapshots(TableSnapshots):
             read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
             self.load_from(read, selection)
 
-    def link_in(self, place: Path, linking: ExitStack) -> Path:
-        """The snapshot `place` in the store folder, where rank 0 links it."""
-        op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
-        self._on_rank_0(op, lambda store: linking.enter_context(linked(place, store)))
-        return self.folder / place.name
-
     def load_from(
         self, place: Path, selection: Selection = ALL, together: Instant | None = None, why: str = ""
     ) -> LoadReport:
@@ -322,7 +316,7 @@ class ShardedSnapshots(TableSnapshots):
             note = partial(self._note_base, base=base, snapshot=snapshot, together=together)
             self._on_rank_0(f"{op}: noted", note)
 
-        report, error = catch(lambda: self.own.load_from(snapshot, selection, strict, verified))
+        report, error = catch(lambda: self.own.load_part(snapshot, selection, strict, verified))
         if error is not None and voted and not world.must_report(error):
             if error is not world.shared_error:
                 self._lose(snapshot.name)

@@ -63,6 +63,14 @@ class TableSnapshots:
             raise no_place(self.name)
         return self.place
 
+    def snapshot(self, name: str) -> Snapshot:
+        """A snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
+        folder = self.folder
+        if self.store is not None:
+            self.checked_store()
+        check_name(name)
+        return Snapshot.open(folder / name)
+
     def end_save(self, kind: str, made: str) -> None:
         """After a save: note which snapshot has the rows, and what changes from here on if that is asked for. Local."""
         table = self.local_table
@@ -75,6 +83,12 @@ class TableSnapshots:
         """Let the snapshot of that name in the store folder be `place` as well. SnapshotError."""
         op = self._op(f"linking snapshot {place.name!r}")
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(store.snapshots / place.name), place))
+
+    def link_in(self, place: Path, linking: ExitStack) -> Path:
+        """The snapshot `place` in the store folder, where rank 0 links it."""
+        op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
+        self._on_rank_0(op, lambda store: linking.enter_context(linked(place, store)))
+        return self.folder / place.name
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError.
@@ -332,16 +346,16 @@ class LocalSnapshots(TableSnapshots):
         else:  # not an incremental one, whose parent the user could not replace any more
             write_snapshot(place, source.description, source.scan(), together=together)
 
-    def snapshot(self, name: str) -> Snapshot:
-        """A snapshot in the store folder. Raises SnapshotError."""
-        return Snapshot.open(self._folder_of(name).snapshots / name)
-
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
-        """Replace the rows by those of a snapshot in the store folder, as `load_from`."""
+        """Replace the rows by those of a snapshot in the store folder, as `load_part`."""
         self.table.observers.finish_saving()  # it may be the one to load; its error was logged
-        return self.load_from(self.snapshot(name), selection, strict)
+        return self.load_part(self.snapshot(name), selection, strict)
 
-    def load_from(
+    def load_from(self, place: Path, together: Instant | None = None) -> LoadReport:
+        """Load the snapshot `place`. together: as of `load_part`."""
+        return self.load_part(Snapshot.open(place), Selection(), True, together=together)
+
+    def load_part(
         self,
         snapshot: Snapshot,
         selection: Selection,
@@ -349,7 +363,7 @@ class LocalSnapshots(TableSnapshots):
         verified: Callable[[], None] | None = None,
         together: Instant | None = None,
     ) -> LoadReport:
-        """Load a snapshot from anywhere. verified, together: as of `TablePersistence.load`."""
+        """Load the rows of a snapshot that this process has. verified, together: as of `TablePersistence.load`."""
         before = self.table
         reports: list[LoadReport] = []
 
@@ -370,7 +384,7 @@ class LocalSnapshots(TableSnapshots):
     def _load_for_state(self, name: str, instant: str | None) -> None:
         snapshot = self.snapshot(name)
         together = None if self.membership is None else self.membership.instant_with(snapshot, instant)
-        self.load_from(snapshot, Selection(), True, together=together)
+        self.load_part(snapshot, Selection(), True, together=together)
         self.rows_reference()  # the next run knows the rows by their version as well
 
     def save_rows(self, place: Path) -> None:
