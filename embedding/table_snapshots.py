@@ -232,18 +232,13 @@ class LocalSnapshots(TableSnapshots):
 
     _persistence: TablePersistence
 
-    @property
-    def table(self) -> OpenTable:
-        """The open table."""
-        raise NotImplementedError
-
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
         """Replace the table by the one that `build` returns."""
         raise NotImplementedError
 
     def check_save(self, name: str, kind: str, overwrite: bool) -> None:
         """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
-        table = self.table
+        table = self.local_table
         with table.lock:
             check_save(self._folder_of(name), name, kind, self._source(), overwrite)
 
@@ -269,7 +264,7 @@ class LocalSnapshots(TableSnapshots):
 
         of_all: of a save of several stores, whose locks the caller has.
         """
-        table, folder = self.table, self._folder_of(name)
+        table, folder = self.local_table, self._folder_of(name)
         with self._rows_of_one_step(table, of_all) as together:
             table.check()
             table.observers.check_not_saving()
@@ -294,7 +289,7 @@ class LocalSnapshots(TableSnapshots):
         self, name: str, kind: str = "full", overwrite: bool = False, of_all: OfAll | None = None
     ) -> BackgroundSave:
         """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
-        table, folder = self.table, self._folder_of(name)
+        table, folder = self.local_table, self._folder_of(name)
         if kind in ("incremental", "checkpoint"):
             raise OptionError(
                 f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
@@ -319,7 +314,7 @@ class LocalSnapshots(TableSnapshots):
 
         keep: how many of the latest such snapshots stay besides that of these rows; None for all.
         """
-        table, folder = self.table, self.checked_store()
+        table, folder = self.local_table, self.checked_store()
         assert self.membership is not None
         with self._rows_of_one_step(table) as together:
             table.check()
@@ -348,7 +343,7 @@ class LocalSnapshots(TableSnapshots):
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """Replace the rows by those of a snapshot in the store folder, as `load_part`."""
-        self.table.observers.finish_saving()  # it may be the one to load; its error was logged
+        self.local_table.observers.finish_saving()  # it may be the one to load; its error was logged
         return self.load_part(self.snapshot(name), selection, strict)
 
     def load_from(self, place: Path, together: Instant | None = None) -> LoadReport:
@@ -364,7 +359,7 @@ class LocalSnapshots(TableSnapshots):
         together: Instant | None = None,
     ) -> LoadReport:
         """Load the rows of a snapshot that this process has. verified, together: as of `TablePersistence.load`."""
-        before = self.table
+        before = self.local_table
         reports: list[LoadReport] = []
 
         def build() -> OpenTable:
@@ -389,7 +384,7 @@ class LocalSnapshots(TableSnapshots):
 
     def save_rows(self, place: Path) -> None:
         """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
-        table = self.table
+        table = self.local_table
         if self.place is not None:
             self.save_snapshot(place.name)
             self.link_rows(place)
@@ -404,7 +399,7 @@ class LocalSnapshots(TableSnapshots):
         A store folder gets the snapshot as well, as its recovery snapshot. Without state, or converted, it gets none,
         since recovery would load the state, or other numbers.
         """
-        before = self.table
+        before = self.local_table
         self._replace(before, lambda: self._with_rows(before, place, selection))
 
     def _with_rows(self, table: OpenTable, place: Path, selection: Selection) -> OpenTable:
@@ -417,7 +412,7 @@ class LocalSnapshots(TableSnapshots):
 
     def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
         """The selection for this table. SnapshotError, OptimizerError if rows of a snapshot cannot be its own."""
-        optimizer = self.table.optimizer
+        optimizer = self.local_table.optimizer
         spec, what = self._persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
             return fitting(spec, snapshot.description, optimizer, selection, True, what)[0]
