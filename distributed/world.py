@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +119,6 @@ class World(RankGroup):
         super().__init__(ranks, rank, timeout, rows, grads)
 
     @classmethod
-    @cache
     def of_one(cls) -> World:
         """The world of this process alone. It has no process group, and any thread may call it."""
         world = cls.__new__(cls)

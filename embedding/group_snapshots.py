@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -21,11 +21,9 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import Instant
 from ..snapshots.files.writer import ProgressCallback
 from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
-from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import check_one_instant, rows_of
-from ..snapshots.store.linked import linked
 from ..snapshots.store.retention import drop_replaced
-from ..snapshots.store.selection import LoadReport, Selection
+from ..snapshots.store.selection import LoadReport
 from .sharded_save import BackgroundShardedSave, ShardedSave, commit_together
 from .training_group import Membership, between_steps
 
@@ -51,6 +49,8 @@ def save_together(
     """
     if world.size > 1:
         return _save_on_ranks(world, tables, name, kind, overwrite, background, progress)
+    for table in tables:
+        table.checked_store()
     if background:
         return _save_in_background(tables, name, kind, overwrite)
     members = _members(tables)
@@ -151,38 +151,38 @@ def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
     Raises SnapshotError, also if they were saved at different steps, StoreError, OptimizerError. If it raises during
     the loads, the stores can neither be written nor saved until each is loaded. All ranks call it.
     """
-    if world.size > 1:
-        return _load_on_ranks(world, tables, name)
-    with between_steps(_members(tables)):
-        snapshots = [table.snapshot(name) for table in tables]
-        check_one_instant([table.name for table in tables], snapshots)
-        for table, snapshot in zip(tables, snapshots, strict=True):
-            table.check_fit(snapshot)
-            snapshot.verify()
-        return _load(tables, snapshots)
+    op = f"loading snapshot {name!r} of {len(tables)} embeddings"
+    places = [table.folder / name for table in tables]
+    with _locked(tables):
+        snapshots: list[Snapshot] = world.call_on_all_ranks(op, lambda: [table.snapshot(name) for table in tables])
+        world.call_on_all_ranks(op, lambda: check_one_instant([table.name for table in tables], snapshots))
+        for table, place in zip(tables, places, strict=True):
+            table.check_rows(place)
+        return _load(world, tables, places)
 
 
 def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> None:
     """Load the snapshots `places`, which `check_rows` has checked, and which the store folders get too."""
-    if world.size > 1:
-        _load_rows_on_ranks(world, tables, places)
-        return
-    with between_steps(_members(tables)), ExitStack() as linking:
+    with _locked(tables), ExitStack() as linking:
         both = zip(tables, places, strict=True)
-        _load(tables, [linking.enter_context(_linked(table.folder(), place)) for table, place in both])
+        _load(world, tables, [table.link_in(place, linking) for table, place in both])
 
 
-def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:
-    """A snapshot in a store folder too. It stays if a load fails late, since it may be the recovery snapshot."""
-    return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.recovery_snapshot == place.name)
+@contextmanager
+def _locked(tables: Tables) -> Iterator[None]:
+    """A block in which no other thread of this process writes to these tables, or prunes what is being read."""
+    with between_steps(_members(tables)), ExitStack() as locks:
+        for table in tables:
+            locks.enter_context(table.local_table.lock)
+        yield
 
 
-def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
+def _load(world: World, tables: Tables, places: Sequence[Path]) -> list[LoadReport]:
     """Load verified snapshots. A kill between two of them is finished by the next run: `Group.target`."""
-    members = _members(tables)
-    together = instant_of(members, snapshots)
-    both = zip(tables, snapshots, strict=True)
-    return load_all(members, [partial(t.load_from, one, Selection(), True, together=together) for t, one in both])
+    members, op = _members(tables), f"loading {len(tables)} embeddings"
+    together = world.call_on_all_ranks(op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
+    both = zip(tables, places, strict=True)
+    return load_all(members, [partial(table.load_from, place, together=together) for table, place in both])
 
 
 def load_all(members: Sequence[Membership], loads: Sequence[Callable[[], LoadReport]]) -> list[LoadReport]:
@@ -208,9 +208,7 @@ def instant_of(members: Sequence[Membership], snapshots: Sequence[Snapshot]) -> 
 
 
 def _members(tables: Tables) -> list[Membership]:
-    """What the stores know of each other. SnapshotError where one has no folder."""
-    for table in tables:
-        table.folder()
+    """What the stores know of each other; nothing on ranks other than rank 0."""
     return [table.membership for table in tables if table.membership is not None]
 
 
@@ -272,37 +270,3 @@ def _save_on_ranks(
         for table, id in zip(tables, made, strict=True):
             table.end_save(kind, id)
     return None
-
-
-def _load_on_ranks(world: World, tables: Tables, name: str) -> list[LoadReport]:
-    op = f"loading snapshot {name!r} of {len(tables)} embeddings"
-    places = [table.folder / name for table in tables]
-    snapshots: list[Snapshot] = world.call_on_all_ranks(op, lambda: [Snapshot.open(place) for place in places])
-    world.call_on_all_ranks(op, lambda: check_one_instant([table.name for table in tables], snapshots))
-    with _locked(tables):
-        for table, place in zip(tables, places, strict=True):
-            table.check_rows(place)
-        return _load_shards(world, tables, places)
-
-
-def _load_rows_on_ranks(world: World, tables: Tables, places: Sequence[Path]) -> None:
-    with _locked(tables), ExitStack() as linking:
-        both = zip(tables, places, strict=True)
-        _load_shards(world, tables, [table.link_in(place, linking) for table, place in both])
-
-
-@contextmanager
-def _locked(tables: Tables) -> Iterator[None]:
-    """A block in which this rank serves no other process: rank 0 prunes nothing that is being read."""
-    with ExitStack() as locks:
-        for table in tables:
-            locks.enter_context(table.own.table.lock)
-        yield
-
-
-def _load_shards(world: World, tables: Tables, places: Sequence[Path]) -> list[LoadReport]:
-    members = [table.membership for table in tables if table.membership is not None]
-    op = f"loading {len(tables)} embeddings"
-    together = world.call_on_all_ranks(op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
-    both = zip(tables, places, strict=True)
-    return load_all(members, [partial(table.load_from, place, together=together) for table, place in both])

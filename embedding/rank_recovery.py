@@ -204,6 +204,8 @@ def check_row_count(world: World, op: str, snapshot: Snapshot, read: Callable[[]
     read: returns how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.
     """
     found = world.all_gather_object(row_count_op(op), read)
+    if snapshot.shard is None:
+        return  # `read` has compared the counts
 
     def check() -> None:
         for link in snapshot.chain:

@@ -7,7 +7,7 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 from ..engine.errors import GroupError, TierbedError
-from ..snapshots.files.reader import Snapshot, list_snapshots
+from ..snapshots.files.reader import Snapshot
 from .group_snapshots import save_together
 from .rows_reference import check_not_awaiting
 
@@ -92,11 +92,8 @@ class SaveRequests:
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         """Prune on rank 0, which has the folder of the snapshots, as `SaveTarget.prune_between_steps` says."""
-        home = self._handle.home
-        assert home is not None
-        with self._handle.own.table.lock:
-            removed = self._handle.prune_here(home, keep_last, keep_every)
-        return removed, [one.name for one in list_snapshots(home.snapshots).snapshots]
+        pruned: tuple[list[str], list[str]] = self._handle.prune_between_steps(keep_last, keep_every)
+        return pruned
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Return a row, from the rank that has it, at the next step, as `SaveTarget.row_between_steps` says."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 from zlib import crc32
@@ -13,7 +14,7 @@ import numpy as np
 
 from ..distributed.sharded_table import ShardedTable
 from ..distributed.world import catch
-from ..engine.errors import SnapshotError, StoreError
+from ..engine.errors import SnapshotError
 from ..engine.row_format import RowForm
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
@@ -24,13 +25,12 @@ from ..snapshots.store.folder_state import ShardVersion, remove_other_shares
 from ..snapshots.store.instants import rows_of, rows_of_ranks
 from .rank_membership import RankMembership, settle_ranks
 from .rank_recovery import RecoveryDecision
-from .rank_snapshots import RankSnapshots
 from .recovery import RankShard
 from .rows_in_tensors import NOT_WHOLE, RowTensors
-from .rows_reference import is_at, saved_as
 from .save_requests import SaveRequests
+from .sharded_snapshots import ShardedSnapshots
 from .shared_folder import SharedFolder
-from .table_handle import LocalTableHandle
+from .table_handle import LocalTableHandle, open_handle
 from .training_group import UNSETTLED
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakValueDictionary()
 
 
-class ShardedTableHandle(RankSnapshots):
+class ShardedTableHandle(ShardedSnapshots):
     """A `TableHandle` of rows of all ranks. `own` holds the rows of this rank, in its own tiers and store folder.
 
     `home` is the store folder of all of them, None if they are not on a disk. As with `LocalTableHandle`, a second
@@ -67,10 +67,10 @@ class ShardedTableHandle(RankSnapshots):
         for_load: bool = False,
     ) -> None:
         """Open the rows on all ranks. Raises what `LocalTableHandle` raises, on every rank, and GroupError."""
-        self._world, self.name = world, spec.name
+        self.world, self.name = world, spec.name
         self.awaited: Sequence[RowsReference] = ()
-        self.home = None
-        self.membership = None  # on rank 0
+        self.home: SharedFolder | None = None
+        self.place = self.store = self.membership = None
         op = f"opening embedding {spec.name!r}"
         described, error = catch(lambda: _described(world, spec, options, optimizer))
         world.handshake(op, error, described)
@@ -78,6 +78,8 @@ class ShardedTableHandle(RankSnapshots):
         if options.persistent_path is not None:
             folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
             self.home = world.call_on_all_ranks(f"{op}: folder", lambda: self._take(str(folder), options))
+            self.place = self.home.snapshots
+            self.store = None if self.home.folder is None else self.home.snapshot_store
         try:
             unsettled = ""
             if self.home is not None and options.open != "fresh":
@@ -97,7 +99,7 @@ class ShardedTableHandle(RankSnapshots):
         self.table = ShardedTable(
             world, lambda: self.own.table, lambda: self.own.own_open, self.own.count_write, capacity
         )
-        self._requests = SaveRequests(world, self, _handle_of)
+        self._requests = SaveRequests(world, self, partial(open_handle, _by_folder))
         self.table.before_step = self.at_step
         self.table.is_save_requested, self.table.serve_requests = self._requests.is_wanted, self._requests.serve
         self._service = Service()
@@ -111,7 +113,7 @@ class ShardedTableHandle(RankSnapshots):
         optimizer: RowOptimizer | None,
         device: torch.device,
     ) -> tuple[LocalTableHandle, RecoveryDecision | None]:
-        world = self._world
+        world = self.world
         share = RankShard(world.rank, world.size, world.on_host)
         rows = None if self.home is None else RecoveryDecision(world, op, self.home, options.open)
         decide = None if rows is None else rows.decide
@@ -137,22 +139,22 @@ class ShardedTableHandle(RankSnapshots):
         def enlist() -> None:
             if rows is None or home is None or home.folder is None:
                 return
-            self.membership = RankMembership(home, group, self.own)
-            self.membership.holder = ref(self)
-            self.own.before_first_write(self.membership.first_write_noted)
+            self.membership = membership = RankMembership(home, group, self.own)
+            membership.holder = ref(self)
+            self.own.before_first_write(membership.first_write_noted)
             if rows.is_live:
                 live = ShardVersion(self.own.life.run, self.own.life.writes, 0)
-                opened = rows_of_ranks(live, self.membership.record, home.snapshot_store)
+                opened = rows_of_ranks(live, membership.record, home.snapshot_store)
             else:
                 base = rows.base
                 opened = Rows(EMPTY) if base is None else rows_of(Snapshot.open(home.snapshots / base.name))
                 if fresh:
-                    self.membership.begin_fresh()
-            self.membership.opened_with(opened, rows.is_live)
+                    membership.begin_fresh()
+            membership.opened_with(opened, rows.is_live)
 
         if rows is not None:
             try:
-                self._world.call_on_all_ranks(f"{op}: group", enlist)
+                self.world.call_on_all_ranks(f"{op}: group", enlist)
             except BaseException:
                 self.own.close()
                 raise
@@ -161,12 +163,12 @@ class ShardedTableHandle(RankSnapshots):
         older = _by_folder.get(folder)
         if older is not None:
             older.close()
-        return SharedFolder(self._world.rank, self.name, options)
+        return SharedFolder(self.world.rank, self.name, options)
 
     def _begin(self, rows: RecoveryDecision) -> None:
         """Record on rank 0 whose the live rows are, once every rank has those that it opens with."""
         if self.home is not None and self.home.folder is not None:
-            self.home.begin(self._world.size, rows.run, rows.base)
+            self.home.begin(self.world.size, rows.run, rows.base)
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +187,7 @@ class ShardedTableHandle(RankSnapshots):
         """As `LocalTableHandle.keep_rows`. Every rank calls it."""
         if self.own.is_open:
             op = f"keep_rows() of embedding {self.name!r}"
-            self._world.call_on_all_ranks(op, (lambda: None) if self.membership is None else self.membership.keep)
+            self.world.call_on_all_ranks(op, (lambda: None) if self.membership is None else self.membership.keep)
 
     @property
     def own_open(self) -> OpenTable | None:
@@ -195,7 +197,7 @@ class ShardedTableHandle(RankSnapshots):
     def join(self, group: TrainingGroup) -> None:
         """As `LocalTableHandle.join`. Every rank calls it."""
         if self.own.is_open:
-            self._world.call_on_all_ranks(f"group of embedding {self.name!r}", lambda: self._join(group))
+            self.world.call_on_all_ranks(f"group of embedding {self.name!r}", lambda: self._join(group))
 
     def _join(self, group: TrainingGroup) -> None:
         if self.membership is not None:
@@ -206,29 +208,14 @@ class ShardedTableHandle(RankSnapshots):
         """As `LocalTableHandle.note_torn`."""
         self.own.note_torn()
 
-    def go_to(self, awaited: RowsReference) -> bool:
-        """As `LocalTableHandle.go_to`. Every rank calls it."""
-        op = f"loading the state of embedding {self.name!r}"
-        self._world.handshake(op, same={"state_dict": awaited._asdict()})
-        there = saved_as(self.place, awaited.snapshot)
-
-        def is_found() -> bool | None:
-            found = is_at(awaited, self.rows_reference(), there)
-            return None if found and self.membership is not None and not self.membership.has_come() else found
-
-        found: bool | None = self._world.all_gather_object(op, is_found)[0]
-        if found is None and awaited.snapshot is not None:
-            self.load_for_state(awaited.snapshot, awaited.instant)
-        return found is not False
-
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
         op = f"state_dict() of embedding {self.name!r}"
-        own: RowTensors = self._world.call_on_all_ranks(op, self.own.tensors)
+        own: RowTensors = self.world.call_on_all_ranks(op, self.own.tensors)
         mine = b"".join(rows.tobytes() for _, rows in own.chunks())
         dtype = RowForm.described(own.description).dtype
-        parts = [np.frombuffer(part, dtype) for part in self._world.exchange_bytes(op, mine, readers=1)]
-        return RowTensors.filled({**own.description, NOT_WHOLE: self._world.rank > 0}, sum(map(len, parts)), parts)
+        parts = [np.frombuffer(part, dtype) for part in self.world.exchange_bytes(op, mine, readers=1)]
+        return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, parts)), parts)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """As `LocalTableHandle.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
@@ -242,16 +229,16 @@ class ShardedTableHandle(RankSnapshots):
                 )
             return RowTensors.parse(tensors)
 
-        given: RowTensors = self._world.call_on_all_ranks(op, parsed)
+        given: RowTensors = self.world.call_on_all_ranks(op, parsed)
         checksum = 0
         for _, rows in given.chunks():
             checksum = crc32(rows.tobytes(), checksum)
-        self._world.handshake(op, same={"rows": len(given), "their checksum": checksum})
-        part = HashShard(self._world.rank, self._world.size)
+        self.world.handshake(op, same={"rows": len(given), "their checksum": checksum})
+        part = HashShard(self.world.rank, self.world.size)
         mine = [part.rows(rows) for _, rows in given.chunks()]
         own = RowTensors.filled(given.description, sum(map(len, mine)), mine)
         try:
-            self._world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_rows_of(own))
+            self.world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_rows_of(own))
         except BaseException:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
@@ -267,14 +254,12 @@ class ShardedTableHandle(RankSnapshots):
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """As `LocalTableHandle.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
-        self._world.call_on_all_ranks(
-            op, lambda: self.own.check_optimizer(optimizer)
-        )  # a rank without rows accepts any
-        with self._world.collective_block(op):
+        self.world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows accepts any
+        with self.world.collective_block(op):
             _, error = catch(lambda: self.own.use_optimizer(optimizer))
-            if not all(self._world.handshake(f"{op}: open", note=self.own.is_open).notes):
+            if not all(self.world.handshake(f"{op}: open", note=self.own.is_open).notes):
                 self.close()
-            self._world.handshake(f"{op}: done", error)
+            self.world.handshake(f"{op}: done", error)
 
     def move(self, device: torch.device) -> None:
         """As `LocalTableHandle.move`, for the rows of this rank."""
@@ -325,14 +310,6 @@ class ShardedTableHandle(RankSnapshots):
 
 
 TableHandle = LocalTableHandle | ShardedTableHandle
-
-
-def _handle_of(store: str) -> ShardedTableHandle:
-    """The handle of this process to the store in a folder, by its real path. StoreError."""
-    handle = _by_folder.get(store)
-    if handle is None or not handle.own.is_open:
-        raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
-    return handle
 
 
 def _described(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:

@@ -24,15 +24,13 @@ from ..engine.options.table_spec import TableSpec
 from ..engine.table.table import OpenTable
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import Manifest
-from ..snapshots.files.reader import list_snapshots
 from ..snapshots.inspection.row import plain_row, read_row, row_key_of
-from ..snapshots.store.selection import Selection
 from .group_snapshots import save_together
 from .recovery import Decide, RankShard, WriteEpoch
 from .rows_in_tensors import RowTensors
-from .rows_reference import RowsReference, check_not_awaiting, is_at, saved_as
+from .rows_reference import RowsReference, check_not_awaiting
 from .table_persistence import TablePersistence
-from .table_snapshots import TableSnapshots
+from .table_snapshots import LocalSnapshots
 from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
@@ -46,7 +44,7 @@ _ONE_AT_A_TIME = (
 _by_folder: weakref.WeakValueDictionary[str, LocalTableHandle] = weakref.WeakValueDictionary()
 
 
-class LocalTableHandle(TableSnapshots):
+class LocalTableHandle(LocalSnapshots):
     """Opens a table and keeps it open. A process has one handle of a folder: a second, as in notebooks, closes the
     first.
 
@@ -66,7 +64,7 @@ class LocalTableHandle(TableSnapshots):
         group: TrainingGroup | None = None,
         for_load: bool = False,
     ) -> None:
-        self.name = spec.name
+        self.name, self.world = spec.name, World.of_one()
         self.device = device
         self._replaced = False  # whether another embedding opened the folder
         self._process = os.getpid()
@@ -85,6 +83,8 @@ class LocalTableHandle(TableSnapshots):
                     older._replaced = True
                 older.close()
         self._persistence = TablePersistence(spec, options, device, share, group)
+        self.store, self.membership = self._persistence.folder, self._persistence.membership
+        self.place = None if self.store is None else self.store.snapshots
         if self.membership is not None:
             self.membership.holder = weakref.ref(self)
         try:
@@ -267,34 +267,11 @@ class LocalTableHandle(TableSnapshots):
             self.membership.reformed()
 
     def rows_reference(self) -> RowsReference:
-        """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
-
-        Raises deferred errors of earlier steps.
-        """
         if self._table is None:
             return self._of_step(self._closed_at)
         with self._table.lock:
             self._table.check()
             return self._of_step(self._table.step)
-
-    def go_to(self, awaited: RowsReference) -> bool:
-        """Load the snapshot that a state_dict names, unless the rows are those already.
-
-        Returns whether they are. Others that are trained together go to its instant as well. Raises what a load does.
-        """
-        self.table.check()  # ClosedError
-        found, membership = (
-            is_at(awaited, self.rows_reference(), saved_as(self._place, awaited.snapshot)),
-            self.membership,
-        )
-        if found and membership is not None and not membership.has_come():
-            found = None
-        if found is None and awaited.snapshot is not None:
-            snapshot = self.snapshot(awaited.snapshot)
-            together = None if membership is None else membership.instant_with(snapshot, awaited.instant)
-            self.load_from(snapshot, Selection(), True, together=together)
-            self.rows_reference()  # the next run knows the rows by their version as well
-        return found is not False
 
     def save_between_steps(
         self,
@@ -306,7 +283,7 @@ class LocalTableHandle(TableSnapshots):
         stores: Sequence[str] = (),
     ) -> Manifest | None:
         """Save a snapshot for another process, as `SaveTarget.save_between_steps` says."""
-        others = [self._other(store) for store in stores]
+        others = [open_handle(_by_folder, store) for store in stores]
 
         def save() -> Manifest:
             for one in others or [self]:
@@ -314,15 +291,10 @@ class LocalTableHandle(TableSnapshots):
             progress(0)
             if len(others) < 2:
                 return self.save_snapshot(name, kind, overwrite, progress)
-            save_together(World.of_one(), others, name, kind, overwrite, progress=progress)
+            save_together(self.world, others, name, kind, overwrite, progress=progress)
             return self.snapshot(name).manifest
 
         return self._visit(save, give_up, others)
-
-    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune for another process, as `SaveTarget.prune_between_steps` says."""
-        removed = self.prune_snapshots(keep_last, keep_every)
-        return removed, [one.name for one in list_snapshots(self.folder().snapshots).snapshots]
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """A row for another process, as `SaveTarget.row_between_steps` says."""
@@ -349,13 +321,6 @@ class LocalTableHandle(TableSnapshots):
                 if table.stack is not None:
                     return call()
             sleep(0.05)  # the table was closed, and another is about to replace it
-
-    def _other(self, store: str) -> LocalTableHandle:
-        """The handle of this process to a store. Raises StoreError."""
-        handle = _by_folder.get(store)
-        if handle is None or handle._table is None:
-            raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
-        return handle
 
     def _visited(self, others: Sequence[LocalTableHandle]) -> list[OpenTable]:
         members = [one.membership for one in (self, *others)]
@@ -438,6 +403,14 @@ class LocalTableHandle(TableSnapshots):
             self._closed_at = self._table.step
         self._table = None
         self._persistence.release()
+
+
+def open_handle(by_folder: Mapping[str, Any], store: str) -> Any:
+    """The handle of this process to a store, by the real path of its folder. Raises StoreError if it has none open."""
+    handle = by_folder.get(store)
+    if handle is None or handle.own_open is None:
+        raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
+    return handle
 
 
 def _is_known(stored: RowState, wanted: RowState) -> bool:

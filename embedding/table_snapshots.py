@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ..distributed.world import World, catch
 from ..engine.errors import OptionError, SnapshotError
 from ..engine.row_format import Chunks
 from ..engine.store.image import MAX_BEFORE_IMAGE_BYTES
@@ -15,66 +16,241 @@ from ..engine.store.rocksdb import RocksDB
 from ..engine.table.background_save import BackgroundSave
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import Manifest, check_name
-from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.reader import Snapshot, list_snapshots
 from ..snapshots.files.versions import EMPTY, Instant
 from ..snapshots.files.writer import Together, write_snapshot
 from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
+from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_leftovers, save_snapshot_of
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
-from .rows_reference import RowsReference, reference_at, saved_as
+from .rank_recovery import check_row_count
+from .rows_reference import RowsReference, is_at, reference_at, saved_as
 from .table_persistence import TablePersistence
 from .training_group import Membership, between_steps
 
 
 class TableSnapshots:
+    """The part of a `TableHandle` that saves and loads snapshots, as far as one process and ranks do the same.
+
+    All ranks of `world` make each call, unless it is local. On ranks other than rank 0 `store` and `membership` are
+    None, as they are for rows without a folder.
+    """
+
+    name: str
+    world: World
+    place: Path | None  # the folder of the snapshots, which all ranks see
+    store: StoreFolder | None  # the store folder that has them
+    membership: Membership | None  # what the store notes of those that it is trained together with
+
+    @property
+    def local_table(self) -> OpenTable:
+        """The open table with the rows that this process has."""
+        raise NotImplementedError
+
+    @property
+    def base(self) -> str | None:
+        """The snapshot that was saved or loaded last, if any. Local."""
+        return None if self.place is None else FolderState(self.place.parent).recovery_snapshot or None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the snapshots. Raises SnapshotError if there is none. Local."""
+        if self.place is None:
+            raise no_place(self.name)
+        return self.place
+
+    def snapshot(self, name: str) -> Snapshot:
+        """A snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
+        folder = self.folder
+        if self.store is not None:
+            self.checked_store()
+        check_name(name)
+        return Snapshot.open(folder / name)
+
+    def end_save(self, kind: str, made: str) -> None:
+        """After a save: note which snapshot has the rows, and what changes from here on if that is asked for. Local."""
+        table = self.local_table
+        if kind == "incremental" or table.observers.changes is not None:
+            table.observers.track_changes(made)
+        if self.membership is not None:
+            self.membership.saved_as(made)
+
+    def link_rows(self, place: Path) -> None:
+        """Let the snapshot of that name in the store folder be `place` as well. SnapshotError."""
+        op = self._op(f"linking snapshot {place.name!r}")
+        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(store.snapshots / place.name), place))
+
+    def link_in(self, place: Path, linking: ExitStack) -> Path:
+        """The snapshot `place` in the store folder, where rank 0 links it."""
+        op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
+        self._on_rank_0(op, lambda store: linking.enter_context(linked(place, store)))
+        return self.folder / place.name
+
+    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
+        """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError.
+
+        InputError for a number that a narrower dtype cannot hold.
+        """
+        op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: self._part_of(place))
+
+        def check() -> dict[str, int]:
+            fitted = self.check_fit(snapshot, selection)
+            snapshot.verify()
+            if fitted.types is not None:
+                for _ in fitted.rows_of(snapshot, LoadReport()):
+                    pass
+            return snapshot.shard_rows
+
+        check_row_count(self.world, op, snapshot, check)
+        if self.place is not None and selection.can_recover:
+            whole = Snapshot(place, snapshot.manifest)
+            self._on_rank_0(op, lambda store: check_linked(whole, store.snapshots / place.name))
+
+    def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
+        """The selection for this table. SnapshotError, OptimizerError if its rows cannot be the table's. Local."""
+        raise NotImplementedError
+
+    def go_to(self, awaited: RowsReference) -> bool:
+        """Load the snapshot that a state_dict names, unless the rows are those already.
+
+        Returns whether they are. Others that are trained together go to its instant as well. Raises what a load does.
+        """
+        op = f"loading the state of embedding {self.name!r}"
+        self.world.handshake(op, same={"state_dict": awaited._asdict()})
+        there = saved_as(self.place, awaited.snapshot)
+
+        def is_found() -> bool | None:
+            self.local_table.check()  # ClosedError
+            found = is_at(awaited, self.rows_reference(), there)
+            return None if found and self.membership is not None and not self.membership.has_come() else found
+
+        found: bool | None = self.world.all_gather_object(op, is_found)[0]
+        if found is None and awaited.snapshot is not None:
+            self._load_for_state(awaited.snapshot, awaited.instant)
+        return found is not False
+
+    def rows_reference(self) -> RowsReference:
+        """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
+
+        Raises deferred errors of earlier steps. Local.
+        """
+        raise NotImplementedError
+
+    def _load_for_state(self, name: str, instant: str | None) -> None:
+        """Load a snapshot that a state_dict names. instant: as of `RowsReference`."""
+        raise NotImplementedError
+
+    def drop_rows(self, saved: Snapshot) -> None:
+        """Remove the snapshot that `save_rows` made for a replaced checkpoint, unless others or the live rows need it.
+
+        Raises SnapshotError if this is unknown, or the snapshot cannot be removed. Local: rank 0 does it.
+        """
+        if self.store is not None:
+            with self.local_table.lock:
+                remove_if_unreferenced(self.store, saved)
+
+    def discard_rows(self, name: str) -> None:
+        """Remove the snapshot that `save_rows` put into the store folder. After a kill the one before it counts.
+
+        Local: rank 0 does it.
+        """
+        if self.store is not None:
+            remove_snapshot(self.store.snapshots / name)
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
+        """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
+        op = f"pruning snapshots of embedding {self.name!r}"  # also if a rank is at another step
+        _, error = catch(lambda: (self.local_table, self.folder))
+        self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
+        return list(self.world.call_on_rank_0(op, lambda: self._prune(keep_last, keep_every)))
+
+    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
+        """Prune for another process, as `SaveTarget.prune_between_steps` says. Local, on rank 0."""
+        removed = self._prune(keep_last, keep_every)
+        return removed, [one.name for one in list_snapshots(self.folder).snapshots]
+
+    def _prune(self, keep_last: int, keep_every: int | None) -> list[str]:
+        store = self.checked_store()
+        with self.local_table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
+            if not self._is_saving:
+                clear_leftovers(store)
+            return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
+
+    @property
+    def _is_saving(self) -> bool:
+        """Whether a snapshot is being saved in the background."""
+        saving = self.local_table.observers.saving
+        return saving is not None and not saving.done
+
+    def checked_store(self) -> StoreFolder:
+        """`store`, on rank 0. SnapshotError if there is none, StoreError if it was removed or replaced. Local."""
+        if self.store is None:
+            raise no_place(self.name)
+        self.store.check()
+        return self.store
+
+    def _on_rank_0(self, op: str, call: Callable[[StoreFolder], object]) -> None:
+        """Do `call` with the store folder, if there is one, on rank 0. What it raises is raised on all ranks."""
+        self.world.call_on_all_ranks(op, lambda: None if self.store is None else call(self.checked_store()))
+
+    def _op(self, what: str) -> str:
+        """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
+        table, error = catch(lambda: self.local_table)
+        if table is None:
+            self.world.handshake(f"{what} of embedding {self.name!r}", error)
+        return f"{what} of embedding {self.name!r} at step {self.local_table.step}"
+
+    def _part_of(self, place: Path) -> Snapshot:
+        """A snapshot, of which this process reads its rows. SnapshotError. Local."""
+        return Snapshot.open(place)
+
+    def _source(self, together: Together | None = None) -> SaveSource:
+        table = self.local_table
+        assert table.stack is not None
+        bottom = table.stack.bottom
+        rocksdb = bottom if isinstance(bottom, RocksDB) else None
+        record = None if self.membership is None else self.membership.record
+        return SaveSource(
+            table.describe(), table.counts.rows, table.scan, rocksdb, table.observers.changed, together, record
+        )
+
+
+def no_place(name: str) -> SnapshotError:
+    """The error for an embedding without a folder."""
+    return SnapshotError(
+        f"embedding {name!r} has no persistent_path, so no place for snapshots; give one in its store options"
+    )
+
+
+class LocalSnapshots(TableSnapshots):
     """The part of `LocalTableHandle` that saves and loads the rows of its table as snapshots."""
 
     _persistence: TablePersistence
-
-    @property
-    def table(self) -> OpenTable:
-        """The open table."""
-        raise NotImplementedError
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
         """Replace the table by the one that `build` returns."""
         raise NotImplementedError
 
-    @property
-    def membership(self) -> Membership | None:
-        """What the store notes of those that it is trained together with; None without a folder."""
-        return self._persistence.membership
-
-    @property
-    def base(self) -> str | None:
-        """The snapshot that was saved or loaded last, if any."""
-        folder = self._persistence.folder
-        return (folder.recovery_snapshot or None) if folder is not None else None
-
     def check_save(self, name: str, kind: str, overwrite: bool) -> None:
         """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
-        table = self.table
+        table = self.local_table
         with table.lock:
-            check_save(self._folder_of(name), name, kind, self._source(table), overwrite)
+            check_save(self._folder_of(name), name, kind, self._source(), overwrite)
 
     def _of_step(self, step: int) -> RowsReference:
         """The name of the rows of a step."""
         membership = self.membership
         found = reference_at(
-            step, self._place, self.base, None if membership is None else membership.version_for_state()
+            step, self.place, self.base, None if membership is None else membership.version_for_state()
         )
         if found.snapshot is None or membership is None or membership.record is None:
             return found
         return found._replace(instant=membership.seen().digest)
-
-    @property
-    def _place(self) -> Path | None:
-        folder = self._persistence.folder
-        return None if folder is None else folder.snapshots
 
     def save_snapshot(
         self,
@@ -88,17 +264,14 @@ class TableSnapshots:
 
         of_all: of a save of several stores, whose locks the caller has.
         """
-        table, folder = self.table, self._folder_of(name)
+        table, folder = self.local_table, self._folder_of(name)
         with self._rows_of_one_step(table, of_all) as together:
             table.check()
             table.observers.check_not_saving()
             if kind == "checkpoint":
                 table.flush()
-            manifest = save_snapshot_of(folder, name, kind, self._source(table, together), progress, overwrite)
-            if kind == "incremental" or table.observers.changes is not None:
-                table.observers.track_changes(manifest.id)
-            if self.membership is not None:
-                self.membership.saved_as(manifest.id)
+            manifest = save_snapshot_of(folder, name, kind, self._source(together), progress, overwrite)
+            self.end_save(kind, manifest.id)
             return manifest
 
     @contextmanager
@@ -116,7 +289,7 @@ class TableSnapshots:
         self, name: str, kind: str = "full", overwrite: bool = False, of_all: OfAll | None = None
     ) -> BackgroundSave:
         """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
-        table, folder = self.table, self._folder_of(name)
+        table, folder = self.local_table, self._folder_of(name)
         if kind in ("incremental", "checkpoint"):
             raise OptionError(
                 f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
@@ -125,7 +298,7 @@ class TableSnapshots:
         with self._rows_of_one_step(table, of_all) as together:
             table.check()
             table.observers.check_not_saving()
-            source = self._source(table, together)
+            source = self._source(together)
             place = begin_save(folder, name, kind, source, overwrite)
             replaces = os.path.lexists(place)
 
@@ -141,7 +314,7 @@ class TableSnapshots:
 
         keep: how many of the latest such snapshots stay besides that of these rows; None for all.
         """
-        table, folder = self.table, self.folder()
+        table, folder = self.local_table, self.checked_store()
         assert self.membership is not None
         with self._rows_of_one_step(table) as together:
             table.check()
@@ -156,10 +329,10 @@ class TableSnapshots:
                 self.membership.saved_as(together.id)
             self.membership.version_for_state()
             instant = None if together is None or together.saved is None else together.saved.instant.digest
-            return (saved_as(self._place, place.name) or self._of_step(table.step))._replace(instant=instant)
+            return (saved_as(self.place, place.name) or self._of_step(table.step))._replace(instant=instant)
 
     def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
-        source = self._source(table)
+        source = self._source()
         if source.rocksdb is not None:
             from ..snapshots.files.rocksdb_checkpoint import write_checkpoint  # only where there is RocksDB
 
@@ -168,16 +341,16 @@ class TableSnapshots:
         else:  # not an incremental one, whose parent the user could not replace any more
             write_snapshot(place, source.description, source.scan(), together=together)
 
-    def snapshot(self, name: str) -> Snapshot:
-        """A snapshot in the store folder. Raises SnapshotError."""
-        return Snapshot.open(self._folder_of(name).snapshots / name)
-
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
-        """Replace the rows by those of a snapshot in the store folder, as `load_from`."""
-        self.table.observers.finish_saving()  # it may be the one to load; its error was logged
-        return self.load_from(self.snapshot(name), selection, strict)
+        """Replace the rows by those of a snapshot in the store folder, as `load_part`."""
+        self.local_table.observers.finish_saving()  # it may be the one to load; its error was logged
+        return self.load_part(self.snapshot(name), selection, strict)
 
-    def load_from(
+    def load_from(self, place: Path, together: Instant | None = None) -> LoadReport:
+        """Load the snapshot `place`. together: as of `load_part`."""
+        return self.load_part(Snapshot.open(place), Selection(), True, together=together)
+
+    def load_part(
         self,
         snapshot: Snapshot,
         selection: Selection,
@@ -185,8 +358,8 @@ class TableSnapshots:
         verified: Callable[[], None] | None = None,
         together: Instant | None = None,
     ) -> LoadReport:
-        """Load a snapshot from anywhere. verified, together: as of `TablePersistence.load`."""
-        before = self.table
+        """Load the rows of a snapshot that this process has. verified, together: as of `TablePersistence.load`."""
+        before = self.local_table
         reports: list[LoadReport] = []
 
         def build() -> OpenTable:
@@ -203,18 +376,16 @@ class TableSnapshots:
             self.membership.reformed()
         return reports[0]
 
-    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
-        table, folder = self.table, self.folder()
-        with table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
-            if table.observers.saving is None or table.observers.saving.done:
-                clear_leftovers(folder)
-            return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
+    def _load_for_state(self, name: str, instant: str | None) -> None:
+        snapshot = self.snapshot(name)
+        together = None if self.membership is None else self.membership.instant_with(snapshot, instant)
+        self.load_part(snapshot, Selection(), True, together=together)
+        self.rows_reference()  # the next run knows the rows by their version as well
 
     def save_rows(self, place: Path) -> None:
         """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
-        table = self.table
-        if self._persistence.folder is not None:
+        table = self.local_table
+        if self.place is not None:
             self.save_snapshot(place.name)
             self.link_rows(place)
             return
@@ -222,88 +393,33 @@ class TableSnapshots:
             table.check()
             write_snapshot(place, table.describe(), table.scan())
 
-    def link_rows(self, place: Path) -> None:
-        """Let the snapshot of that name in the store folder be `place` as well. SnapshotError."""
-        link_snapshot(self.snapshot(place.name), place)
-
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Replace the rows by those of the snapshot `place`, which `check_rows` has checked.
 
         A store folder gets the snapshot as well, as its recovery snapshot. Without state, or converted, it gets none,
         since recovery would load the state, or other numbers.
         """
-        before = self.table
+        before = self.local_table
         self._replace(before, lambda: self._with_rows(before, place, selection))
 
     def _with_rows(self, table: OpenTable, place: Path, selection: Selection) -> OpenTable:
         snapshot = Snapshot.open(place)
-        if self._persistence.folder is None or not selection.can_recover:
+        if self.place is None or not selection.can_recover:
             fitted = self.check_fit(snapshot, selection)
             return self._persistence.load(table.optimizer, snapshot, table, fitted)[0]
-        folder = self._folder_of(place.name)
-        linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.recovery_snapshot == place.name)
-        with table.lock, linking as own:  # kept if a load fails late: it may be the recovery snapshot
+        with table.lock, linked(place, self._folder_of(place.name)) as own:
             return self._persistence.load(table.optimizer, own, table)[0]
-
-    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
-        """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError.
-
-        InputError for a number that a narrower dtype cannot hold.
-        """
-        snapshot = Snapshot.open(place)
-        fitted = self.check_fit(snapshot, selection)
-        snapshot.verify()
-        if fitted.types is not None:
-            for _ in fitted.rows_of(snapshot, LoadReport()):
-                pass
-        if self._persistence.folder is not None and selection.can_recover:
-            check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
 
     def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
         """The selection for this table. SnapshotError, OptimizerError if rows of a snapshot cannot be its own."""
-        optimizer = self.table.optimizer
+        optimizer = self.local_table.optimizer
         spec, what = self._persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
             return fitting(spec, snapshot.description, optimizer, selection, True, what)[0]
         check_stored(spec, selection.description(snapshot.description), optimizer, SnapshotError, what)
         return selection
 
-    def drop_rows(self, saved: Snapshot) -> None:
-        """Remove the snapshot that `save_rows` made for a replaced checkpoint, unless others or the live rows need it.
-
-        Raises SnapshotError if this is unknown, or the snapshot cannot be removed.
-        """
-        table, folder = self.table, self._persistence.folder
-        if folder is not None:
-            with table.lock:
-                remove_if_unreferenced(folder, saved)
-
-    def discard_rows(self, name: str) -> None:
-        """Remove the snapshot that `save_rows` put into the store folder. After a kill the one before it counts."""
-        if self._persistence.folder is not None:
-            remove_snapshot(self._persistence.folder.snapshots / name)
-
-    def _source(self, table: OpenTable, together: Together | None = None) -> SaveSource:
-        assert table.stack is not None
-        bottom = table.stack.bottom
-        rocksdb = bottom if isinstance(bottom, RocksDB) else None
-        record = None if self.membership is None else self.membership.record
-        return SaveSource(
-            table.describe(), table.counts.rows, table.scan, rocksdb, table.observers.changed, together, record
-        )
-
     def _folder_of(self, name: str) -> StoreFolder:
-        folder = self.folder()
+        folder = self.checked_store()
         check_name(name)
-        return folder
-
-    def folder(self) -> StoreFolder:
-        """The store folder. Raises SnapshotError if there is none."""
-        folder = self._persistence.folder
-        if folder is None:
-            raise SnapshotError(
-                f"embedding {self._persistence.spec.name!r} has no persistent_path, so no place for snapshots; "
-                "give one in its store options"
-            )
-        folder.check()
         return folder

@@ -47,7 +47,7 @@ def write_checkpoint(
             reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
             log.warning("snapshot %r: copied, not linked, because %s %s", folder.name, folder.parent, reason)
         rocksdb = RocksDBFiles(tier.shards, entries)
-        return finish(place, "checkpoint", description, rows, rocksdb=rocksdb, together=together)
+        return finish(place, description, rows, rocksdb=rocksdb, together=together)
 
 
 def _place(

@@ -231,7 +231,7 @@ def write_snapshot(
     with new_snapshot(folder, description, overwrite, together) as place:
         files = write_rows(place, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
-        return finish(place, "full", description, rows, files=files, together=together)
+        return finish(place, description, rows, files=files, together=together)
 
 
 def write_incremental(
@@ -253,8 +253,7 @@ def write_incremental(
     check_parent(folder, parent, description)
     with new_snapshot(folder, description, overwrite, together) as place:
         files = write_changes(place, description, changes, progress)
-        of = Parent(parent.name, parent.manifest.id)
-        return finish(place, "incremental", description, rows, files=files, parent=of, together=together)
+        return finish(place, description, rows, files=files, parent=parent, together=together)
 
 
 def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
@@ -313,19 +312,19 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
 
 def finish(
     place: Path,
-    kind: Kind,
     description: dict[str, Any],
     rows: int,
     *,
     files: dict[str, RowFile] | None = None,
     rocksdb: RocksDBFiles | None = None,
-    parent: Parent | None = None,
+    parent: Snapshot | None = None,
     parts: int | None = None,
     together: Together | None = None,
 ) -> Manifest:
     """Write the manifest of the files in `place`, which must be durable. Raises OSError, SnapshotError.
 
-    parts: the number of shards, None for a snapshot of one writer.
+    rocksdb: of a checkpoint. parent: of an incremental snapshot; a snapshot with neither is full. parts: the number of
+    shards, None for a snapshot of one writer.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
@@ -338,8 +337,10 @@ def finish(
         )
     identity, instant = (secrets.token_hex(16), None) if together is None else (together.id, together.saved)
     created = time.time_ns()
+    of = None if parent is None else Parent(parent.name, parent.manifest.id)
+    kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
     manifest = Manifest(
-        kind, identity, parent, description, rows, deleted, files, rocksdb, created, sequence, parts, instant
+        kind, identity, of, description, rows, deleted, files, rocksdb, created, sequence, parts, instant
     )
     try:
         data = manifest.encode()
@@ -395,9 +396,7 @@ def commit(
     rows: of the whole table. parts: the files of each shard, in order. Raises OSError, SnapshotError.
     """
     files = dict(sorted((name, file) for part in parts for name, file in part.items()))
-    of = None if parent is None else Parent(parent.name, parent.manifest.id)
-    kind: Kind = "full" if parent is None else "incremental"
-    return finish(place, kind, description, rows, files=files, parent=of, parts=len(parts), together=together)
+    return finish(place, description, rows, files=files, parent=parent, parts=len(parts), together=together)
 
 
 def _written(place: Path, shard: HashShard, write: Callable[[], Files]) -> Files:

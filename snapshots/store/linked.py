@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...engine.durable import TEMPORARY, atomic_folder, check_regular, fsync_dir, fsync_file, remove_folder
 from ...engine.errors import SnapshotError
 from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
+from .folder_state import FolderState
 
 REPLACED = "replaced-"  # prefix of a snapshot that a save has replaced, but recovery may need
 OF_STATE = "state_dict-"  # prefix of a snapshot that a `state_dict()` has made
@@ -40,18 +41,19 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def linked(snapshot: Snapshot, folder: Path, is_needed: Callable[[], bool]) -> Iterator[Snapshot]:
-    """The snapshot `folder`, linked from `snapshot` if it does not exist.
+def linked(place: Path, store: FolderState) -> Iterator[Snapshot]:
+    """The snapshot `place` in a store, where it is linked if the store does not have it.
 
-    If the block fails, a snapshot that was linked is removed, unless it `is_needed`.
+    If the block fails, a snapshot that was linked is removed, unless it is the recovery snapshot by then.
     """
+    snapshot, folder = Snapshot.open(place), store.snapshots / place.name
     new = not os.path.lexists(folder)
     if new:
         link_snapshot(snapshot, folder)
     try:
         yield Snapshot.open(folder)
     except Exception:
-        if new and not is_needed():
+        if new and store.recovery_snapshot != place.name:
             remove_snapshot(folder)
         raise
 

@@ -103,14 +103,14 @@ def half_loaded(world: World, path: Path) -> list[str]:
     model.save_snapshot("one")
     model.steps(1)
     b = model.members[1].table_handle()
-    load = b.own.load_from  # type: ignore[attr-defined]
+    load = b.own.load_part  # type: ignore[attr-defined]
 
     def fail(*given: Any) -> Any:
         if world.rank == 1:
             raise StoreError("no memory is left")
         return load(*given)
 
-    b.own.load_from = fail  # type: ignore[attr-defined]
+    b.own.load_part = fail  # type: ignore[attr-defined]
     said = [fails(lambda: model.load_snapshot("one"), StoreError), fails(lambda: step(model.members[0]), StoreError)]
     model.close()
     return said

@@ -194,6 +194,11 @@ def test_a_closed_world_refuses_calls(ranks: int) -> None:
     assert run_ranks(ranks, closed) == ["the group of ranks has ended: this world is closed"] * ranks
 
 
+def test_a_world_of_one_that_is_closed_ends_no_other() -> None:
+    World.of_one().close()
+    assert World.of_one().sum(torch.tensor(2)) == 2
+
+
 def raising(world: World) -> None:
     if world.rank == 1:
         raise KeyError("rank 1's own")

@@ -330,7 +330,7 @@ def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path: P
     model.steps(1)
     model.save_snapshot("one")
     model.steps(1)
-    marks = model.members[1].table_handle().folder().path / "MARK"
+    marks = model.members[1].table_handle().checked_store().path / "MARK"
     marks.rename(marks.with_name("kept"))
     marks.mkdir()  # so that its marker cannot be written
     with pytest.raises(StoreError):

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from ..distributed.world import catch
-from ..engine.errors import OptionError, SnapshotError, StoreError
+from ..engine.errors import OptionError, StoreError
 from ..engine.table.change_observers import still_saving
 from ..snapshots.files.format import HashShard, check_name
 from ..snapshots.files.merging import changes_between
@@ -21,33 +21,28 @@ from ..snapshots.files.versions import EMPTY, Version
 from ..snapshots.files.writer import ProgressCallback, Together, check_parent
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
-from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
-from ..snapshots.store.save import SaveSource, begin_save, check_kind, check_save, clear_leftovers, parent_for
+from ..snapshots.store.linked import OF_STATE
+from ..snapshots.store.retention import state_snapshot
+from ..snapshots.store.save import begin_save, check_kind, check_save, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
 from .sharded_save import BackgroundShardedSave, ShardedSave
+from .table_snapshots import TableSnapshots, no_place
 
 if TYPE_CHECKING:
-    from ..distributed.world import World
     from ..snapshots.files.versions import Instant
     from ..snapshots.store.all_or_none import OfAll
-    from .rank_membership import RankMembership
-    from .shared_folder import SharedFolder
+    from ..snapshots.store.folder import StoreFolder
     from .table_handle import LocalTableHandle
 
 log = logging.getLogger("tierbed")
 
 
-class RankSnapshots:
+class ShardedSnapshots(TableSnapshots):
     """The part of `ShardedTableHandle` that saves and loads snapshots: each rank writes and reads its shard."""
 
-    _world: World
-    name: str
     own: LocalTableHandle
-    home: SharedFolder | None
-    membership: RankMembership | None
     _for_state: Together | None = None  # on rank 0, of a save for a state_dict
     _saving: BackgroundShardedSave | None = None
 
@@ -55,20 +50,14 @@ class RankSnapshots:
         """Close the rows of this rank."""
         raise NotImplementedError
 
-    @property
-    def base(self) -> str | None:
-        """The snapshot that was saved or loaded last, if any. Local."""
-        return None if self.home is None else self.home.base
-
     def rows_reference(self) -> RowsReference:
-        """As `LocalTableHandle.rows_reference`. Local."""
         return reference_at(self.own.rows_reference().step, self.place, self.base, self._now())
 
     def _now(self) -> Version | None:
         """The version of the rows, known to each rank by what rank 0 notes; None without a folder. Local."""
-        record = None if self.home is None else FolderState(self.home.snapshots.parent).of_ranks
+        record = None if self.place is None else FolderState(self.place.parent).of_ranks
         if record is None or (record.run, record.saved) != (self.own.life.run, self.own.life.writes):
-            return None if self.home is None else (self.own.life.run, self.own.life.writes)
+            return None if self.place is None else (self.own.life.run, self.own.life.writes)
         saved = saved_as(self.place, record.snapshot) if record.snapshot else RowsReference(0, version=EMPTY)
         return (record.run, record.saved) if saved is None else saved.version
 
@@ -76,9 +65,7 @@ class RankSnapshots:
         """Raise what `save_snapshot` would raise for these arguments."""
         op = self._op(f"checking snapshot {name!r}")
         self._agree(name, kind, overwrite, background)
-        self._world.call_on_all_ranks(
-            op, lambda: self._on_rank_0(lambda home: self._check(home, name, kind, overwrite))
-        )
+        self._on_rank_0(op, lambda store: check_save(store, name, kind, self._source(), overwrite))
 
     def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: ProgressCallback | None = None) -> None:
         """As `LocalTableHandle.save_snapshot`."""
@@ -103,7 +90,7 @@ class RankSnapshots:
             self.check_not_saving(op)
             save, _ = self.begin_save(op, name, kind, overwrite)
             what = f"snapshot {name!r}"
-            self._saving = BackgroundShardedSave(self._world, op, [(table.observers, save)], [self.when_saved()], what)
+            self._saving = BackgroundShardedSave(self.world, op, [(table.observers, save)], [self.when_saved()], what)
         return self._saving
 
     def at_step(self) -> None:
@@ -121,16 +108,15 @@ class RankSnapshots:
     def save_for_state(self, keep: int | None) -> RowsReference:
         """As `LocalTableHandle.save_for_state`."""
         op = self._op("saving rows for a state_dict")
-        self._world.handshake(op, same={"state_dict_snapshots": keep})
+        self.world.handshake(op, same={"state_dict_snapshots": keep})
         self.at_step()
         table = self.own.table
         with table.lock:
-            self._world.call_on_all_ranks(op, table.check)
-            place_of = partial(self._state_place, keep=keep)
-            name, is_new, instant = self._world.call_on_rank_0(f"{op}: its place", lambda: self._on_rank_0(place_of))
+            self.world.call_on_all_ranks(op, table.check)
+            name, is_new, instant = self.world.call_on_rank_0(f"{op}: its place", lambda: self._state_place(keep))
             if name and is_new:
                 rows, place = table.counts.rows, self.folder / name
-                save = ShardedSave(self._world, op, place, table.describe(), rows, together=self._for_state)
+                save = ShardedSave(self.world, op, place, table.describe(), rows, together=self._for_state)
                 _, error = catch(lambda: save.write(table.scan()))
                 made = save.commit(error)
                 if self.membership is not None:
@@ -138,29 +124,29 @@ class RankSnapshots:
         found = saved_as(self.place, name) or RowsReference(table.step, version=self._now() if name else EMPTY)
         return found._replace(instant=instant)
 
-    def _state_place(self, home: SharedFolder, keep: int | None) -> tuple[str, bool, str | None]:
+    def _state_place(self, keep: int | None) -> tuple[str, bool, str | None]:
         """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made.
 
         The last is the digest of the instant.
         """
         assert self.membership is not None
+        assert self.store is not None
         self._for_state = None
         now = self.membership.versions.rows.now
         if now == EMPTY:
             return "", False, None
         alone = self.membership.record is None
-        place = state_snapshot(home.snapshot_store, now, keep)
+        place = state_snapshot(self.store, now, keep)
         if place is not None:
             return place.name, False, None if alone else self.membership.seen().digest
         self._for_state = Together(secrets.token_hex(16), None) if alone else self.membership.saved()
         saved = self._for_state.saved
         return OF_STATE + self._for_state.id, True, None if saved is None else saved.instant.digest
 
-    def load_for_state(self, name: str, instant: str | None) -> None:
-        """Load a snapshot that a state_dict names, as `LocalTableHandle.go_to`. instant: as of `RowsReference`."""
+    def _load_for_state(self, name: str, instant: str | None) -> None:
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
         member, place = self.membership, self.folder / name
-        together: Instant | None = self._world.call_on_all_ranks(
+        together: Instant | None = self.world.call_on_all_ranks(
             op, lambda: None if member is None else member.instant_with(Snapshot.open(place), instant)
         )
         self.load_from(place, together=together, why=" for a state_dict")
@@ -169,65 +155,27 @@ class RankSnapshots:
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
         self._finish_saving()
-        snapshot: Snapshot = self._world.call_on_all_ranks(op, lambda: self._part_of(self.folder / name))
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: self._part_of(self.folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
-
-    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """As `LocalTableHandle.prune_snapshots`."""
-        op = f"pruning snapshots of embedding {self.name!r}"  # also if a rank is at another step
-        _, error = catch(lambda: (self.own.table, self.folder))
-        self._world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
-        prune = partial(self.prune_here, keep_last=keep_last, keep_every=keep_every)
-        return list(self._world.call_on_rank_0(op, lambda: self._on_rank_0(prune)))
 
     def save_rows(self, place: Path) -> None:
         """As `LocalTableHandle.save_rows`, into a folder that all ranks see."""
-        if self.home is not None:
+        if self.place is not None:
             self.save_snapshot(place.name, "full", False)
             self.link_rows(place)
             return
         op = self._op(f"saving rows as {place.name!r}")
         table = self.own.table
         with table.lock:
-            save = ShardedSave(self._world, op, place, table.describe(), table.counts.rows)
+            save = ShardedSave(self.world, op, place, table.describe(), table.counts.rows)
             _, error = catch(lambda: save.write(table.scan()))
             save.commit(error)
-
-    def link_rows(self, place: Path) -> None:
-        """Let the snapshot of that name in the store folder be `place` as well, on rank 0."""
-        there = self.folder / place.name
-        op = self._op(f"linking snapshot {place.name!r}")
-        self._world.call_on_all_ranks(op, lambda: self._on_rank_0(lambda _: link_snapshot(Snapshot.open(there), place)))
-
-    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
-        """As `LocalTableHandle.check_rows`. Each rank reads its part."""
-        op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
-        snapshot: Snapshot = self._world.call_on_all_ranks(op, lambda: self._part_of(place))
-
-        def check() -> dict[str, int]:
-            fitted = self.own.check_fit(snapshot, selection)
-            snapshot.verify()
-            if fitted.types is not None:
-                for _ in fitted.rows_of(snapshot, LoadReport()):
-                    pass
-            return snapshot.shard_rows
-
-        check_row_count(self._world, op, snapshot, check)
-        if self.home is not None and selection.can_recover:
-            whole, there = Snapshot(place, snapshot.manifest), self.folder / place.name
-            self._world.call_on_all_ranks(op, lambda: self._on_rank_0(lambda _: check_linked(whole, there)))
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.load_rows`."""
         with ExitStack() as linking:
-            read = self.link_in(place, linking) if self.home is not None and selection.can_recover else place
+            read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
             self.load_from(read, selection)
-
-    def link_in(self, place: Path, linking: ExitStack) -> Path:
-        """The snapshot `place` in the store folder, where rank 0 links it."""
-        op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
-        self._world.call_on_all_ranks(op, lambda: self._on_rank_0(lambda home: self._link(home, place, linking)))
-        return self.folder / place.name
 
     def load_from(
         self, place: Path, selection: Selection = ALL, together: Instant | None = None, why: str = ""
@@ -235,43 +183,8 @@ class RankSnapshots:
         """Load this rank's part of the snapshot `place`, as `_load`. why: for messages."""
         op = f"loading snapshot {place.name!r} of embedding {self.name!r}{why}"  # also if a rank is at another step
         self._finish_saving()
-        snapshot: Snapshot = self._world.call_on_all_ranks(op, lambda: self._part_of(place))
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: self._part_of(place))
         return self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
-
-    def drop_rows(self, saved: Snapshot) -> None:
-        """As `LocalTableHandle.drop_rows`. Local: rank 0 does it."""
-        self._on_rank_0(lambda home: remove_if_unreferenced(home.snapshot_store, saved))
-
-    def discard_rows(self, name: str) -> None:
-        """As `LocalTableHandle.discard_rows`. Local: rank 0 does it."""
-        self._on_rank_0(lambda home: remove_snapshot(home.snapshots / name))
-
-    def _op(self, what: str) -> str:
-        """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
-        table, error = catch(lambda: self.own.table)
-        if table is None:
-            self._world.handshake(f"{what} of embedding {self.name!r}", error)
-        return f"{what} of embedding {self.name!r} at step {self.own.table.step}"
-
-    @property
-    def place(self) -> Path | None:
-        return None if self.home is None else self.home.snapshots
-
-    @property
-    def folder(self) -> Path:
-        """Where snapshots are. Raises SnapshotError on all ranks if there is no such place."""
-        if self.home is None:
-            self._lacks_place()
-        return self.home.snapshots
-
-    def _lacks_place(self) -> NoReturn:
-        raise SnapshotError(
-            f"embedding {self.name!r} has no persistent_path, so no place for snapshots; give one in its store options"
-        )
-
-    def _on_rank_0(self, call: Callable[[SharedFolder], Any]) -> Any:
-        """What `call` returns on rank 0, which holds the store folder; None on the others, and without one."""
-        return call(self.home) if self.home is not None and self._world.rank == 0 else None
 
     def _agree(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         op = self._op("saving a snapshot")
@@ -281,7 +194,7 @@ class RankSnapshots:
             if error is None
             else None
         )
-        self._world.handshake(op, error, same)
+        self.world.handshake(op, error, same)
 
     def _check_arguments(self, name: str, kind: str, background: bool) -> None:
         check_kind(kind)
@@ -289,32 +202,30 @@ class RankSnapshots:
         if kind == "checkpoint":
             raise OptionError(
                 f"kind='checkpoint' is of RocksDB's files of one process, and the rows of embedding {self.name!r} are "
-                f"spread over {self._world.size} ranks; give 'full' or 'incremental'"
+                f"spread over {self.world.size} ranks; give 'full' or 'incremental'"
             )
         if kind == "incremental" and background:
             raise OptionError(f"background=True, kind={kind!r}: only kind='full' is saved so; leave background out")
-        if self.home is None:
-            self._lacks_place()
+        if self.place is None:
+            raise no_place(self.name)
         self.own.table.require_open()
         self.own.table.check()
 
     def check_not_saving(self, op: str) -> None:
         """Raises StoreError on all ranks while a snapshot is being saved in the background."""
         saving = self._saving  # also if this rank has written its shard
-        self._world.handshake(op, None if saving is None else StoreError(still_saving(saving.what)))
+        self.world.handshake(op, None if saving is None else StoreError(still_saving(saving.what)))
+
+    @property
+    def _is_saving(self) -> bool:
+        return self._saving is not None  # also if this rank has written its shard
+
+    def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
+        return self.own.check_fit(snapshot, selection)
 
     def note_saving(self, saving: BackgroundShardedSave) -> None:
         """The rows are among those that are being saved in the background."""
         self._saving = saving
-
-    def _source(self) -> SaveSource:
-        table = self.own.table
-        record = None if self.membership is None else self.membership.record
-        return SaveSource(table.describe(), table.counts.rows, table.scan, record=record)
-
-    def _check(self, home: SharedFolder, name: str, kind: str, overwrite: bool) -> None:
-        home.snapshot_store.check()
-        check_save(home.snapshot_store, name, kind, self._source(), overwrite)
 
     def begin_save(
         self, op: str, name: str, kind: str, overwrite: bool, of_all: OfAll | None = None
@@ -323,33 +234,25 @@ class RankSnapshots:
         together: Together | None = None
         replaces = overwrite
 
-        def prepare(home: SharedFolder) -> list[str] | None:
+        def prepare() -> list[str] | None:
             nonlocal together, replaces
-            home.snapshot_store.check()
-            parent = parent_for(home.snapshot_store, name) if kind == "incremental" else None
+            store = self.checked_store()
+            parent = parent_for(store, name) if kind == "incremental" else None
             if parent is not None:
-                check_parent(home.snapshots / name, parent, self.own.table.describe())
+                check_parent(self.folder / name, parent, self.own.table.describe())
             if self.membership is not None and self.membership.record is not None:
                 together = self.membership.saved(of_all)
-            place = begin_save(home.snapshot_store, name, kind, self._source(), overwrite)
+            place = begin_save(store, name, kind, self._source(), overwrite)
             replaces = os.path.lexists(place)
             return None if parent is None else [parent.name, parent.manifest.id]
 
-        over = self._world.call_on_rank_0(f"{op}: its parent", lambda: self._on_rank_0(prepare))
+        over = self.world.call_on_rank_0(f"{op}: its parent", prepare)
         parent: Snapshot | None = None
         if over is not None:
-            parent = self._world.call_on_all_ranks(op, lambda: self._part_of(self.folder / over[0]))
+            parent = self.world.call_on_all_ranks(op, lambda: self._part_of(self.folder / over[0]))
         table = self.own.table
         rows, place = table.counts.rows, self.folder / name
-        return ShardedSave(self._world, op, place, table.describe(), rows, replaces, parent, together), parent
-
-    def end_save(self, kind: str, made: str) -> None:
-        """After a save: note what changes from here on, where that is asked for."""
-        table = self.own.table
-        if kind == "incremental" or table.observers.changes is not None:
-            table.observers.track_changes(made)
-        if self.membership is not None:
-            self.membership.saved_as(made)
+        return ShardedSave(self.world, op, place, table.describe(), rows, replaces, parent, together), parent
 
     def write_save(self, save: ShardedSave, parent: Snapshot | None, progress: ProgressCallback | None) -> None:
         table = self.own.table
@@ -361,36 +264,22 @@ class RankSnapshots:
 
     def when_saved(self) -> Callable[[], None]:
         """What rank 0 does when the snapshot is complete: record which rows it has, those of now."""
-        writes = self.own.life.writes
-        return lambda: self._on_rank_0(lambda home: home.snapshot_store.note_saved(writes))
-
-    def prune_here(self, home: SharedFolder, keep_last: int, keep_every: int | None) -> list[str]:
-        """Prune on rank 0. Local."""
-        home.snapshot_store.check()
-        if self._saving is None:
-            clear_leftovers(home.snapshot_store)
-        return [snapshot.name for snapshot in prune(home.snapshot_store, keep_last, keep_every).removed]
+        writes, store = self.own.life.writes, self.store
+        return lambda: None if store is None else store.note_saved(writes)
 
     def _finish_saving(self) -> None:
         """Wait for a snapshot in the background. Its error was logged."""
         if self._saving is not None:
             _, error = catch(self._saving.wait)
-            if error is not None and self._world.failure is not None:
+            if error is not None and self.world.failure is not None:
                 raise error
             interrupted = not isinstance(error, Exception | None)
-            self._world.handshake(f"{self._saving.what}: waited for", error if interrupted else None)
+            self.world.handshake(f"{self._saving.what}: waited for", error if interrupted else None)
             self._saving = None
 
     def _part_of(self, place: Path) -> Snapshot:
         check_name(place.name)
-        return Snapshot.open(place).of_shard(HashShard(self._world.rank, self._world.size))
-
-    def _link(self, home: SharedFolder, place: Path, linking: ExitStack) -> None:
-        snapshot_store = home.snapshot_store
-        needed = linked(
-            Snapshot.open(place), home.snapshots / place.name, lambda: snapshot_store.recovery_snapshot == place.name
-        )
-        linking.enter_context(needed)
+        return Snapshot.open(place).of_shard(HashShard(self.world.rank, self.world.size))
 
     def _load(
         self,
@@ -405,7 +294,7 @@ class RankSnapshots:
 
         together: on rank 0, if embeddings that are trained together are loaded, the instant to which all go.
         """
-        world, voted = self._world, False
+        world, voted = self.world, False
         given = selection.tables  # whatever the user gave: errors in it are raised below
         same = {
             "the snapshot's id": snapshot.manifest.id,
@@ -425,9 +314,9 @@ class RankSnapshots:
             self.own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
             self.own.begin_run(marks[0][1] if base is not None else self.own.life.run)
             note = partial(self._note_base, base=base, snapshot=snapshot, together=together)
-            world.call_on_all_ranks(f"{op}: noted", lambda: self._on_rank_0(note))
+            self._on_rank_0(f"{op}: noted", note)
 
-        report, error = catch(lambda: self.own.load_from(snapshot, selection, strict, verified))
+        report, error = catch(lambda: self.own.load_part(snapshot, selection, strict, verified))
         if error is not None and voted and not world.must_report(error):
             if error is not world.shared_error:
                 self._lose(snapshot.name)
@@ -473,9 +362,9 @@ class RankSnapshots:
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
 
-    def _note_base(self, home: SharedFolder, base: str | None, snapshot: Snapshot, together: Instant | None) -> None:
+    def _note_base(self, store: StoreFolder, base: str | None, snapshot: Snapshot, together: Instant | None) -> None:
         if base is None:
             return
         noted = () if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)
-        home.snapshot_store.set_recovery_snapshot(base, *noted)
-        home.snapshot_store.note_saved(self.own.life.writes, self.own.life.run)
+        store.set_recovery_snapshot(base, *noted)
+        store.note_saved(self.own.life.writes, self.own.life.run)
