@@ -34,9 +34,12 @@ from support.places import TESTS
 
 MAX_BYTES = 1 << 16  # of a message
 LONG = [
+    "encodings.idna",
     "tierbed.engine.optim.adagrad",
+    "tierbed.engine.optim.rmsprop",
     "tierbed.engine.optim.sgd",
     "tierbed.engine.processors.cpu",
+    "torch._inductor.fx_passes",
     "torch._subclasses.schema_check_mode",
     "torch.optim.adagrad",  # the first optimizer imports torch._dynamo
 ]
@@ -220,12 +223,14 @@ def warm_up() -> None:
 
     import tierbed
     from tierbed import cli
+    from tierbed.engine.optim.kernel import kernels
 
     install_importhook(get_config())
     names = {f"support.{file.stem}" for file in (TESTS / "support").glob("*.py")}
     pytest.register_assert_rewrite(*names.difference(sys.modules))
     for module in LONG:
         importlib.import_module(module)
+    kernels()
     for name in tierbed.__all__:  # resolved at their first use
         getattr(tierbed, name)
     with contextlib.suppress(SystemExit), open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
