@@ -31,7 +31,9 @@ def check_sendable(name: str, x: Any, added: bool = False) -> Tensor:
         what = "a nested tensor" if x.is_nested else "a meta tensor" if x.is_meta else f"{type(x).__name__}, {x.layout}"
         raise InputError(f"{name}: got {what}; give a dense torch.Tensor")
     if added and x.dtype == torch.bool:
-        raise InputError(f"{name}: got torch.bool, whose sum is no number of them; give {name}.to(torch.int64)")
+        raise InputError(
+            f"{name}: got torch.bool, and a sum of bools does not count the True ones; give {name}.to(torch.int64)"
+        )
     if x.dtype not in (_ADDED if added else _SENT):
         raise InputError(f"{name}: got {x.dtype}; give one of {', '.join(map(str, _ADDED if added else _SENT))}")
     return x

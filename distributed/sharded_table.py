@@ -273,9 +273,9 @@ def capacity_error(name: str, capacity: int, rows: int, new: int) -> CapacityErr
 
 
 def _collective(what: str) -> Callable[[Method], Method]:
-    """For a method of several collectives: `World.collective_block`. what: what it does, for errors.
+    """Decorates a method that makes several collectives, which run in a `World.collective_block`.
 
-    What it raises before the first collective is raised on all ranks.
+    An error before the first of them is raised on all ranks. what: the name of the operation in errors.
     """
 
     def with_name(method: Method) -> Method:

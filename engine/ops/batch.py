@@ -154,7 +154,8 @@ def _offsets(spec: TableSpec, offsets: Tensor, ids: int) -> NDArray[np.int64]:
     where = f"offsets of embedding {spec.name!r}"
     if flat[0] != 0 or flat[-1] != ids:
         raise InputError(
-            f"{where}: they run from {flat[0]} to {flat[-1]}; give bags + 1 of them, from 0 to the number of ids, {ids}"
+            f"{where}: they run from {flat[0]} to {flat[-1]}; give one offset more than bags, the first 0 and the "
+            f"last the number of ids, {ids}"
         )
     down = np.flatnonzero(flat[1:] < flat[:-1])
     if len(down):

@@ -32,7 +32,7 @@ def decayed(
 
 
 def quotient(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
-    """a / b, or 0 where b is 0: then a is 0, or so small that its square was 0."""
+    """a / b, and 0 where b is 0. b is 0 only if a is 0, or so small that its square underflowed."""
     divisor: NDArray[np.float32] = np.where(b == 0, np.float32(2.0**127), b)
     return a / divisor
 

@@ -164,8 +164,8 @@ class Processor(Protocol[B]):
     ) -> None:
         """Let `gather` and `weights_grad` read row u of the batch from rows[positions[u]], of rows [*, dim] float32.
 
-        rest: a batch of this processor and a position in it. Position len(rows) + i is then row i after that position
-        of that batch, which has to be pinned as long as this one is read.
+        rest: (other, at). Position len(rows) + i is the row at position at + i of the batch `other` of this processor,
+        which has to stay pinned while this batch is read.
         """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:

@@ -27,8 +27,8 @@ def extra_state(optimizers: OptimizerSet, end: StepEpilogue) -> dict[str, Any]:
     """
     if end.steps:
         raise GraphError(
-            f"gradients of {end.steps} of {end.accumulate_steps} steps wait for their update, and a state holds none; "
-            "take it after the last of them, or call drop_grads() first"
+            f"gradients of {end.steps} of {end.accumulate_steps} accumulated calls wait for their update, and a "
+            "state cannot hold them; take it after the last of these calls, or call drop_grads() first"
         )
     return _of_graph(optimizers, end).state()
 

@@ -230,7 +230,7 @@ def _no_argument(leaf: Any, name: str) -> GraphError:
 
 
 def registered(value: Any) -> str:
-    """The end of an error: how objects of a user's class become arguments."""
+    """The last part of an error, which says how objects of a user's class can be arguments."""
     return f"make a class of fields a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
 
 

@@ -300,7 +300,7 @@ class _OpGuard(TorchDispatchMode):
         if optimizer is not None:
             raise GraphError(
                 f"build calls {type(optimizer).__name__}, an optimizer that the graph does not have; give it to "
-                "add_optimizer in __init__, and leave its step() out of build: each call of the graph ends in one"
+                "add_optimizer in __init__, and do not call its step() in build: the graph does at the end of each call"
             )
         if id(value) in self._names:
             raise GraphError(

@@ -187,7 +187,7 @@ def config_of(given: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
         return given
     ours = {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
     if not isinstance(given, EmbeddingConfig):
-        # without an init_fn from its user, TorchRec sets one from its range
+        # if the user gives no init_fn, TorchRec makes one from weight_init_min and weight_init_max
         init = ours.get("init_fn")
         if isinstance(init, partial) and init.func is nn.init.uniform_ and set(init.keywords) == {"a", "b"}:
             ours |= {"init_fn": None, "weight_init_min": init.keywords["a"], "weight_init_max": init.keywords["b"]}

@@ -156,7 +156,7 @@ class FusedUpdater:
         return weights_grad
 
     def _weights_grad(self, pinned: Any, grad: Tensor) -> Tensor:
-        """The gradient of the weights. An error of this rank alone is raised on the ranks that wait for gradients."""
+        """The gradient of the weights. If this rank alone fails, the ranks that wait for gradients raise its error."""
         world = self.embedding.world
         try:
             weights_grad: Tensor = pinned.weights_grad(0, grad)

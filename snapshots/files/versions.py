@@ -184,10 +184,11 @@ class At(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The field `instant` of the manifest of a snapshot of a store in a group.
+    """The field `instant` of a snapshot's manifest: what it records for the group that its store trains with.
 
-    id: of the store. rows: the version of these rows, and their past. peers: as in GroupRecord. first: for a save of
-    several stores, the snapshot whose rename commits it: its store, its name and its id.
+    id: the id of the store. rows: the version of the saved rows, and their earlier ones. peers: the other stores, as in
+    GroupRecord. first: if several stores were saved together, the snapshot whose rename commits the save, as its
+    store, its name and its id.
     """
 
     id: str

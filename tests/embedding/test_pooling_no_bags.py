@@ -74,7 +74,7 @@ def test_the_specification_has_no_bag_either(mean: bool) -> None:
 
 def test_ids_without_a_bag_are_refused() -> None:
     rows = embedding()
-    with pytest.raises(InputError, match=r"they run from 0 to 0; .* the number of ids, 2"):
+    with pytest.raises(InputError, match=r"they run from 0 to 0; .* the last the number of ids, 2"):
         rows(torch.tensor([1, 2]), offsets=ZERO, pooling="sum")
 
 

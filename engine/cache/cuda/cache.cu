@@ -94,7 +94,7 @@ extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy
         if (counted.found[k]) atomicAdd(&counts[k], static_cast<u64>(counted.found[k]));
 }
 
-// Notes that the tier below has the rows that were fetched for an admission as they are now.
+// Marks the rows that were just fetched as equal to those of the tier below.
 extern "C" __global__ void note_fetched(Cache cache, Admission all, const u32* count) {
     for_each(*count, [&](u64 i) {
         if (all.slots[i] != NONE && !all.hit[i]) cache.ways[all.slots[i]].stored = cache.updates(all.slots[i]);
