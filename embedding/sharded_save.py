@@ -140,8 +140,8 @@ class ShardedSave:
                 then()
             except StoreError as error:
                 raise StoreError(
-                    f"{self._op}: the snapshot is saved, but the store folder could not record which rows it has: {error}; "
-                    "make room, and save again before another number of ranks opens the rows"
+                    f"{self._op}: the snapshot is saved, but the store folder could not record which rows it has: "
+                    f"{error}; make room, and save again before another number of ranks opens the rows"
                 ) from error
         return self._id
 
