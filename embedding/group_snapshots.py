@@ -152,20 +152,29 @@ def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
     the loads, the stores can neither be written nor saved until each is loaded. All ranks call it.
     """
     op = f"loading snapshot {name!r} of {len(tables)} embeddings"
-    places = [table.folder / name for table in tables]
+    _finish_saving(world, op, tables)
     with _locked(tables):
         snapshots: list[Snapshot] = world.call_on_all_ranks(op, lambda: [table.snapshot(name) for table in tables])
         world.call_on_all_ranks(op, lambda: check_one_instant([table.name for table in tables], snapshots))
-        for table, place in zip(tables, places, strict=True):
-            table.check_rows(place)
-        return _load(world, tables, places)
+        for table, snapshot in zip(tables, snapshots, strict=True):
+            table.check_snapshot(snapshot)
+        return _load(world, op, tables, snapshots)
 
 
 def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> None:
     """Load the snapshots `places`, which `check_rows` has checked, and which the store folders get too."""
+    op = f"loading {len(tables)} embeddings"
+    _finish_saving(world, op, tables)
     with _locked(tables), ExitStack() as linking:
-        both = zip(tables, places, strict=True)
-        _load(world, tables, [table.link_in(place, linking) for table, place in both])
+        ours = [table.link_in(place, linking) for table, place in zip(tables, places, strict=True)]
+        _load(world, op, tables, world.call_on_all_ranks(op, lambda: [Snapshot.open(place) for place in ours]))
+
+
+def _finish_saving(world: World, op: str, tables: Tables) -> None:
+    """Wait for all snapshots in the background before the locks are taken: one that is completed may be loaded."""
+    world.call_on_all_ranks(op, lambda: [table.local_table for table in tables])  # ClosedError
+    for table in tables:
+        table.finish_saving()
 
 
 @contextmanager
@@ -177,12 +186,12 @@ def _locked(tables: Tables) -> Iterator[None]:
         yield
 
 
-def _load(world: World, tables: Tables, places: Sequence[Path]) -> list[LoadReport]:
+def _load(world: World, op: str, tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
     """Load verified snapshots. A kill between two of them is finished by the next run: `Group.target`."""
-    members, op = _members(tables), f"loading {len(tables)} embeddings"
-    together = world.call_on_all_ranks(op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
-    both = zip(tables, places, strict=True)
-    return load_all(members, [partial(table.load_from, place, together=together) for table, place in both])
+    members = _members(tables)
+    together = world.call_on_all_ranks(op, lambda: instant_of(members, snapshots))
+    both = zip(tables, snapshots, strict=True)
+    return load_all(members, [partial(table.load_from, snapshot, together) for table, snapshot in both])
 
 
 def load_all(members: Sequence[Membership], loads: Sequence[Callable[[], LoadReport]]) -> list[LoadReport]:

@@ -28,7 +28,7 @@ from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
 from .sharded_save import BackgroundShardedSave, ShardedSave
-from .table_snapshots import TableSnapshots, no_place
+from .table_snapshots import TableSnapshots, no_place, opened
 
 if TYPE_CHECKING:
     from ..snapshots.files.versions import Instant
@@ -149,13 +149,13 @@ class ShardedSnapshots(TableSnapshots):
         together: Instant | None = self.world.call_on_all_ranks(
             op, lambda: None if member is None else member.instant_with(Snapshot.open(place), instant)
         )
-        self.load_from(place, together=together, why=" for a state_dict")
+        self._load_place(op, place, together=together)
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
-        self._finish_saving()
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: self._part_of(self.folder / name))
+        self.finish_saving()
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: opened(self.folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def save_rows(self, place: Path) -> None:
@@ -173,18 +173,19 @@ class ShardedSnapshots(TableSnapshots):
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.load_rows`."""
+        op = f"loading snapshot {place.name!r} of embedding {self.name!r}"  # also if a rank is at another step
         with ExitStack() as linking:
             read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
-            self.load_from(read, selection)
+            self._load_place(op, read, selection)
 
-    def load_from(
-        self, place: Path, selection: Selection = ALL, together: Instant | None = None, why: str = ""
-    ) -> LoadReport:
-        """Load this rank's part of the snapshot `place`, as `_load`. why: for messages."""
-        op = f"loading snapshot {place.name!r} of embedding {self.name!r}{why}"  # also if a rank is at another step
-        self._finish_saving()
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: self._part_of(place))
-        return self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
+    def _load_place(self, op: str, place: Path, selection: Selection = ALL, together: Instant | None = None) -> None:
+        self.finish_saving()
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: opened(place))
+        self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
+
+    def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
+        op = f"loading snapshot {snapshot.name!r} of embedding {self.name!r}"  # also if a rank is at another step
+        return self._load(op, snapshot, ALL, True, snapshot.name, together)
 
     def _agree(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         op = self._op("saving a snapshot")
@@ -249,7 +250,7 @@ class ShardedSnapshots(TableSnapshots):
         over = self.world.call_on_rank_0(f"{op}: its parent", prepare)
         parent: Snapshot | None = None
         if over is not None:
-            parent = self.world.call_on_all_ranks(op, lambda: self._part_of(self.folder / over[0]))
+            parent = self.world.call_on_all_ranks(op, lambda: self._part_of(opened(self.folder / over[0])))
         table = self.own.table
         rows, place = table.counts.rows, self.folder / name
         return ShardedSave(self.world, op, place, table.describe(), rows, replaces, parent, together), parent
@@ -267,8 +268,7 @@ class ShardedSnapshots(TableSnapshots):
         writes, store = self.own.life.writes, self.store
         return lambda: None if store is None else store.note_saved(writes)
 
-    def _finish_saving(self) -> None:
-        """Wait for a snapshot in the background. Its error was logged."""
+    def finish_saving(self) -> None:
         if self._saving is not None:
             _, error = catch(self._saving.wait)
             if error is not None and self.world.failure is not None:
@@ -277,9 +277,8 @@ class ShardedSnapshots(TableSnapshots):
             self.world.handshake(f"{self._saving.what}: waited for", error if interrupted else None)
             self._saving = None
 
-    def _part_of(self, place: Path) -> Snapshot:
-        check_name(place.name)
-        return Snapshot.open(place).of_shard(HashShard(self.world.rank, self.world.size))
+    def _part_of(self, snapshot: Snapshot) -> Snapshot:
+        return snapshot.of_shard(HashShard(self.world.rank, self.world.size))
 
     def _load(
         self,
@@ -290,11 +289,11 @@ class ShardedSnapshots(TableSnapshots):
         base: str | None,
         together: Instant | None = None,
     ) -> LoadReport:
-        """Load this rank's shard. base: the recovery snapshot from here on, None to keep it.
+        """Load this rank's part. base: the recovery snapshot from here on, None to keep it.
 
         together: on rank 0, if embeddings that are trained together are loaded, the instant to which all go.
         """
-        world, voted = self.world, False
+        world, snapshot, voted = self.world, self._part_of(snapshot), False
         given = selection.tables  # whatever the user gave: errors in it are raised below
         same = {
             "the snapshot's id": snapshot.manifest.id,

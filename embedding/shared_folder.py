@@ -33,11 +33,6 @@ class SharedFolder:
         assert self.folder is not None
         return self.folder.snapshot_store
 
-    @property
-    def base(self) -> str | None:
-        """The snapshot that was saved or loaded last, if any."""
-        return FolderState(self.snapshots.parent).recovery_snapshot or None
-
     def leave_token(self) -> str:
         """Write a file next to the snapshots that no other job could have written, and return its name. StoreError."""
         self.remove_tokens()

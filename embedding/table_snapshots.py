@@ -36,13 +36,13 @@ from .training_group import Membership, between_steps
 class TableSnapshots:
     """The part of a `TableHandle` that saves and loads snapshots, as far as one process and ranks do the same.
 
-    All ranks of `world` make each call, unless it is local. On ranks other than rank 0 `store` and `membership` are
-    None, as they are for rows without a folder.
+    All ranks of `world` make each call, unless it is local. Of rows over ranks, rank 0 alone has `store` and
+    `membership`; rows without a folder have none.
     """
 
     name: str
     world: World
-    place: Path | None  # the folder of the snapshots, which all ranks see
+    place: Path | None  # the folder of the snapshots, which all ranks of `world` see
     store: StoreFolder | None  # the store folder that has them
     membership: Membership | None  # what the store notes of those that it is trained together with
 
@@ -71,6 +71,14 @@ class TableSnapshots:
         check_name(name)
         return Snapshot.open(folder / name)
 
+    def finish_saving(self) -> None:
+        """Wait for a snapshot in the background, which may be the one to load. Its error was logged."""
+        raise NotImplementedError
+
+    def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
+        """Replace all rows by those of a snapshot. together: on rank 0, the instant to which a load of several goes."""
+        raise NotImplementedError
+
     def end_save(self, kind: str, made: str) -> None:
         """After a save: note which snapshot has the rows, and what changes from here on if that is asked for. Local."""
         table = self.local_table
@@ -81,8 +89,8 @@ class TableSnapshots:
 
     def link_rows(self, place: Path) -> None:
         """Let the snapshot of that name in the store folder be `place` as well. SnapshotError."""
-        op = self._op(f"linking snapshot {place.name!r}")
-        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(store.snapshots / place.name), place))
+        op, ours = self._op(f"linking snapshot {place.name!r}"), self.folder / place.name
+        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(ours), place))
 
     def link_in(self, place: Path, linking: ExitStack) -> Path:
         """The snapshot `place` in the store folder, where rank 0 links it."""
@@ -91,25 +99,29 @@ class TableSnapshots:
         return self.folder / place.name
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
-        """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError.
+        """Read and check all that `load_rows` needs. Raises what `check_snapshot` does."""
+        op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: opened(place))
+        self.check_snapshot(snapshot, selection)
+        if self.place is not None and selection.can_recover:
+            self._on_rank_0(op, lambda store: check_linked(snapshot, store.snapshots / place.name))
+
+    def check_snapshot(self, snapshot: Snapshot, selection: Selection = ALL) -> None:
+        """Read and check all that a load needs. SnapshotError for a damaged or unfit snapshot, OptimizerError.
 
         InputError for a number that a narrower dtype cannot hold.
         """
-        op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: self._part_of(place))
+        part = self._part_of(snapshot)
 
         def check() -> dict[str, int]:
-            fitted = self.check_fit(snapshot, selection)
-            snapshot.verify()
+            fitted = self.check_fit(part, selection)
+            part.verify()
             if fitted.types is not None:
-                for _ in fitted.rows_of(snapshot, LoadReport()):
+                for _ in fitted.rows_of(part, LoadReport()):
                     pass
-            return snapshot.shard_rows
+            return part.shard_rows
 
-        check_row_count(self.world, op, snapshot, check)
-        if self.place is not None and selection.can_recover:
-            whole = Snapshot(place, snapshot.manifest)
-            self._on_rank_0(op, lambda store: check_linked(whole, store.snapshots / place.name))
+        check_row_count(self.world, f"checking snapshot {snapshot.name!r} of embedding {self.name!r}", part, check)
 
     def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
         """The selection for this table. SnapshotError, OptimizerError if its rows cannot be the table's. Local."""
@@ -175,8 +187,8 @@ class TableSnapshots:
         return removed, [one.name for one in list_snapshots(self.folder).snapshots]
 
     def _prune(self, keep_last: int, keep_every: int | None) -> list[str]:
-        store = self.checked_store()
-        with self.local_table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
+        table, store = self.local_table, self.checked_store()
+        with table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
             if not self._is_saving:
                 clear_leftovers(store)
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
@@ -205,9 +217,9 @@ class TableSnapshots:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
         return f"{what} of embedding {self.name!r} at step {self.local_table.step}"
 
-    def _part_of(self, place: Path) -> Snapshot:
-        """A snapshot, of which this process reads its rows. SnapshotError. Local."""
-        return Snapshot.open(place)
+    def _part_of(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot as this process reads it: its own rows alone. Local."""
+        return snapshot
 
     def _source(self, together: Together | None = None) -> SaveSource:
         table = self.local_table
@@ -218,6 +230,12 @@ class TableSnapshots:
         return SaveSource(
             table.describe(), table.counts.rows, table.scan, rocksdb, table.observers.changed, together, record
         )
+
+
+def opened(place: Path) -> Snapshot:
+    """The snapshot `place`, whose name a store can have. Raises SnapshotError."""
+    check_name(place.name)
+    return Snapshot.open(place)
 
 
 def no_place(name: str) -> SnapshotError:
@@ -341,14 +359,16 @@ class LocalSnapshots(TableSnapshots):
         else:  # not an incremental one, whose parent the user could not replace any more
             write_snapshot(place, source.description, source.scan(), together=together)
 
+    def finish_saving(self) -> None:
+        self.local_table.observers.finish_saving()
+
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """Replace the rows by those of a snapshot in the store folder, as `load_part`."""
-        self.local_table.observers.finish_saving()  # it may be the one to load; its error was logged
+        self.finish_saving()
         return self.load_part(self.snapshot(name), selection, strict)
 
-    def load_from(self, place: Path, together: Instant | None = None) -> LoadReport:
-        """Load the snapshot `place`. together: as of `load_part`."""
-        return self.load_part(Snapshot.open(place), Selection(), True, together=together)
+    def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
+        return self.load_part(snapshot, Selection(), True, together=together)
 
     def load_part(
         self,

@@ -23,7 +23,7 @@ from ...engine.durable import (
     unseal,
     write_atomically,
 )
-from ...engine.errors import StoreError
+from ...engine.errors import ClosedError, StoreError
 from ...engine.signals import uninterrupted
 from ..files.format import FOLDER_FIELDS, saved_with, snapshot_id
 from ..files.versions import AT, GROUP, At, GroupRecord
@@ -132,8 +132,12 @@ class StoreFolder(FolderState):
             self._close_descriptor()
 
     def check(self) -> None:
-        """Raises StoreError if the folder was removed since it was opened, even if another one has its path."""
-        assert self._lock is not None
+        """Raises StoreError if the folder was removed since it was opened, even if another one has its path.
+
+        ClosedError after `release`.
+        """
+        if self._lock is None:
+            raise ClosedError(f"{self.user} was closed; create it again")
         with self._errors("find"):
             try:
                 lock = os.stat(self.path / LOCK)

@@ -14,8 +14,8 @@ from support.killed import remarks
 from support.killed import step as one_step
 from support.stores import options
 from support.together import Model, killed, killed_at
-from tierbed.engine.errors import SnapshotError, StoreError
-from tierbed.snapshots import list_snapshots
+from tierbed.engine.errors import ClosedError, SnapshotError, StoreError
+from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.folder_state import FolderState
 
 SLOW = pytest.mark.slow
@@ -323,6 +323,53 @@ def test_a_save_of_all_in_the_background_is_of_the_step_it_began_at(tmp_path: Pa
     model.load_snapshot("behind")
     assert model.at() == [3, 3, 3]
     model.close()
+
+
+def test_a_load_of_all_waits_for_the_snapshots_that_replace_those_it_loads(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(3)
+    model.save_snapshot("one")
+    model.steps(2)
+    model.members[0].save_snapshot("one", background=True, overwrite=True)
+    with pytest.raises(SnapshotError, match=r"not saved together.*'a' at step 5, 'b' at step 3"):
+        model.load_snapshot("one")
+    model.save_snapshot("one", background=True, overwrite=True)
+    model.steps(1)
+    model.load_snapshot("one")
+    assert model.at() == [5, 5]
+    model.close()
+
+
+def test_a_snapshot_that_is_replaced_while_all_are_loaded_is_not_loaded(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(3)
+    model.save_snapshot("one")
+    model.steps(2)
+    model.members[0].save_snapshot("later")
+    last = model.members[1].table_handle()
+    check, place = last.check_snapshot, tmp_path / "a" / "snapshots"
+
+    def replaced_meanwhile(snapshot: Snapshot) -> None:
+        check(snapshot)
+        shutil.rmtree(place / "one")
+        (place / "later").rename(place / "one")
+
+    last.check_snapshot = replaced_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(SnapshotError, match="was replaced by another"):
+        model.load_snapshot("one")
+    assert model.at() == [5, 5]
+    model.close()
+
+
+def test_a_closed_model_and_a_name_of_another_type_are_errors_that_say_so(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "ssd"))
+    model.steps(1)
+    with pytest.raises(SnapshotError, match="snapshot name 5"):
+        model.load_snapshot(5)  # type: ignore[arg-type]
+    model.close()
+    for call in (lambda: model.save_snapshot("one"), lambda: model.load_snapshot("one")):
+        with pytest.raises(ClosedError, match="embedding 'a' was closed"):
+            call()
 
 
 def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path: Path) -> None:
