@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-TESTERS := $(shell n=$$(nproc); echo $$((n < 6 ? n * 2 : 12)))
+TESTERS := $(shell n=$$(nproc); echo $$((n < 12 ? n + 1 : 12)))
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 # where folders of tests are: in memory where it has 4 GiB of room, as disks take longer to sync than tests to work
 PLACE := $(shell test -w /dev/shm && [ $$(df -Pk /dev/shm | awk 'END {print $$4}') -gt 4194304 ] && echo /dev/shm || echo /tmp)
@@ -15,7 +15,8 @@ NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engin
 demo: install
 	$(BIN)/python examples/movielens.py $(if $(DATA),--data $(DATA)) --store ssd --out build/movielens
 
-# processes of one thread each, two for a core: tests wait for disks and children. Tests of threads set their number.
+# processes of one thread each, one more than cores, since tests wait for disks and children: each process imports torch
+# and collects all tests. Tests of threads set their number.
 # Bytecode is kept whatever the environment says: each process would compile all tests
 test: install peers
 	$(MAKE) --jobs=2 instructions types lint

@@ -106,6 +106,7 @@ def of_ranks(world: World, task: Any, kind: str, path: Path, at: Path) -> list[f
 
 @pytest.mark.parametrize("task", [loop, graph])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.rotated("task")
 def test_ranks_resume_to_the_bit(tmp_path: Path, kind: str, task: Any) -> None:
     first, second = (run_ranks(2, of_ranks, task, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
     assert first == second
