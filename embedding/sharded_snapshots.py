@@ -28,7 +28,7 @@ from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
 from .sharded_save import BackgroundShardedSave, ShardedSave
-from .table_snapshots import TableSnapshots, no_place, opened
+from .table_snapshots import TableSnapshots, no_place, open_snapshot
 
 if TYPE_CHECKING:
     from ..snapshots.files.versions import Instant
@@ -155,7 +155,7 @@ class ShardedSnapshots(TableSnapshots):
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
         self.finish_saving()
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: opened(self.folder / name))
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(self.folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def save_rows(self, place: Path) -> None:
@@ -180,7 +180,7 @@ class ShardedSnapshots(TableSnapshots):
 
     def _load_place(self, op: str, place: Path, selection: Selection = ALL, together: Instant | None = None) -> None:
         self.finish_saving()
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: opened(place))
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(place))
         self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
 
     def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
@@ -250,7 +250,7 @@ class ShardedSnapshots(TableSnapshots):
         over = self.world.call_on_rank_0(f"{op}: its parent", prepare)
         parent: Snapshot | None = None
         if over is not None:
-            parent = self.world.call_on_all_ranks(op, lambda: self._part_of(opened(self.folder / over[0])))
+            parent = self.world.call_on_all_ranks(op, lambda: self._part_of(open_snapshot(self.folder / over[0])))
         table = self.own.table
         rows, place = table.counts.rows, self.folder / name
         return ShardedSave(self.world, op, place, table.describe(), rows, replaces, parent, together), parent

@@ -101,7 +101,7 @@ class TableSnapshots:
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Read and check all that `load_rows` needs. Raises what `check_snapshot` does."""
         op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: opened(place))
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(place))
         self.check_snapshot(snapshot, selection)
         if self.place is not None and selection.can_recover:
             self._on_rank_0(op, lambda store: check_linked(snapshot, store.snapshots / place.name))
@@ -232,7 +232,7 @@ class TableSnapshots:
         )
 
 
-def opened(place: Path) -> Snapshot:
+def open_snapshot(place: Path) -> Snapshot:
     """The snapshot `place`, whose name a store can have. Raises SnapshotError."""
     check_name(place.name)
     return Snapshot.open(place)
