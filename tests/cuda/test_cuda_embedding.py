@@ -128,7 +128,7 @@ def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str,
 @on_one_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ahead", [0, 8])
-@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+@pytest.mark.parametrize("store", ["device", "ssd"])
 @pytest.mark.pairs
 def test_accumulated_calls_have_the_bits_of_the_cpu(
     tmp_path: Path, device: Device, store: str, ahead: int, dtype: torch.dtype

@@ -10,7 +10,7 @@ from support.data_loaders import load_beside_training
 from support.forked import in_process
 
 
-@pytest.mark.parametrize("store", ["host", "cached_host", "ssd", "ssd_host"])
+@pytest.mark.parametrize("store", ["host", "ssd_host"])
 def test_forked_workers_leave_the_store_alone(tmp_path: Path, store: str) -> None:
     done = in_process(load_beside_training, tmp_path, store, "fork", 4)
     assert done == {"codes": [0] * 10, "untouched": True, "same": True, "again": True}
