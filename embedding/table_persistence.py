@@ -28,7 +28,7 @@ from ..engine.signals import uninterrupted
 from ..engine.store.contract import InMemoryTier
 from ..engine.store.rocksdb import RocksDB
 from ..engine.store.table_counts import FIELD, counted_chunks, counts_in
-from ..engine.table.budgets import AutoBudgets
+from ..engine.table.auto_budgets import AutoBudgets
 from ..engine.table.row_scan import checked_rows, load_rows
 from ..engine.table.stack import build_stack, processor_of
 from ..engine.table.table import OpenTable

@@ -109,7 +109,7 @@ class StepEpilogue:
         self.scaler: GradScaler | None = None
         self.accumulate_steps = 1  # the number of calls whose gradients are summed
         self.mean = False  # whether their sum is divided by `accumulate_steps`
-        self.steps = 0  # the number of calls whose gradients wait
+        self.waiting_calls = 0  # accumulated calls whose gradients wait for their update
         self.present = False  # over ranks, whether this one had a batch in one of these calls
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
         self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # the rows and gradients of each step
@@ -130,10 +130,10 @@ class StepEpilogue:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
         if not isinstance(mean, bool):
             raise OptimizerError(f"mean={mean!r}: give True or False")
-        if self.steps:
+        if self.waiting_calls:
             raise OptimizerError(
-                f"steps={steps}: gradients of {self.steps} of {self.accumulate_steps} calls wait for their update; "
-                "change it after the last of them, or call drop_grads() first"
+                f"steps={steps}: gradients of {self.waiting_calls} of {self.accumulate_steps} calls wait for their "
+                "update; change it after the last of them, or call drop_grads() first"
             )
         self.accumulate_steps, self.mean = count, mean
 
@@ -176,7 +176,7 @@ class StepEpilogue:
                     sums[param] = (
                         sums[param] + grad if param in sums else grad.clone()
                     )  # it may be a view of an argument
-            self.steps += 1
+            self.waiting_calls += 1
 
     def pinned_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
         """All gradients that wait, with their rows pinned."""
@@ -210,7 +210,7 @@ class StepEpilogue:
 
     def clear(self) -> None:
         """Drop the gradients that wait."""
-        self.steps = 0
+        self.waiting_calls = 0
         self.present = False
         self._dense.clear()
         self._rows.clear()
@@ -276,7 +276,7 @@ def accumulate(
         collectives.vote([], finite=True)  # if one rank failed, no rank adds its gradients
         end.present = end.present or present
     end.add(rows, dense)
-    if end.steps < end.accumulate_steps:
+    if end.waiting_calls < end.accumulate_steps:
         return False
     try:
         return apply_gradients(

@@ -104,7 +104,7 @@ class Announcer:
 
         known: None if this rank knows no lookups, [] if it has no batch.
         """
-        number = (self._end.steps + between) % self._end.accumulate_steps
+        number = (self._end.waiting_calls + between) % self._end.accumulate_steps
         if number == 0:
             self._accumulated.clear()
             self._unknown.clear()
@@ -215,7 +215,7 @@ class Run(Iterator[Any]):
         self._tensors: deque[list[Tensor]] = deque()  # tensors of the window's batches; fewer after a Ctrl-C
         self._planned: deque[_PlannedStep] = deque()  # the next steps, of which the first have a batch in the window
         self._last_known: KnownLookups | None = None  # of the batch that was drawn last
-        self._end: Exception | None = None  # an exception of the loader, raised once the window is empty
+        self._loader_ended_by: Exception | None = None  # raised once the window is empty
         self._op = f"run of {type(graph).__name__}"
         self._has_started = self._has_ended = False
         self._mismatches = self._world.mismatches
@@ -267,12 +267,12 @@ class Run(Iterator[Any]):
         is_first = not self._planned
         while len(self._planned) <= self._num_ahead:
             index, self._last_known = len(self._planned), None
-            if index >= len(self._window) and self._end is None:
+            if index >= len(self._window) and self._loader_ended_by is None:
                 self._draw()
             has = 0
             if index < len(self._window):
                 has = _BATCH | _KNOWN * (self._last_known is not None)
-            elif index == len(self._window) and not isinstance(self._end, StopIteration):
+            elif index == len(self._window) and not isinstance(self._loader_ended_by, StopIteration):
                 has = _FAILED
             with uninterrupted():  # every rank plans the step, or none does
                 self._planned.append(_PlannedStep(self._world, f"{self._op}, next step", has, self._last_known))
@@ -295,11 +295,11 @@ class Run(Iterator[Any]):
 
     def _step(self) -> Any:
         if not self._window:  # the loader wrote over batches in the window
-            error = self._end
+            error = self._loader_ended_by
             self._planned.popleft()
             if self._world.size == 1:
                 self._planned.clear()
-                self._end = StopIteration()
+                self._loader_ended_by = StopIteration()
             self._raise_on_ranks(error)
         with uninterrupted():  # at Ctrl-C a batch and its plan are in the window, or its step has ended
             self._planned.popleft()
@@ -315,10 +315,10 @@ class Run(Iterator[Any]):
         try:
             self._window.extend(islice(self._batches, 1))  # one call of C: Ctrl-C cannot lose the batch
         except Exception as error:
-            self._end = error
+            self._loader_ended_by = error
             return
         if len(self._window) == count:
-            self._end = StopIteration()
+            self._loader_ended_by = StopIteration()
             return
         self._tensors.extend(map(_counted, islice(self._window, len(self._tensors), None)))
         self._refuse_overwritten(before)
@@ -333,7 +333,7 @@ class Run(Iterator[Any]):
                 if tensor._version != version and tensor.data_ptr() in drawn:
                     self._window.clear()
                     self._tensors.clear()
-                    self._end = InputError(
+                    self._loader_ended_by = InputError(
                         f"ahead={self._num_ahead}: the loader writes the next batch into the tensors of this one, and "
                         "batches are drawn before their steps; give new tensors, as a DataLoader does, or ahead=0"
                     )
@@ -341,9 +341,9 @@ class Run(Iterator[Any]):
 
     def _fail(self) -> None:
         """Raise on all ranks what a loader raised. The loader may continue, and drawn batches stay."""
-        error = None if self._window or isinstance(self._end, StopIteration) else self._end
+        error = None if self._window or isinstance(self._loader_ended_by, StopIteration) else self._loader_ended_by
         if error is not None:
-            self._end = None
+            self._loader_ended_by = None
         self._forget_planned()
         self._raise_on_ranks(error)
 

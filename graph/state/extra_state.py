@@ -25,10 +25,10 @@ def extra_state(optimizers: OptimizerSet, end: StepEpilogue) -> dict[str, Any]:
 
     GraphError while accumulated gradients wait for their update, since no state holds these.
     """
-    if end.steps:
+    if end.waiting_calls:
         raise GraphError(
-            f"gradients of {end.steps} of {end.accumulate_steps} accumulated calls wait for their update, and a "
-            "state cannot hold them; take it after the last of these calls, or call drop_grads() first"
+            f"gradients of {end.waiting_calls} of {end.accumulate_steps} accumulated calls wait for their update, and "
+            "a state cannot hold them; take it after the last of these calls, or call drop_grads() first"
         )
     return _of_graph(optimizers, end).state()
 

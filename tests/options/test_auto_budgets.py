@@ -21,7 +21,7 @@ from tierbed import OptionError, plan
 from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, split_memory
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.processors.cuda import on_device
-from tierbed.engine.table.budgets import AutoBudgets
+from tierbed.engine.table.auto_budgets import AutoBudgets
 from tierbed.engine.table.stack import processor_of
 
 sys.path.insert(0, str(BENCHMARKS))
