@@ -408,7 +408,14 @@ class Membership:
             return At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), self.record
         known = Group(self.store, {}).members.get(self.id) or Member(self.store, {})
         before = Before(known.rows(killed=True), self.number)
+        formed = None if self._formed is None else self._formed.versions.get(self.id)
+        if by == "load" and formed == before.rows.now and not self._undoes_loads():
+            self.record = replace(self.record, instant=self._formed)  # to which a kill undoes this load
         return At(snapshot_rows.now, "load", before=before), self.record
+
+    def _undoes_loads(self) -> bool:
+        """Whether a kill would undo a load of only one of the open stores."""
+        return any(at is not None and at.before is not None for at in (one.folder.at for one in self.open_peers()))
 
     def tear(self, why: str) -> None:
         """Let none of the stores that are trained together be written or saved, or be marked clean, until it is loaded.

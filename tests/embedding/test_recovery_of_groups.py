@@ -301,6 +301,26 @@ def test_forwards_that_a_backward_pass_repeats_are_no_sign_of_a_failed_one(tmp_p
     assert killed(checkpointed, tmp_path) == 2
 
 
+def loaded_by_itself(path: Path, alone: bool) -> list[int]:
+    """A load of rows that the first embedding had anyway, after the second was closed at a later step."""
+    model = Model(path, TWO)
+    model.save_snapshot("empty")
+    model.steps(1, "b")
+    model.close()
+    model = Model(path, TWO)
+    model.members[0].load_snapshot("empty")
+    if not alone:
+        model.members[1].load_snapshot("empty")
+    return model.counts()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_kill_after_a_load_of_one_loses_no_step_that_the_other_was_closed_at(tmp_path: Path, alone: bool) -> None:
+    expected = [0, int(alone)]
+    assert killed(loaded_by_itself, tmp_path, alone) == expected
+    assert killed(at, tmp_path) == expected
+
+
 def shell_amid_load(path: Path) -> str:
     model = Model(path, TWO)
     model.counts()
