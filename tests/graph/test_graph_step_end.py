@@ -293,7 +293,7 @@ def test_gradients_of_a_remainder_can_be_dropped() -> None:
     graph(IDS[0], ONE)
     before = contents(graph.rows).tobytes()
     graph(IDS[1], ONE)
-    with pytest.raises(GraphError, match=r"gradients of 1 of 2 steps wait.*drop_grads\(\)"):
+    with pytest.raises(GraphError, match=r"gradients of 1 of 2 accumulated calls wait.*drop_grads\(\)"):
         graph.state_dict()
     graph.drop_grads()
     graph.state_dict()
