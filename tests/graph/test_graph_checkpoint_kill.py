@@ -26,12 +26,12 @@ def kill_and_look(path: Path, seed: int) -> None:
     there = {int(folder.name.removeprefix("step-")) for folder in path.glob("step-*")}
     assert set(returned) <= there
     assert len(there) <= len(returned) + 1  # one may be whole whose save did not return
+    graph = rating("device", None)
     for step in there:
-        graph = rating("device", None)
         graph.load(path / f"step-{step:05}")
         assert graph.rows.metrics()["table"]["step"] == step
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_kill_at_any_instant_leaves_whole_checkpoints_alone(tmp_path: Path, seed: int) -> None:
     in_process(kill_and_look, tmp_path, seed)

@@ -161,12 +161,11 @@ def kill_and_look(path: Path, seed: int) -> None:
     again = rating("host", path / "store")  # goes back to what was saved last, then to the checkpoint
     again.load(path / "best")
     assert contents(again.rows).tobytes() == expected
-    steps(again, IDS[:1])
     again.save(path / "best", overwrite=True)
     assert {place.name for place in path.iterdir()} == {"best", "store"}
     assert len(in_store(path / "store")) <= 2  # the kill may leave one of a save that it ended
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 4))])
 def test_a_kill_at_any_instant_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, seed: int) -> None:
     in_process(kill_and_look, tmp_path, seed)

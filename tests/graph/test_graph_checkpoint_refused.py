@@ -68,7 +68,6 @@ def test_rows_of_another_table_or_optimizer_are_refused(tmp_path: Path, changed:
     steps(graph, IDS[:2])
     graph.save(tmp_path / "checkpoint")
     other = Two(None, **changed)
-    steps(other, IDS[:1])
     fails(other, tmp_path / "checkpoint", "holds rows of")
 
 
@@ -154,30 +153,24 @@ def test_another_snapshot_of_the_name_is_told_and_a_damaged_copy_found(tmp_path:
     fails(other, tmp_path / "checkpoint", "other/rows/snapshots.* is damaged")
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "match"),
-    [
-        ("odd", torch.zeros(2, dtype=torch.complex128), r"state\['mlp\.odd'\] is a tensor of torch\.complex128"),
-        ("odd", torch.eye(3).to_sparse(), r"state\['mlp\.odd'\] is a tensor of .*torch\.sparse_coo"),
-        ("note", list(range(65_537)), r"\['note'\] has 65537 items, .* keep them in a tensor"),
-        ("note", 1 << 64, r"\['note'\] is a int of over 64 bits"),
-        ("note", "x" * (1 << 24), "cannot be written together: more than 16777216 bytes; keep large ones"),
-    ],
-)
-def test_a_state_that_a_checkpoint_cannot_have_writes_no_rows(
-    tmp_path: Path, place: str, value: Any, match: str
-) -> None:
+def test_a_state_that_a_checkpoint_cannot_have_writes_no_rows(tmp_path: Path) -> None:
     graph = rating("host", tmp_path / "store")
     steps(graph, IDS[:1])
     graph.rows.save_snapshot("before")
-    if place == "odd":
-        graph.mlp.register_buffer("odd", value)
-    else:
-        graph.dense.param_groups[0]["note"] = value
-    with pytest.raises(GraphError, match=match):
-        graph.save(tmp_path / "checkpoint")
-    assert snapshots(tmp_path / "store") == ["rows/before"]
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    for place, value, match in (
+        ("odd", torch.zeros(2, dtype=torch.complex128), r"state\['mlp\.odd'\] is a tensor of torch\.complex128"),
+        ("odd", torch.eye(3).to_sparse(), r"state\['mlp\.odd'\] is a tensor of .*torch\.sparse_coo"),
+        ("note", list(range(65_537)), r"\['note'\] has 65537 items, .* keep them in a tensor"),
+        ("note", {1.5: "x"}, r"state.*\['note'\] has the key 1\.5"),
+        ("note", 1 << 64, r"\['note'\] is a int of over 64 bits"),
+        ("note", "x" * (1 << 24), "cannot be written together: more than 16777216 bytes; keep large ones"),
+    ):
+        graph.mlp.register_buffer("odd", value if place == "odd" else None)
+        graph.dense.param_groups[0]["note"] = value if place == "note" else None
+        with pytest.raises(GraphError, match=match):
+            graph.save(tmp_path / "checkpoint")
+        assert snapshots(tmp_path / "store") == ["rows/before"]
+        assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_a_save_that_fails_after_rows_takes_them_back(tmp_path: Path) -> None:

@@ -44,16 +44,6 @@ def test_fifty_steps_with_a_changing_rate_equal_eager(kind: str) -> None:
     assert compiled_steps(graph) == 1
 
 
-def test_a_smaller_last_batch_trains_like_eager() -> None:
-    model = mlp()
-    other = copy.deepcopy(model)
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
-    for x, y in batches(3) + batches(1, rows=5) + batches(1, rows=1) + batches(1):
-        torch.testing.assert_close(graph(x, y), eager_step(other, theirs, x, y))
-    assert_same_state(model, other)
-
-
 def test_dropout_draws_anew_and_as_eager_does() -> None:
     model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 1))
     other = copy.deepcopy(model)
@@ -100,46 +90,6 @@ def test_batch_norm_whose_output_nobody_reads_still_counts() -> None:
     torch.testing.assert_close(norm.running_mean, torch.full((6,), 0.1))
 
 
-def test_an_lstm_trains_like_eager() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.LSTM(6, 5, batch_first=True)
-            self.out = nn.Linear(5, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.rnn(x.unsqueeze(1))[0][:, -1])
-
-    model = Net()
-    other = copy.deepcopy(model)
-    graph = Train(model, torch.optim.Adam(model.parameters()))
-    theirs = torch.optim.Adam(other.parameters())
-    for x, y in batches(3):
-        torch.testing.assert_close(graph(x, y), eager_step(other, theirs, x, y))
-    assert_same_state(model, other)
-
-
-def test_tied_parameters_get_the_sum_of_their_gradients() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.b.weight = self.a.weight
-            self.out = nn.Linear(6, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.b(torch.relu(self.a(x))))
-
-    model = Tied()
-    other = copy.deepcopy(model)
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
-    for x, y in batches(5):
-        torch.testing.assert_close(graph(x, y), eager_step(other, theirs, x, y))
-    assert_same_state(model, other)
-    assert model.a.weight is model.b.weight
-
-
 def test_two_losses_add_their_gradients() -> None:
     class Two(Train):
         def build(self, x: Tensor, y: Tensor) -> dict[str, Any]:
@@ -162,26 +112,6 @@ def test_two_losses_add_their_gradients() -> None:
         assert result["rows"] == 16
         assert result["name"] == "two"
         assert not any(loss.requires_grad for loss in result["losses"])
-    assert_same_state(model, other)
-
-
-def test_gradients_clipped_in_build_are_the_ones_applied() -> None:
-    class Clip(Train):
-        def build(self, x: Tensor, y: Tensor) -> Tensor:
-            loss = F.mse_loss(self.model(x), y)
-            loss.backward()
-            return nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
-
-    model = mlp()
-    other = copy.deepcopy(model)
-    graph = Clip(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    theirs = torch.optim.SGD(other.parameters(), lr=1.0)
-    for x, y in batches(3):
-        norm = graph(x, y)
-        theirs.zero_grad()
-        F.mse_loss(other(x), y).backward()
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(other.parameters(), 0.01))
-        theirs.step()
     assert_same_state(model, other)
 
 
@@ -225,15 +155,6 @@ def test_parameter_groups_keep_their_own_rates() -> None:
     optimizer.param_groups[0]["lr"] = 0.1
     graph(x, y)
     assert not torch.equal(model[0].weight, before[0].weight)
-
-
-def test_eval_of_the_graph_trains_nothing() -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    graph = Train(model, torch.optim.Adam(model.parameters(), lr=0.1)).eval()
-    before = copy.deepcopy(model.state_dict())
-    x, y = batches(1)[0]
-    assert graph(x, y) == graph(x, y)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_print_shows_modules_first_and_the_compiled_step_after_a_call() -> None:

@@ -11,8 +11,6 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -79,11 +77,9 @@ def steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Jagged, "open_leaves", frozenset())
 
 
-@settings(max_examples=2, deadline=None)
-@given(totals=st.lists(st.integers(0, 60), min_size=3, max_size=4), positions=st.booleans())
-def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(totals: list[int], positions: bool) -> None:
-    found = []
-    totals = [*totals, 0, 1]
+@pytest.mark.parametrize("positions", [False, True])
+def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(positions: bool) -> None:
+    totals, found = [37, 0, 1, 60], []
     for own in (False, True):
         with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=FEATURES) as rows:
             if own:
@@ -102,26 +98,32 @@ def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(totals: list[in
     assert torch.equal(found[0][2], found[1][2])
 
 
-@pytest.mark.parametrize("first", [0, 1, 37])
-def test_any_total_comes_first_and_build_is_traced_once_without_a_word(
-    first: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_total_comes_first_and_build_is_traced_once_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     graph = Bags(embedding(FEATURES))
-    for batch in batches([first, 5, 0, 1, 2, 700]):
+    for batch in batches([0, 5, 1, 2, 700]):
         _, returned = graph(*batch)
         assert isinstance(returned, Jagged)
         assert torch.equal(returned.values, batch[0].values + 1)
     assert graph.traced == 1
-    graph(jagged(9), labels=torch.zeros(6))  # as a keyword, another signature
-    assert compiled_steps(graph) == 2
+    for total in (1, 9):
+        graph(jagged(total), labels=torch.zeros(6))  # as a keyword, another signature
+    assert graph.traced == compiled_steps(graph) == 2
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
     (reason,) = graph.why_recompiled()
     assert "shape" not in reason
 
 
 def test_arguments_of_a_container_are_named_by_its_fields_and_shown_open() -> None:
-    graph = Bags(embedding(FEATURES))
+    class Sum(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = embedding()
+
+        def build(self, features: Jagged, labels: Tensor) -> Tensor:
+            return self.rows(features.values, 0, features.offsets, pooling="sum").sum() + labels.sum()
+
+    graph = Sum()
     graph(*batches([30])[0])
     graph(*batches([30], batch=4)[0])
     assert "features_values: int64 [s" in str(graph)
@@ -269,7 +271,7 @@ def test_signatures_whose_sizes_cannot_stay_open_are_forgotten_with_their_steps(
             return scale(total)
 
     graph, signatures = Split(), WeakSet[Any]()
-    for number in range(8):
+    for number in range(5):
         scale = eval(f"lambda total: total * {number}")
         signatures.add(scale)
         features = jagged(5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -89,15 +88,6 @@ def test_old_weight_norm_is_refused_with_the_new_one_as_remedy() -> None:
         layer = nn.utils.weight_norm(nn.Linear(2, 1))
     with pytest.raises(GraphError, match=r"torch\.nn\.utils\.parametrizations"):
         graph_of(lambda graph, x: graph.layer(x), layer=layer)(torch.ones(2))
-
-
-def test_a_result_that_hides_tensors_is_refused() -> None:
-    @dataclass
-    class Out:
-        loss: Tensor
-
-    with pytest.raises(GraphError, match="build returns a Out"):
-        graph_of(lambda graph, x: {"out": Out(x)})(torch.ones(2))
 
 
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t.detach(), lambda t: t[0], lambda t: t.view(-1)])

@@ -193,6 +193,7 @@ SCHEDULES: dict[str, Callable[[Any], Callable[[], Any]]] = {
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.rotated("as_tensor")
 def test_a_schedule_that_build_steps_is_refused_not_frozen(schedule: str, as_tensor: bool) -> None:
     net = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1)

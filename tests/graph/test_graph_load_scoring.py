@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.checkpoints import IDS, rating, steps
+from support.checkpoints import IDS, Rating, rating, steps
 from support.embeddings import make
 from support.stores import STORES, options
 from tierbed import Graph, InputError, MultiTableEmbedding, SnapshotError
@@ -35,18 +35,30 @@ def scoring(store: str, path: Path | None, kind: type[torch.optim.Optimizer] | N
     return Scoring(make(options(store, path), None, tables=2), kind)
 
 
+@pytest.fixture(scope="module")
+def best(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rating, Path]:
+    """A graph that was trained, and its checkpoint."""
+    path = tmp_path_factory.mktemp("trained")
+    graph = rating("host", path)
+    steps(graph, IDS[:4])
+    graph.save(path / "best")
+    return graph, path / "best"
+
+
 @pytest.mark.parametrize("kind", [None, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.rotated("kind")
 def test_a_graph_without_the_optimizers_of_a_checkpoint_scores_as_the_one_that_saved_it(
-    tmp_path: Path, store: str, kind: type[torch.optim.Optimizer] | None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    best: tuple[Rating, Path],
+    store: str,
+    kind: type[torch.optim.Optimizer] | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trained = rating("host", tmp_path / "trained")
-    steps(trained, IDS[:4])
-    trained.save(tmp_path / "best")
+    trained, path = best
     torch.manual_seed(7)
-    score = scoring(store, tmp_path / "scoring", kind)
-    score.load(tmp_path / "best", optimizers=False)
+    score = scoring(store, tmp_path, kind)
+    score.load(path, optimizers=False)
     assert not caplog.records
     keys, tables = torch.arange(40).repeat(2), torch.arange(2).repeat_interleave(40)
     assert torch.equal(score.rows.get(keys, tables), trained.rows.get(keys, tables))
@@ -62,27 +74,22 @@ def test_a_graph_without_the_optimizers_of_a_checkpoint_scores_as_the_one_that_s
         assert score.rows.metrics()["table"]["step"] == 1
 
 
-def test_another_graph_is_refused_and_nothing_replaced(tmp_path: Path) -> None:
-    trained = rating("device", None)
-    steps(trained, IDS[:2])
-    trained.save(tmp_path / "best")
+def test_another_graph_is_refused_and_nothing_replaced(best: tuple[Rating, Path]) -> None:
+    _, path = best
     score = scoring("device", None)
     with pytest.raises(SnapshotError, match="has 2 optimizers, and this graph 0"):
-        score.load(tmp_path / "best")
+        score.load(path)
     score.mlp.extra = nn.Parameter(torch.zeros(1))
     with pytest.raises(SnapshotError, match=r"lacks \['mlp.extra'\]"):
-        score.load(tmp_path / "best", optimizers=False)
+        score.load(path, optimizers=False)
     assert score.rows.size() == 0
     with pytest.raises(InputError, match="optimizers=0: give True or False"):
-        score.load(tmp_path / "best", optimizers=0)  # type: ignore[arg-type]
+        score.load(path, optimizers=0)  # type: ignore[arg-type]
 
 
-def test_random_numbers_go_on_where_a_graph_only_scores(tmp_path: Path) -> None:
-    trained = rating("device", None)
-    steps(trained, IDS[:2])
-    trained.save(tmp_path / "best")
+def test_random_numbers_go_on_where_a_graph_only_scores(best: tuple[Rating, Path]) -> None:
     score = scoring("device", None)
     torch.manual_seed(7)
     expected = torch.get_rng_state()
-    score.load(tmp_path / "best", optimizers=False)
+    score.load(best[1], optimizers=False)
     assert torch.equal(torch.get_rng_state(), expected)

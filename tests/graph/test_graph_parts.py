@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,6 +135,7 @@ def check(embedding: MultiTableEmbedding, calls: Sequence[Call], every: int, mea
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.pairs
+@pytest.mark.rotated("store")
 def test_rows_are_those_of_the_reference(
     tmp_path: Path,
     native_threads: Callable[[int], None],
@@ -156,16 +158,24 @@ def test_rows_are_those_of_the_reference(
 sizes = st.tuples(st.integers(0, 2**32), st.sampled_from([0, 1, 40]), st.sampled_from([0, 4]))
 
 
-@examples(0.5)
-@given(st.lists(sizes, min_size=2, max_size=6), st.sampled_from([2, 3]), st.booleans(), st.sampled_from(DTYPES))
-def test_calls_of_any_sizes(given: list[tuple[int, int, int]], every: int, mean: bool, dtype: torch.dtype) -> None:
-    with make(options("device"), padding_idx=PADDING, output_dtype=dtype) as rows:
-        calls = [call_of(seed, ids, bags, rows.dim, dtype) for seed, ids, bags in given]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_calls_of_any_sizes(tmp_path: Path, dtype: torch.dtype) -> None:
+    with make(options("device", tmp_path), padding_idx=PADDING, output_dtype=dtype) as rows:
+        rows.save_snapshot("empty")
         graph = Given(rows)
-        graph.accumulate_grads(every, mean=mean)
-        for call in calls:
-            graph(*call)
-        check(rows, calls, every, mean)
+
+        @examples(0.25)
+        @given(st.lists(sizes, min_size=2, max_size=6), st.sampled_from([2, 3]), st.booleans())
+        def trains(given: list[tuple[int, int, int]], every: int, mean: bool) -> None:
+            rows.load_snapshot("empty")
+            graph.accumulate_grads(every, mean=mean)
+            calls = [call_of(seed, ids, bags, rows.dim, dtype) for seed, ids, bags in given]
+            for call in calls:
+                graph(*call)
+            graph.drop_grads()
+            check(rows, calls, every, mean)
+
+        trains()
 
 
 def test_a_call_of_one_part_has_the_bits_of_a_plain_step() -> None:
@@ -208,18 +218,20 @@ class Flat(Graph):
         return loss
 
 
+@cache
+def clipped_on(store: str, path: Path | None) -> bytes:
+    with make(options(store, path), tables=2) as rows:
+        graph = Flat(rows)
+        graph.accumulate_grads(2)
+        graph.clip_grad_norm(0.1)
+        for ids in id_batches(16, 2, steps=8):
+            graph(ids)
+        return contents(rows).tobytes()
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_accumulated_steps_are_the_same_bits_on_every_store(tmp_path: Path, store: str) -> None:
-    def run(name: str, path: Path | None) -> bytes:
-        with make(options(name, path), tables=2) as rows:
-            graph = Flat(rows)
-            graph.accumulate_grads(2)
-            graph.clip_grad_norm(0.1)
-            for ids in id_batches(16, 2, steps=8):
-                graph(ids)
-            return contents(rows).tobytes()
-
-    assert run(store, tmp_path) == run("device", None)
+    assert clipped_on(store, tmp_path) == clipped_on("device", None)
 
 
 def test_a_capacity_that_accumulated_rows_exceed_drops_them_and_lets_go() -> None:

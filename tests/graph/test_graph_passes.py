@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -95,17 +94,6 @@ def test_a_random_draw_that_nobody_reads_still_moves_the_stream() -> None:
     torch.manual_seed(1)
     torch.rand(2)
     assert torch.equal(ours, torch.rand(2))
-
-
-def test_an_assertion_on_values_is_kept() -> None:
-    def build(graph: Graph, x: Tensor) -> Tensor:
-        torch._assert_async((x < 5).all())
-        return x * 2
-
-    graph = graph_of(build)
-    assert graph(torch.ones(1)) == 2
-    with pytest.raises(RuntimeError, match="nonzero"):
-        graph(torch.full((1,), 9.0))
 
 
 def test_ids_of_a_closure_or_attribute_train_like_an_argument() -> None:

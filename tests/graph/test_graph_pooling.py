@@ -60,21 +60,20 @@ def mixed(lookup: Lookup, gate: nn.Module, net: nn.Module, ids: Tensor, bags: Te
     return loss
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
-def test_twenty_steps_of_mixed_lookups_equal_plain_torch(optimizer: Any) -> None:
+def test_twenty_steps_of_mixed_lookups_equal_plain_torch() -> None:
     torch.manual_seed(0)
     rows, gate, net = embedding(), nn.Linear(2, 1), mlp(6 * DIM)
     dense, gate_copy, net_copy = dense_copy(rows), copy.deepcopy(gate), copy.deepcopy(net)
     graph = graph_of(
         lambda graph, *args: mixed(graph.rows, graph.gate, graph.net, *args),
-        optimizer(rows.parameters(), lr=0.1),
+        torch.optim.Adagrad(rows.parameters(), lr=0.1),
         torch.optim.Adam([*gate.parameters(), *net.parameters()], lr=0.01),
         rows=rows,
         gate=gate,
         net=net,
     )
     theirs = [
-        optimizer(dense.parameters(), lr=0.1),
+        torch.optim.Adagrad(dense.parameters(), lr=0.1),
         torch.optim.Adam([*gate_copy.parameters(), *net_copy.parameters()], lr=0.01),
     ]
     for _ in range(20):

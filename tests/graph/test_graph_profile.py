@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tierbed
 from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
 from tierbed import Graph, InputError, MultiTableEmbedding
+from tierbed.graph.show.profile import Profile
 
 STAGES = ["loader", "pin", "gather", "forward", "backward", "update", "dense step", "Python around"]
 
@@ -42,8 +43,17 @@ def batches() -> list[Tensor]:
     return [*id_batches(8, 3), torch.arange(15).view(5, 3)]  # the last one is smaller
 
 
-def test_what_is_no_number_of_ops_and_no_path_is_refused() -> None:
-    profile = rating(embedding(), mlp(3 * DIM)).profile(batches(), 1)
+@pytest.fixture(scope="module")
+def profiled() -> Iterator[tuple[Graph, Profile]]:
+    """A graph, and the profile of its first steps."""
+    graph = rating(embedding(), layers())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # else a busy machine adds a line
+        yield graph, graph.profile(batches(), ahead=2)
+
+
+def test_what_is_no_number_of_ops_and_no_path_is_refused(profiled: tuple[Graph, Profile]) -> None:
+    _, profile = profiled
     for most in (-1, 0, True, 2.0, None):
         with pytest.raises(InputError, match="give a whole number of ops > 0"):
             profile.by_op(most)  # type: ignore[arg-type]
@@ -51,9 +61,7 @@ def test_what_is_no_number_of_ops_and_no_path_is_refused() -> None:
         profile.chrome_trace(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-@pytest.mark.parametrize("extra", [{}, {"clip_grad_norm": 0.01}, {"accumulate_grads": 2}])
-@pytest.mark.rotated("ahead")
+@pytest.mark.parametrize(("ahead", "extra"), [(0, {}), (3, {"clip_grad_norm": 0.01, "accumulate_grads": 2})])
 def test_a_profile_trains_to_the_bits_of_the_plain_run(tmp_path: Path, ahead: int, extra: dict[str, Any]) -> None:
     net = layers()
     plain, profiled = rating(embedding(), copy.deepcopy(net)), rating(cached(tmp_path), net)
@@ -70,10 +78,8 @@ def test_a_profile_trains_to_the_bits_of_the_plain_run(tmp_path: Path, ahead: in
     profiled.rows.close()
 
 
-def test_the_table_has_every_stage_and_each_op_is_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # else a busy machine adds a line
-    graph = rating(embedding(), layers())
-    profile = graph.profile(batches())
+def test_the_table_has_every_stage_and_each_op_is_in_one(profiled: tuple[Graph, Profile]) -> None:
+    _, profile = profiled
     assert list(profile.stages) == STAGES
     assert all(seconds > 0 for seconds in profile.stages.values())
     assert profile.compile_seconds > 0
@@ -87,9 +93,8 @@ def test_the_table_has_every_stage_and_each_op_is_in_one(monkeypatch: pytest.Mon
     assert rows[-1].endswith("100.0%")
 
 
-def test_ops_have_the_names_of_the_listing() -> None:
-    graph = rating(embedding(), layers())
-    profile = graph.profile(batches(), 4)
+def test_ops_have_the_names_of_the_listing(profiled: tuple[Graph, Profile]) -> None:
+    graph, profile = profiled
     listed = str(graph)
     head, *rows = profile.by_op(1000).splitlines()
     assert head.split() == ["stage", "total", "ms", "mean", "ms", "share"]
@@ -101,9 +106,10 @@ def test_ops_have_the_names_of_the_listing() -> None:
     assert [line.split()[0] for line in profile.by_op(3).splitlines()[1:]] == names[:3]
 
 
-def test_the_chrome_trace_has_one_event_an_op_and_step_within_the_step(tmp_path: Path) -> None:
-    graph = rating(embedding(), layers())
-    profile = graph.profile(batches(), ahead=2)
+def test_the_chrome_trace_has_one_event_an_op_and_step_within_the_step(
+    tmp_path: Path, profiled: tuple[Graph, Profile]
+) -> None:
+    graph, profile = profiled
     profile.chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]

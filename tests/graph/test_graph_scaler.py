@@ -33,7 +33,7 @@ def assert_steps_by_one(graph: Graph, layer: nn.Linear) -> None:
 def test_a_scaler_at_the_address_of_a_dead_one_takes_no_step_of_its_scale() -> None:
     graph, layer = scaled()
     addresses = set()
-    for power in range(12):
+    for power in range(5):
         scaler = GradScaler("cpu", init_scale=2.0**power)
         addresses.add(id(scaler))
         graph.scaler = scaler
@@ -42,7 +42,7 @@ def test_a_scaler_at_the_address_of_a_dead_one_takes_no_step_of_its_scale() -> N
         graph.scaler = None
         graph.set_grad_scaler(None)
         del scaler
-    assert len(addresses) < 12  # or this shows nothing
+    assert len(addresses) < 5  # or this shows nothing
 
 
 def test_a_scale_that_is_replaced_or_loaded_is_used() -> None:
