@@ -45,12 +45,12 @@ on_disk_or_slowly_in_memory = pytest.mark.parametrize("store", [IN_MEMORY, "ssd"
 )
 def test_ranks_go_on_from_the_rows_that_they_closed(tmp_path: Path, ranks: int, store: str) -> None:
     after = [b""] * ranks
-    for _ in range(3):
+    for _ in range(2):
         found = run(ranks, tmp_path, store, 2)
         assert [before for before, _, _ in found] == after
         assert not any(said for *_, said in found)
         after = [rows for _, rows, _ in found]
-    whole = run(ranks, tmp_path / "whole", store, 6)
+    whole = run(ranks, tmp_path / "whole", store, 4)
     assert [rows for _, rows, _ in whole] == after
     assert all(after)
 
