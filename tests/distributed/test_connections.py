@@ -21,6 +21,11 @@ from tierbed.distributed.peer_monitor import ADDRESS, HELLO, MAX_SILENT, Connect
 RANKS = 3
 
 
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
 def silent_stranger(opened: ExitStack, place: tuple[str, int, str]) -> None:
     opened.enter_context(socket.create_connection(place[:2]))
 
@@ -71,10 +76,7 @@ def connect_all(
         return [*pool.map(start, range(RANKS))]
 
 
-def test_strangers_delay_no_rank_and_the_log_names_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_strangers_delay_no_rank_and_the_log_names_them(caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as opened, caplog.at_level(logging.WARNING, "tierbed"):
         found = connect_all(opened)
         assert all(isinstance(one, Connected) for one in found), found
@@ -89,8 +91,7 @@ def test_strangers_delay_no_rank_and_the_log_names_them(
     assert len(caplog.messages) == RANKS - 1  # the last rank waits for none
 
 
-def test_a_crowd_of_strangers_keeps_no_rank_out_before_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_a_crowd_of_strangers_keeps_no_rank_out_before_all_have_met() -> None:
     with ExitStack() as opened:
         found = connect_all(opened, [crowd])
         assert all(isinstance(one, Connected) for one in found), found
@@ -103,7 +104,6 @@ class Start:
     """Rank 0 of 2 that waits for rank 1, by a clock that the test sets."""
 
     def __init__(self, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         monkeypatch.setattr(peer_monitor, "monotonic", lambda: self.now)
         self.now = 0.0
         place: Future[tuple[str, int, str]] = Future()
@@ -204,14 +204,12 @@ def test_a_rank_without_a_descriptor_for_another_says_so_at_once(start: Start) -
             start.outcome.result(60)
 
 
-def test_a_rank_without_a_descriptor_to_reach_another_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_a_rank_without_a_descriptor_to_reach_another_says_so() -> None:
     with descriptors(1), pytest.raises(GroupError, match=r"cannot reach rank 0 .*Too many open files\).*\(ulimit -n\)"):
         connect(1, 2, lambda own: [own] * 2, 60)
 
 
-def test_an_interrupt_ends_the_wait_for_a_rank_and_closes_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_an_interrupt_ends_the_wait_for_a_rank_and_closes_the_port() -> None:
     addresses: list[tuple[str, int]] = []
 
     def exchange(own: bytes) -> list[bytes]:

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.optimizers import Stumbling
-from support.ranks import assert_all_heard, run_ranks
+from support.ranks import assert_all_heard, fails, outcome, run_ranks
 from tierbed import (
     EagerOptimizer,
     InputError,
     MultiTableEmbedding,
     OptimizerError,
-    TierbedError,
     World,
     make_host_mem_store_options,
 )
@@ -131,10 +130,7 @@ def a_spoiled_gradient(world: World) -> Any:
     out.backward(grad)
     if world.rank == 1:
         grad += 1
-    try:
-        optimizer.step()
-    except InputError as error:
-        said = str(error)
+    said = fails(optimizer.step, InputError)
     stayed = torch.equal(model.rows.get(KEYS), before)
     optimizer.zero_grad()
     model(ids_of(1, world.rank)).backward()
@@ -193,15 +189,6 @@ class Two(nn.Module):
         return torch.cat([self.a.get(SOME), self.b.get(SOME)])
 
 
-def heard(call: Callable[[], Any]) -> str:
-    """What a call raises, or "fine"."""
-    try:
-        call()
-    except (TierbedError, ArithmeticError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "fine"
-
-
 def in_closures(world: World) -> list[str]:
     model, said = Two(world), []
     for place in range(4):  # before the lookups, between them, after backward(), and nowhere
@@ -214,7 +201,7 @@ def in_closures(world: World) -> list[str]:
                     part(SOME).sum().backward()
 
         before = model.rows()
-        said.append(heard(lambda closure=closure: model.optimizer.step(closure)))  # type: ignore[misc]
+        said.append(outcome(lambda closure=closure: model.optimizer.step(closure)))  # type: ignore[misc]
         model.optimizer.zero_grad()
         assert torch.equal(model.rows(), before) == (place < 3)
     torch.testing.assert_close(model.rows(), before - 0.5)
@@ -231,11 +218,11 @@ def wrong_rate(world: World) -> list[str]:
     for group in model.optimizer.param_groups:
         before = model.rows()
         group["lr"] = -1.0 if world.rank == 1 else 0.5
-        said.append(heard(model.step))
+        said.append(outcome(model.step))
         assert torch.equal(model.rows(), before)
         group["lr"] = 0.5
         model.optimizer.zero_grad()
-    said.append(heard(model.step))
+    said.append(outcome(model.step))
     torch.testing.assert_close(model.rows(), before - 0.5)
     return said
 
@@ -264,7 +251,7 @@ def one_closed(world: World, path: Path) -> list[str]:
         lambda: model.a.prune_snapshots(1),
         model.step,
     ]
-    said = [heard(call) for call in calls]
+    said = [outcome(call) for call in calls]
     assert model.b.size() == len(SOME)
     return said
 
@@ -278,7 +265,7 @@ def closed_unused(world: World) -> list[str]:
     if world.rank == 1:
         model.a.close()
     calls = (model.a.metrics, lambda: list(model.a.chunks()), lambda: model.a.explain(1), lambda: model.a.get(SOME))
-    said = [heard(call) for call in calls]
+    said = [outcome(call) for call in calls]
     assert not model.b.size()
     return said
 
@@ -296,7 +283,7 @@ class Broken(Tensor):
 def broken_ids(world: World) -> list[str]:
     model = Two(world)
     ids = SOME.as_subclass(Broken) if world.rank == 1 else SOME
-    return [heard(lambda: model.a(ids)), heard(lambda: model.a.get(ids)), heard(model.step)]
+    return [outcome(lambda: model.a(ids)), outcome(lambda: model.a.get(ids)), outcome(model.step)]
 
 
 def test_what_ids_of_the_users_own_class_raise_on_one_rank_is_told_to_all() -> None:
@@ -314,17 +301,17 @@ def amid_row_updates(world: World, path: Path, place: int) -> tuple[list[str], l
     model.step()
     if world.rank == 1:
         group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
-    said.append(heard(model.step))
+    said.append(outcome(model.step))
     torn = (model.a, model.b)[place]
     calls = (model.backward, lambda: torn.get(SOME), lambda: torn.put(SOME, np.zeros((8, 1), np.float32)))
-    said += [heard(call) for call in (*calls, lambda: torn.save_snapshot("torn"), model.optimizer.step)]
+    said += [outcome(call) for call in (*calls, lambda: torn.save_snapshot("torn"), model.optimizer.step)]
     for embedding in (model.a, model.b):
         embedding.load_snapshot("first")
-    said.append(heard(model.optimizer.step))
+    said.append(outcome(model.optimizer.step))
     model.optimizer.load_state_dict(saved)
     model.optimizer.zero_grad()
     assert torch.equal(model.rows(), before)
-    said.append(heard(model.step))
+    said.append(outcome(model.step))
     torch.testing.assert_close(model.rows(), before - 0.5)
     return said, [embedding.metrics()["table"]["step"] for embedding in (model.a, model.b)]
 
@@ -351,11 +338,11 @@ def amid_the_dense_step(world: World) -> list[str]:
 
     model.optimizer.register_step_pre_hook(hook)
     stumbles = world.rank == 1
-    said = [heard(model.step)]
+    said = [outcome(model.step)]
     stumbles = False
-    said.append(heard(model.step))
+    said.append(outcome(model.step))
     model.optimizer.load_state_dict(model.optimizer.state_dict())
-    return [*said, heard(model.step), f"{model.a.size()}"]
+    return [*said, outcome(model.step), f"{model.a.size()}"]
 
 
 def test_parameters_of_a_half_made_step_are_told_at_the_next_until_a_state_is_loaded() -> None:

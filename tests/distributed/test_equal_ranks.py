@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,23 @@ ON_DEVICES = [
 ]
 
 
+OUTPUTS = [torch.float32, torch.bfloat16, torch.float16]
 TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
+CASES = [
+    Case(1, "ssd_host", "adamw", torch.float16, 2, 8, types=TYPES[1]),
+    Case(2, "device", "sgd", torch.float32, 1, 0, types=TYPES[2]),
+    Case(2, "cached_host", "momentum", torch.float32, 2, 0, types=TYPES[0]),
+    Case(2, "host", "lamb", torch.bfloat16, 2, 8, types=TYPES[0]),
+    Case(2, "ssd", "rowwise", torch.float16, 1, 8, types=TYPES[1]),
+    Case(3, "cached_host", "adagrad", torch.bfloat16, 1, 8, types=TYPES[2]),
+    Case(3, "ssd_host", "partial", torch.float16, 2, 0, types=TYPES[0]),
+    Case(3, "device", "catch-up", torch.float32, 1, 8, types=TYPES[1]),
+    Case(4, "ssd", "adam", torch.float16, 2, 8, types=TYPES[2]),
+]
+MORE = [  # the last parameters in turn
+    Case(*one, OUTPUTS[turn % 3], 1 + turn % 2, 8 * (turn // 2 % 2), types=TYPES[turn // 3 % 3])
+    for turn, one in enumerate(product((1, 2, 3, 4), STORES, OPTIMIZERS))
+]
 
 
 def on_rank(world: World, case: Case, path: Path) -> Trained:
@@ -43,27 +60,16 @@ def check(case: Case, path: Path, run: Callable[..., list[Trained]] = run_ranks)
     return ranks
 
 
-@pytest.mark.pairs
-@pytest.mark.rotated("optimizer")
-@pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize("ahead", [0, 8])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_equal_runs(
-    tmp_path: Path,
-    ranks: int,
-    store: str,
-    optimizer: str,
-    output: torch.dtype,
-    threads: int,
-    ahead: int,
-    types: tuple[torch.dtype, torch.dtype],
-) -> None:
-    found = check(Case(ranks, store, optimizer, output, threads, ahead, types=types), tmp_path)
-    if ahead and ranks > 1:
+@pytest.mark.tier
+@pytest.mark.optimizer
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)],
+    ids=lambda case: "-".join(map(str, case[:3])),
+)
+def test_equal_runs(tmp_path: Path, case: Case) -> None:
+    found = check(case, tmp_path)
+    if case.ahead and case.ranks > 1:
         assert all(one.hits >= 4 for one in found), "a step took no batch that was announced"
 
 

@@ -25,6 +25,7 @@ from support.live_rows import (
     together,
     trained,
 )
+from support.ranks import fails as error_of
 from support.ranks import run_ranks
 from support.shell import Cli
 from tierbed import ClosedError, SnapshotError, StoreError
@@ -44,12 +45,12 @@ on_disk_or_slowly_in_memory = pytest.mark.parametrize("store", [IN_MEMORY, "ssd"
 )
 def test_ranks_go_on_from_the_rows_that_they_closed(tmp_path: Path, ranks: int, store: str) -> None:
     after = [b""] * ranks
-    for _ in range(3):
+    for _ in range(2):
         found = run(ranks, tmp_path, store, 2)
         assert [before for before, _, _ in found] == after
         assert not any(said for *_, said in found)
         after = [rows for _, rows, _ in found]
-    whole = run(ranks, tmp_path / "whole", store, 6)
+    whole = run(ranks, tmp_path / "whole", store, 4)
     assert [rows for _, rows, _ in whole] == after
     assert all(after)
 
@@ -217,22 +218,19 @@ def mixed_stores(world: World, folder: Path) -> Any:
     return trained(world, folder, STORES[world.rank], 1)
 
 
-def in_use(world: World, folder: Path) -> list[str]:
+def in_use(world: World, folder: Path) -> str:
     """A process of its own cannot take what ranks hold; what they hold is compared after a close."""
     embedding = opened(world, folder)
     embedding.size()
     world.all_bytes("open on all", b"")
-    said = []
-    with pytest.raises(StoreError) as caught:
-        opened(None, folder).size()
-    said.append(str(caught.value))
+    said = error_of(lambda: opened(None, folder).size(), StoreError)
     world.all_bytes("tried on all", b"")
     embedding.close()
     return said
 
 
 def test_one_process_cannot_open_what_ranks_have_open(tmp_path: Path) -> None:
-    for (said,) in run_ranks(2, in_use, tmp_path):
+    for said in run_ranks(2, in_use, tmp_path):
         assert "rows' is in use by process" in said
     assert clean_markers(tmp_path / "rows", 2).keys() == {0, 1}
 
@@ -331,9 +329,7 @@ def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(t
 
 
 def opens_without_a_file(world: World, folder: Path) -> str:
-    with pytest.raises(SnapshotError) as caught:
-        opened(world, folder, "ssd").size()
-    return str(caught.value)
+    return error_of(lambda: opened(world, folder, "ssd").size(), SnapshotError)
 
 
 @pytest.mark.slow

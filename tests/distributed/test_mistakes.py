@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from support.parts import PADDING
 from support.ranked import Ranked, batch
-from support.ranks import run_ranks
+from support.ranks import fails, outcome, run_ranks
 from tierbed import (
     CapacityError,
     Graph,
@@ -49,9 +49,7 @@ def wrong(world: World) -> list[str]:
         lambda: embedding.delete(["a"] if bad else [1]),
         lambda: embedding(torch.tensor([1.0] if bad else [1], dtype=torch.float32 if bad else torch.int64)),
     ):
-        with pytest.raises(InputError) as error:
-            call()
-        heard.append(str(error.value))
+        heard.append(fails(call, InputError))
     assert embedding.size() == 0
     embedding.close()
     return heard
@@ -107,9 +105,7 @@ def differing(world: World) -> list[str]:
         group = graph.dense.param_groups[0]
         before = group[name]
         group[name] = value if world.rank else before
-        with pytest.raises(GroupError) as error:
-            graph(ids)
-        heard.append(str(error.value))
+        heard.append(fails(lambda: graph(ids), GroupError))
         group[name] = before
         graph(ids)
     assert torch.equal(world.sum(graph.linear.weight.detach()), 2 * graph.linear.weight.detach())
@@ -126,16 +122,9 @@ def test_a_dense_optimizer_that_differs_is_told_by_the_name_of_the_setting() -> 
 
 
 def in_a_thread(world: World) -> str:
-    graph, heard = Ranked(world), []
+    graph, heard = Ranked(world), list[str]()
     graph(*batch(world.rank, 0))
-
-    def step() -> None:
-        try:
-            graph(*batch(world.rank, 1))
-        except TierbedError as error:
-            heard.append(str(error))
-
-    thread = Thread(target=step)
+    thread = Thread(target=lambda: heard.append(outcome(lambda: graph(*batch(world.rank, 1)))))
     thread.start()
     thread.join()
     graph(*batch(world.rank, 1))
@@ -173,9 +162,7 @@ def of_wrong_kinds(world: World, folder: Path) -> list[str]:
         lambda: embedding.load_snapshot("a", tables=["x\udc80"] if bad else None),
         lambda: embedding.load_snapshot("a", strict=np.True_ if bad else True),
     ):
-        with pytest.raises(TierbedError) as error:
-            call()
-        heard.append(str(error.value))
+        heard.append(fails(call, TierbedError))
     assert embedding.prune_snapshots(np.int64(1)) == []
     embedding.save_snapshot("b")
     return heard

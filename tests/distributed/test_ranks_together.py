@@ -62,7 +62,7 @@ def killed(ranks: int, *arguments: object) -> None:
         assert [child.wait() for child, _ in group] == [-signal.SIGKILL] * ranks
 
 
-@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize("store", [pytest.param("host", marks=pytest.mark.slow), "ssd"])
 def test_ranks_go_back_to_one_instant_of_all_embeddings(tmp_path: Path, store: str) -> None:
     killed(2, trained, tmp_path, store)
     assert run_ranks(2, opened, tmp_path, store) == [[[5, 5], [3, 3]]] * 2

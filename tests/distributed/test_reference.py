@@ -24,6 +24,7 @@ from tierbed import (
 from tierbed.engine import _core
 
 DIM, LR = 3, 0.5
+SIZE = 6  # of a batch that has ids: a step is compiled for each size
 Part = tuple[list[int], NDArray[np.float32]]  # ids [n], and the gradients of their rows [n, DIM]
 
 
@@ -88,11 +89,12 @@ def steps_of_ranks(draw: st.DrawFn) -> list[list[list[Part]]]:
     ranks, calls = draw(st.integers(2, 3)), draw(st.integers(1, 3))
     owners = _core.owners(np.zeros(len(KEYS), np.uint32), KEYS, ranks)
     of_one_rank = st.integers(0, ranks - 1).map(lambda rank: KEYS[owners == rank].tolist())
+
+    def some(keys: list[int]) -> st.SearchStrategy[list[int]]:
+        return st.lists(st.sampled_from(keys), min_size=SIZE, max_size=SIZE)
+
     ids = st.one_of(
-        st.just([]),
-        st.lists(st.sampled_from(KEYS.tolist()), max_size=9),
-        st.integers(0, 39).flatmap(lambda key: st.lists(st.just(key), min_size=2, max_size=9)),
-        of_one_rank.flatmap(lambda keys: st.lists(st.sampled_from(keys), min_size=1, max_size=9)),
+        st.just([]), some(KEYS.tolist()), st.integers(0, 39).map(lambda key: [key] * SIZE), of_one_rank.flatmap(some)
     )
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 

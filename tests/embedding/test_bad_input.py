@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 import tierbed
 from support.embeddings import DIM, TABLES, attach, contents, make, train
+from support.forked import with_pipe
 from support.stores import STORES, options
 from tierbed import (
     InputError,
@@ -25,7 +25,9 @@ from tierbed import (
     TierbedError,
 )
 from tierbed.engine.options.lookup import Lookup
+from tierbed.snapshots.store.folder import StoreFolder
 
+constant, normal = tierbed.make_constant_initializer, tierbed.make_normal_initializer
 GOOD = {
     "name": "rows",
     "embedding_dim": DIM,
@@ -69,14 +71,8 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> 
         ({"dtype": "bfloat16"}, r"dtype='bfloat16'"),
         ({"state_dtype": torch.float16}, r"state_dtype=torch\.float16: sums of squares.*give torch\.bfloat16"),
         ({"state_dtype": torch.int8}, r"state_dtype=torch\.int8: give torch\.float32 or torch\.bfloat16"),
-        (
-            {"dtype": torch.float16, "tables": [{"type": "constant", "value": 65520.0}]},
-            r"tables\[0\].*65520 overflow dtype=torch\.float16",
-        ),
-        (
-            {"dtype": torch.float16, "tables": [{"type": "normal", "mean": 0.0, "std": 20000.0}]},
-            r"tables\[0\].*overflow dtype=torch\.float16; give smaller ones",
-        ),
+        ({"dtype": torch.float16, "tables": [constant(65520.0)]}, r"tables\[0\].*65520 overflow dtype=torch\.float16"),
+        ({"dtype": torch.float16, "tables": [normal(0.0, 2e4)]}, r"overflow dtype=torch\.float16; give smaller ones"),
         ({"dtype": torch.float64}, r"dtype=torch\.float64"),
         ({"dtype": "float32"}, r"dtype='float32'"),
         ({"key_type": torch.int16}, r"key_type=torch\.int16: give torch\.int32, torch\.int64 or torch\.uint64"),
@@ -116,7 +112,7 @@ def test_columns_that_are_no_widths_are_named(columns: Any) -> None:
     [
         (
             ints(3, dtype=torch.int32),
-            r"ids of embedding 'rows': dtype torch\.int32.*key_type is torch\.int64.*ids\.to\(",
+            r"ids of embedding 'rows': dtype torch\.int32.* is torch\.int64.*ids\.to\(",
         ),
         (torch.zeros(3), r"dtype torch\.float32"),
         (torch.zeros(3, dtype=torch.bool), r"dtype torch\.bool"),
@@ -140,10 +136,7 @@ def test_ids_of_a_wrong_kind_or_shape_are_refused(embedding: MultiTableEmbedding
 @pytest.mark.parametrize(
     ("table_ids", "message"),
     [
-        (
-            torch.zeros(4),
-            r"table_ids of embedding 'rows': got torch\.float32; give a torch\.Tensor of an integer dtype",
-        ),
+        (torch.zeros(4), r"table_ids of embedding 'rows': got torch\.float32; .* of an integer dtype"),
         (torch.zeros(4, dtype=torch.bool), r"got torch\.bool"),
         (torch.zeros(4, dtype=torch.complex64), r"got torch\.complex64"),
         ("0", r"table_ids of embedding 'rows': give whole numbers"),
@@ -152,10 +145,7 @@ def test_ids_of_a_wrong_kind_or_shape_are_refused(embedding: MultiTableEmbedding
         (ints(2), r"shape \(2,\) does not broadcast"),
         (ints(2, 2, 4), r"shape \(2, 2, 4\) does not broadcast"),
         (ints(4, device="meta"), r"table_ids of embedding 'rows'.* meta"),
-        (
-            torch.tensor([0, 1, 2, 3]),
-            r"table_ids of embedding 'rows': table id 3 at position 3; they run from 0 to 2",
-        ),
+        (torch.tensor([0, 1, 2, 3]), r"table_ids of embedding 'rows': table id 3 at position 3; .* from 0 to 2"),
         (torch.tensor([0, -1, 0, 0]), r"table id -1 at position 1"),
         (torch.tensor([0, 2**32, 0, 0]), r"table id 4294967296 at position 1"),
         (torch.tensor([0, 0, 2**32 + 1, 0]), r"table id 4294967297 at position 2"),
@@ -272,22 +262,22 @@ def test_a_path_that_cannot_be_written_is_refused(store: str) -> None:
         make(options(store, Path("/proc/tierbed"))).size()
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-def test_a_folder_in_use_by_another_process_is_refused_until_it_ends(tmp_path: Path, store: str) -> None:
-    hold = (
-        "import sys; from pathlib import Path; from tierbed.snapshots.store.folder import StoreFolder\n"
-        "store = StoreFolder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    child = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path / "rows")], text=True, **pipes)  # type: ignore[call-overload]
-    try:
-        assert child.stdout.readline() == "held\n"
-        made = make(options(store, tmp_path), "sgd", tables=1)
+def hold(folder: Path, pipe: Connection) -> None:
+    with StoreFolder(folder):
+        pipe.send("held")
+        pipe.recv()
+
+
+def test_a_folder_in_use_by_another_process_is_refused_until_it_ends(tmp_path: Path) -> None:
+    child, pipe = with_pipe(hold, tmp_path / "rows")
+    with child, pipe:
+        assert pipe.recv() == "held"
+        made = make(options("device", tmp_path), "sgd", tables=1)
         for use in (made.size, lambda: train(made, [1]), lambda: made.put([1], torch.ones(1, DIM))):
             with pytest.raises(StoreError, match=rf"rows' is in use by process {child.pid}: close the embedding there"):
                 use()
-    finally:
-        child.communicate()
+        pipe.send("let go")
+        assert child.wait() == 0
     train(made, [1])
     assert made.size() == 1
     made.close()
@@ -297,15 +287,13 @@ def test_a_folder_in_use_by_another_process_is_refused_until_it_ends(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"embedding_dim": 7},
-            r"rows' holds rows of embedding_dim \[5\], not \[7\]; give that embedding_dim, or another",
-        ),
+        ({"embedding_dim": 7}, r"rows' holds rows of embedding_dim \[5\], not \[7\]; give that embedding_dim, or"),
         ({"key_type": torch.int32}, r"holds rows of key_type int64, not int32"),
         ({"key_type": torch.uint64}, r"holds rows of key_type int64, not uint64"),
         ({"tables": TABLES[:2]}, r"holds 3 tables, not 2; give all of them"),
     ],
 )
+@pytest.mark.rotated("store")
 def test_rows_of_another_shape_are_refused_and_kept(
     tmp_path: Path, store: str, changes: dict[str, Any], message: str
 ) -> None:
@@ -323,6 +311,7 @@ def test_rows_of_another_shape_are_refused_and_kept(
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("when", ["before the first use", "after reading"])
+@pytest.mark.rotated("when")
 def test_training_with_another_optimizer_than_the_stored_one_is_refused(tmp_path: Path, store: str, when: str) -> None:
     with make(options(store, tmp_path), "adam") as first:
         train(first, range(30))

@@ -174,4 +174,4 @@ def test_a_loop_and_a_graph_take_turns() -> None:
                 ways[step % len(ways)](model, kept[step % 2], ids[None])
             return contents(rows).tobytes()
 
-    assert run([in_a_graph, in_a_loop]) == run([in_a_graph]) == run([in_a_loop])
+    assert run([in_a_graph, in_a_loop]) == run([in_a_loop])

@@ -16,7 +16,7 @@ from support.graphs import DIM, embedding, graph_of
 from tierbed import EagerOptimizer, GraphError, MultiTableEmbedding, OptimizerError, OptionError
 
 IDS = torch.tensor([3, 4, 3])
-THREADS, STEPS = 4, 150
+THREADS, STEPS = 4, 50
 
 
 def sgd(rows: nn.Module, lr: float = 1.0) -> EagerOptimizer:

@@ -274,19 +274,20 @@ def test_a_module_around_it_prints_it_and_has_a_state_dict() -> None:
     assert model.train().to("cpu")["users"].get([1], 0).shape == (1, DIM)
 
 
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_may_come_after_reading(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.rotated("store")
+def test_an_optimizer_may_come_after_reading(tmp_path: Path, optimizer: str, store: str) -> None:
     """State of rows begins as the optimizer says, whenever it was added."""
     with make(options("device"), optimizer) as early:
         train(early, range(5))
         expected = contents(early)
-    for store in STORES:
-        with make(options(store, tmp_path, open="error"), name=store) as late:
-            assert late.get(range(5), 0).shape == (5, DIM)
-            assert late.size() == 0
-            attach(late, optimizer)
-            train(late, range(5))
-            assert contents(late).tobytes() == expected.tobytes()
+    with make(options(store, tmp_path, open="error")) as late:
+        assert late.get(range(5), 0).shape == (5, DIM)
+        assert late.size() == 0
+        attach(late, optimizer)
+        train(late, range(5))
+        assert contents(late).tobytes() == expected.tobytes()
 
 
 def test_another_optimizer_of_the_same_rule_takes_over_unless_state_would_begin_elsewhere() -> None:

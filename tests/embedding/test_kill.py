@@ -51,7 +51,7 @@ def test_a_killed_run_resumes_from_its_last_snapshot_and_says_which(
     assert not remarks(caplog)
 
 
-@every_store
+@on_memory_and_disk
 def test_a_killed_run_without_a_snapshot_starts_empty_and_says_so(
     tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_killed_run_without_a_snapshot_starts_empty_and_says_so(
         holds(embedding, 2)
 
 
-@every_store
+@on_memory_and_disk
 def test_a_restored_folder_that_is_closed_is_clean(
     tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_restored_folder_that_is_closed_is_clean(
         assert not remarks(caplog)
 
 
-@every_store
+@on_memory_and_disk
 def test_a_killed_run_is_read_without_an_optimizer_from_its_last_snapshot(
     tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,7 +96,7 @@ def test_a_killed_run_is_read_without_an_optimizer_from_its_last_snapshot(
         holds(embedding, 4)
 
 
-@every_store
+@on_memory_and_disk
 def test_fresh_starts_empty_and_keeps_snapshots(
     tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +115,7 @@ def test_fresh_starts_empty_and_keeps_snapshots(
 
 @pytest.mark.parametrize("end", ["exit", "error", "fork"])
 @on_memory_and_disk
+@pytest.mark.rotated("store")
 def test_a_process_that_ends_without_a_close_leaves_a_clean_folder(
     tmp_path: Path, store: str, end: str, trainer: Trainer
 ) -> None:

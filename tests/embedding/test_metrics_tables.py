@@ -23,17 +23,10 @@ from support.lifecycle_model import Model, Row
 from support.stores import STORES, options
 from support.warm import Child
 from tierbed import MultiTableEmbedding, make_table_options
-from tierbed.engine import _core
 from tierbed.engine.durable import read_record, seal, unseal
 from tierbed.engine.store.table_counts import FIELD
 
-every_store = pytest.mark.parametrize(
-    "store",
-    [
-        pytest.param(store, marks=pytest.mark.skipif(not _core.has_rocksdb and "ssd" in store, reason="no RocksDB"))
-        for store in STORES
-    ],
-)
+every_store = pytest.mark.parametrize("store", STORES)
 POLICIES: list[dict[str, Any]] = [
     {},
     {"eviction": "lru", "capacity": 60},
@@ -150,7 +143,7 @@ def trained(embedding: MultiTableEmbedding, ahead: int) -> dict[str, list[int]]:
 def test_counts_depend_on_no_threads_and_no_prefetch(
     tmp_path: Path, store: str, native_threads: Callable[[int], None]
 ) -> None:
-    for budget_mb, depths in ((0.02, (0,)), (ENOUGH_MB, (0, 1, 3))):
+    for budget_mb, depths in ((0.02, (0,)), (ENOUGH_MB, (0, 3))):
         if "ssd" in store and budget_mb != ENOUGH_MB:
             continue  # the writing thread decides when a row has left
         found = []
@@ -190,10 +183,10 @@ def changed_mark(path: Path, change: Callable[[dict[str, Any]], Any]) -> dict[st
     return content
 
 
-@pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 @pytest.mark.parametrize("store", ["ssd", "ssd_host"])
 @pytest.mark.parametrize("capacity", [None, 1000], ids=["forgets", "remembers"])
 @pytest.mark.parametrize("wrong", [None, [1, 2, 3], [40, -1, 30], "all"], ids=["none", "sum", "negative", "text"])
+@pytest.mark.rotated("store")
 def test_a_mark_without_counts_of_its_rows_is_made_good_by_reading_them(
     tmp_path: Path, store: str, capacity: int | None, wrong: Any
 ) -> None:
@@ -211,7 +204,6 @@ def test_a_mark_without_counts_of_its_rows_is_made_good_by_reading_them(
     assert changed_mark(tmp_path, lambda marker: None)[FIELD] == [23, 22, 24]
 
 
-@pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 def test_rows_are_not_read_to_count_them_where_the_store_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(options("ssd", tmp_path), "adagrad") as embedding:
         train(embedding, range(50), 1)

@@ -170,17 +170,14 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         ({"ids": ints(2, 2, 3), "table_ids": None, "pooling": "sum"}, r"is not \(\.\.\., 3, L\).*each bag belongs"),
         (
             {"ids": ints(5, 4), "table_ids": ints(4), "pooling": "sum"},
-            r"table_ids.*\(4,\) does not broadcast to that of the bags, \(5,\); give one table id for each bag",
+            r"table_ids.*\(4,\).* bags, \(5,\); give one",
         ),
-        ({"offsets": torch.tensor([1, 4]), "pooling": "sum"}, r"offsets.*from 1 to 4; give bags \+ 1 of them, from 0"),
+        ({"offsets": torch.tensor([1, 4]), "pooling": "sum"}, r"offsets.*from 1 to 4; give one offset more than bags"),
         ({"offsets": torch.tensor([0, 3]), "pooling": "sum"}, r"offsets.*from 0 to 3; .*number of ids, 4"),
         ({"offsets": torch.tensor([0, 5]), "pooling": "sum"}, r"offsets.*from 0 to 5"),
         ({"offsets": torch.tensor([0, 3, 2, 4]), "pooling": "sum"}, r"offsets.*3 at position 1 is followed by 2"),
         ({"weights": torch.ones(4)}, r"weights of embedding 'rows': .* pooling=None .*give pooling='sum'"),
-        (
-            {"weights": [1.0] * 4, "pooling": "sum"},
-            r"weights.*got list; give torch\.float32 of the shape of ids, \(4,\)",
-        ),
+        ({"weights": [1.0] * 4, "pooling": "sum"}, r"weights.*got list; give torch\.float32 of the shape .*, \(4,\)"),
         ({"weights": torch.ones(3), "pooling": "sum"}, r"weights.*got torch\.float32 \(3,\); give"),
         ({"weights": torch.ones(4).double(), "pooling": "sum"}, r"weights.*got torch\.float64 \(4,\)"),
         ({"weights": torch.ones(4).to_sparse(), "pooling": "sum"}, r"weights.*torch\.sparse_coo.*to_dense"),
@@ -233,21 +230,15 @@ def test_backward_outside_a_graph_reaches_weights_and_refuses_rows() -> None:
 def test_ops_are_as_their_fakes_say(dtype: torch.dtype, weighted: bool) -> None:
     embedding = frozen(output_dtype=dtype)
     weights = torch.rand(10, requires_grad=True) if weighted else None
-    for ids, offsets in ((ints(10), JAGGED), (ints(10), None), (ints(10), JAGGED.to(torch.int32))):
-        torch.library.opcheck(
-            ops.lookup,
-            (embedding.shadow, ids, None, offsets, "mean", None, weights, embedding.handle),
-            test_utils=OP_CHECKS,
-        )
-        if offsets is not None:
-            by_feature = (ids, None, offsets, "mean", [1, -1, -1, 0, -1], weights, embedding.handle)
-            torch.library.opcheck(ops.lookup, (embedding.shadow, *by_feature), test_utils=OP_CHECKS)
+    for offsets, features in ((None, None), (JAGGED, None), (JAGGED.to(torch.int32), [1, -1, -1, 0, -1])):
+        pooled = (ints(10), None, offsets, "mean", features)
+        torch.library.opcheck(ops.lookup, (embedding.shadow, *pooled, weights, embedding.handle), test_utils=OP_CHECKS)
         bags = JAGGED[1:].shape if offsets is not None else ()
-        torch.library.opcheck(
-            ops.lookup_weights_grad,
-            (torch.ones(*bags, DIM, dtype=dtype), ids, None, offsets, "mean", None, embedding.shadow, embedding.handle),
-            test_utils=OP_CHECKS,
-        )
+        if weighted and features is None:
+            grads = torch.ones(*bags, DIM, dtype=dtype)
+            torch.library.opcheck(
+                ops.lookup_weights_grad, (grads, *pooled, embedding.shadow, embedding.handle), test_utils=OP_CHECKS
+            )
 
 
 def test_the_output_dtype_is_no_part_of_what_is_stored(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from support.forked import in_process
 from support.killed import step
 from support.ranks import fails
 from support.stores import options
-from support.together import Model, killed
+from support.together import Model, killed, played
 from support.two_towers import stores
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.errors import SnapshotError, StoreError
@@ -42,17 +42,8 @@ def names(path: Path) -> list[set[str]]:
     return [{one.name for one in list_snapshots(path / name / "snapshots").snapshots} for name in "ab"]
 
 
-def apart(path: Path, closes: bool = False) -> None:
-    """Saves of all at 2, of each alone at 3 and 4; then step 5."""
-    model = Model(path, TWO)
-    model.steps(2)
-    model.save_snapshot("two")
-    for number, member in enumerate(model.members):
-        model.steps(1)
-        member.save_snapshot(f"s{3 + number}")
-    model.steps(1)
-    if closes:
-        model.close()
+# saves of all at 2, of each alone at 3 and 4; then step 5
+APART = "step 2; save two; step 1; a save s3; step 1; b save s4; step 1"
 
 
 def alone(path: Path) -> None:
@@ -90,7 +81,7 @@ def test_a_load_killed_before_it_replaced_rows_that_no_snapshot_has_is_no_recove
 
 @pytest.mark.parametrize("damage", ["damaged", "missing"])
 def test_a_store_whose_mark_is_lost_is_no_store_by_itself(tmp_path: Path, damage: str) -> None:
-    killed(apart, tmp_path)
+    killed(played, tmp_path, TWO, APART)
     marker = tmp_path / "a" / "MARK"
     if damage == "missing":
         marker.unlink()
@@ -100,7 +91,7 @@ def test_a_store_whose_mark_is_lost_is_no_store_by_itself(tmp_path: Path, damage
 
 
 def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path: Path) -> None:
-    in_process(apart, tmp_path, True)
+    in_process(played, tmp_path, TWO, f"{APART}; close")
     (tmp_path / "b").rename(tmp_path / "aside")
     for _ in range(2):
         said = killed(at, tmp_path)
@@ -123,13 +114,13 @@ def moved(path: Path, other: Path, order: str) -> list[int]:
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_a_store_that_was_copied_to_another_disk_is_the_one_that_is_trained(tmp_path: Path, order: str) -> None:
-    killed(apart, tmp_path / "one")
+    killed(played, tmp_path / "one", TWO, APART)
     shutil.copytree(tmp_path / "one" / "b", tmp_path / "two" / "b", ignore=shutil.ignore_patterns("SOCKET"))
     assert killed(moved, tmp_path / "one", tmp_path / "two", order) == [2, 2]
 
 
 def test_what_is_no_snapshot_and_damage_elsewhere_leave_ways_out(tmp_path: Path) -> None:
-    killed(apart, tmp_path)
+    killed(played, tmp_path, TWO, APART)
     (tmp_path / "a" / "snapshots" / "notes").mkdir()
     assert killed(at, tmp_path) == [2, 2]
     (tmp_path / "b" / "snapshots" / "s4" / "manifest.msgpack").write_bytes(b"xyz")
@@ -137,48 +128,27 @@ def test_what_is_no_snapshot_and_damage_elsewhere_leave_ways_out(tmp_path: Path)
     assert killed(at, tmp_path, "mixed") == [2, 2]
 
 
-def frozen_and_closed(path: Path) -> None:
-    model = Model(path, ("host", "host", "host"))
-    model.steps(5, "a")
-    model.close()
-
-
-def prune_beside_frozen(path: Path, way: str) -> None:
-    model = Model(path, ("host", "host", "host"))
-    model.steps(4, "b", "c")
-    for member in model.members[1:]:
-        member.save_snapshot("four")
-    for number, member in enumerate(model.members[1:]):
-        model.steps(1, "b", "c")
-        member.save_snapshot("four" if way == "overwrite" else f"s{number}", overwrite=way == "overwrite")
-        if way == "prune":
-            member.prune_snapshots(keep_last=1)
-    model.steps(1, "b", "c")
+BESIDE_FROZEN = {
+    "prune": "step 1 b c; b save s0; b prune 1; step 1 b c; c save s1; c prune 1; step 1 b c",
+    "overwrite": "step 1 b c; b overwrite four; step 1 b c; c overwrite four; step 1 b c",
+}
 
 
 def three_at(path: Path) -> list[int]:
     return Model(path, ("host", "host", "host")).at()
 
 
-@pytest.mark.parametrize("way", ["prune", "overwrite"])
+@pytest.mark.parametrize("way", BESIDE_FROZEN)
 def test_what_is_in_common_with_a_frozen_store_that_was_never_saved_is_kept(tmp_path: Path, way: str) -> None:
-    in_process(frozen_and_closed, tmp_path)
-    killed(prune_beside_frozen, tmp_path, way)
+    three = ("host", "host", "host")
+    in_process(played, tmp_path, three, "step 5 a; close")
+    killed(played, tmp_path, three, f"step 4 b c; b save four; c save four; {BESIDE_FROZEN[way]}")
     assert killed(three_at, tmp_path) == [5, 4, 4]
 
 
-def back_and_forth(path: Path) -> None:
-    model = Model(path, TWO)
-    for count, name in ((1, "one"), (8, "nine"), (1, "ten")):
-        model.steps(count)
-        model.save_snapshot(name)
-    model.load_snapshot("one")
-    model.steps(1)
-    model.load_snapshot("nine")
-
-
 def test_a_load_of_a_later_snapshot_is_what_a_kill_comes_back_to(tmp_path: Path) -> None:
-    killed(back_and_forth, tmp_path)
+    plan = "step 1; save one; step 8; save nine; step 1; save ten; load one; step 1; load nine"
+    killed(played, tmp_path, TWO, plan)
     assert killed(at, tmp_path) == [9, 9]
 
 
@@ -198,49 +168,28 @@ def failed_overwrite(path: Path) -> list[str]:
     return said
 
 
-def loaded_alone(path: Path, store: str, then: str) -> None:
-    """Saves of all at 2 and 4; one goes back to 2, and is saved by the name of that, stepped, or left as it is."""
-    model = Model(path, (store, store))
-    for name in ("two", "four"):
-        model.steps(2)
-        model.save_snapshot(name)
-    model.members[1].load_snapshot("two")
-    if then == "save":
-        model.members[1].save_snapshot("two", overwrite=True)
-    elif then == "step":
-        model.steps(1)
-    elif then == "close":
-        model.close()
+# saves of all at 2 and 4; one goes back to 2
+LOADED_ALONE = "step 2; save two; step 2; save four; b load two"
 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
-@pytest.mark.parametrize(("then", "found"), [("", [4, 4]), ("save", [4, 2]), ("step", [4, 2]), ("close", [4, 2])])
+@pytest.mark.parametrize(
+    ("then", "found"), [("", [4, 4]), ("; b overwrite two", [4, 2]), ("; step 1", [4, 2]), ("; close", [4, 2])]
+)
 def test_a_load_of_one_is_forgotten_by_a_kill_before_its_rows_are_written_or_saved(
     tmp_path: Path, store: str, then: str, found: list[int]
 ) -> None:
-    assert killed(loaded_alone, tmp_path, store, then) is None
+    assert killed(played, tmp_path, (store, store), LOADED_ALONE + then) is None
     assert at(tmp_path) == found
 
 
-def loaded_each(path: Path, saves: bool) -> None:
-    """Each goes back to another branch than the one it is on, by itself; one of them is trained."""
-    model = Model(path, TWO)
-    for name in ("one", "two"):
-        model.steps(1)
-        model.save_snapshot(name)
-    model.load_snapshot("one")
-    model.steps(2)
-    model.save_snapshot("three")
-    for member in model.members:
-        member.load_snapshot("two")
-    model.steps(2, "a")
-    if saves:
-        model.members[0].save_snapshot("a4")
+# each goes back to another branch than the one it is on, by itself; one of them is trained
+LOADED_EACH = "step 1; save one; step 1; save two; load one; step 2; save three; a load two; b load two; step 2 a"
 
 
-@pytest.mark.parametrize(("saves", "found"), [(False, [2, 2]), (True, [4, 2])])
-def test_loads_of_each_count_once_one_of_them_is_trained(tmp_path: Path, saves: bool, found: list[int]) -> None:
-    assert killed(loaded_each, tmp_path, saves) is None
+@pytest.mark.parametrize(("then", "found"), [("", [2, 2]), ("; a save a4", [4, 2])])
+def test_loads_of_each_count_once_one_of_them_is_trained(tmp_path: Path, then: str, found: list[int]) -> None:
+    assert killed(played, tmp_path, TWO, LOADED_EACH + then) is None
     assert at(tmp_path) == found
 
 
@@ -339,18 +288,10 @@ def shell_amid_load(path: Path) -> str:
 
 
 def test_another_process_gets_no_snapshot_of_a_half_done_load(tmp_path: Path) -> None:
-    killed(apart, tmp_path)
+    killed(played, tmp_path, TWO, APART)
     assert "did not finish its current step" in killed(shell_amid_load, tmp_path)
     assert not any("shell" in of_store for of_store in names(tmp_path))
     assert killed(at, tmp_path) == [2, 2]
-
-
-def saved_at_two_steps(path: Path) -> None:
-    model = Model(path, TWO)
-    for number, member in enumerate(model.members):
-        model.steps(2)
-        member.save_snapshot(f"s{number}")
-    model.steps(1)
 
 
 def load_of_none(path: Path) -> list[str]:
@@ -362,7 +303,7 @@ def load_of_none(path: Path) -> list[str]:
 
 
 def test_a_load_that_fails_as_the_first_use_does_not_settle_what_the_steps_are(tmp_path: Path) -> None:
-    killed(saved_at_two_steps, tmp_path)
+    killed(played, tmp_path, TWO, "step 2; a save s0; step 2; b save s1; step 1")
     for _ in range(2):
         said = in_process(load_of_none, tmp_path)
         assert all("no step of which all have the rows" in one for one in said[2:])

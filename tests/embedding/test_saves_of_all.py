@@ -40,23 +40,24 @@ def save_over(path: Path, stores: tuple[str, ...], kind: str, begin: Callable[[]
 
 
 @pytest.mark.parametrize(
-    ("stores", "kind"),
+    ("stores", "kind", "sides"),
     [
-        (("host", "host"), "full"),
-        *(pytest.param(("ssd", "ssd", "host"), kind, marks=SLOW) for kind in ("full", "incremental")),
-        pytest.param(("ssd", "ssd"), "checkpoint", marks=SLOW),
+        (("host", "host"), "full", [False]),
+        *(pytest.param(("ssd", "ssd", "host"), kind, [False, True], marks=SLOW) for kind in ("full", "incremental")),
+        pytest.param(("ssd", "ssd"), "checkpoint", [False, True], marks=SLOW),
     ],
 )
 def test_a_save_of_all_over_a_name_that_is_killed_leaves_the_old_ones_or_the_new_ones(
-    tmp_path: Path, stores: tuple[str, ...], kind: str
+    tmp_path: Path, stores: tuple[str, ...], kind: str, sides: list[bool]
 ) -> None:
-    in_process(kills_of_a_save, tmp_path, stores, kind)
+    in_process(kills_of_a_save, tmp_path, stores, kind, sides)
 
 
-def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str) -> None:
+def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, sides: list[bool]) -> None:
+    """Kill it before each rename, after each, or both, as `sides` have it."""
     found = set()
     for number in range(1, 100):
-        for after in (False, True):
+        for after in sides:
             path = folder / f"{number}-{after}" / "store"
             said = killed_at(path, "rename", number, save_over, path, stores, kind, after=after)
             if number % 2:  # a command takes the locks first, else a trainer

@@ -9,7 +9,6 @@ import os
 import shutil
 import tracemalloc
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,9 @@ def of_states(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [
-        *product(["adagrad", "rowwise", "sgd"], [torch.float32, torch.float16, torch.bfloat16]),
+        ("adagrad", torch.bfloat16),
+        ("rowwise", torch.float16),
+        ("sgd", torch.float32),
         ("catch-up", torch.float32),  # whose rule takes no others
     ],
 )
@@ -515,12 +516,6 @@ def test_states_are_filled_and_loaded_without_a_second_copy_of_all_rows() -> Non
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < sum(tensor.nbytes for tensor in stored.values()) / 2
-
-
-def test_all_of_a_state_dict_is_tensors(tmp_path: Path) -> None:
-    first = model(tmp_path)
-    state = {name: value.detach().cpu().clone() for name, value in first.state_dict().items()}
-    first.load_state_dict(state)
 
 
 @pytest.mark.parametrize("path", ["store", None])

@@ -14,11 +14,11 @@ from support.golden_store import embedding_in, step, write_store
 from support.places import GOLDEN
 from support.ranks import run_ranks
 from tierbed.distributed import World
-from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots.files.format import MANIFEST
 
 STORES = GOLDEN / "stores-2"
+closed_and_killed = pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -43,7 +43,7 @@ def test_its_files_have_the_bytes_that_they_had(tmp_path: Path) -> None:
     assert files(tmp_path / "rows") == files(STORES / "closed")
 
 
-@pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
+@closed_and_killed
 def test_it_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
     shutil.copytree(STORES / store, tmp_path / "before" / "rows")
     with embedding_in(tmp_path / "before") as found, write_store(tmp_path / "now") as made:
@@ -55,8 +55,7 @@ def test_it_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
         found.save_snapshot("three", "incremental")
 
 
-@pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
-@pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
+@closed_and_killed
 def test_a_store_on_ssd_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
     shutil.copytree(GOLDEN / "ssd-2" / store, tmp_path / "before" / "rows")
     before, now = Trained(tmp_path / "before"), Trained(tmp_path / "now")
@@ -81,7 +80,7 @@ def opened_over_ranks(world: World, folder: Path) -> tuple[int, bytes, bytes]:
         return count, before.contents(), now.contents()
 
 
-@pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
+@closed_and_killed
 def test_a_store_of_two_ranks_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
     shutil.copytree(GOLDEN / "ranks-2" / store, tmp_path / "before" / "rows")
     for step_count, before, now in run_ranks(2, opened_over_ranks, tmp_path):

@@ -21,13 +21,10 @@ from tierbed import (
     make_normal_initializer,
     make_table_options,
 )
-from tierbed.engine import _core
 from tierbed.engine.options.table_names import merged_names, mismatched_tables
 from tierbed.snapshots import Snapshot
 
-on_memory_and_disk = pytest.mark.parametrize(
-    "store", ["host", pytest.param("ssd", marks=pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB"))]
-)
+on_memory_and_disk = pytest.mark.parametrize("store", ["host", "ssd"])
 
 
 def description(folder: Path) -> dict[str, Any]:
@@ -50,6 +47,7 @@ TAKEN = [("a", "b"), ("a", "b", "new"), ("a", "b", None)]
 
 @on_memory_and_disk
 @pytest.mark.parametrize("names", REFUSED)
+@pytest.mark.rotated("store")
 def test_tables_in_another_order_do_not_swap_their_rows(tmp_path: Path, names: tuple[Any, ...], store: str) -> None:
     clean, unclean, other = tmp_path / "clean", tmp_path / "unclean", tmp_path / "other"
     with filled(clean, "a", "b", store=store) as embedding:

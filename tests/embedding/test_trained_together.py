@@ -13,7 +13,7 @@ from support.forked import in_process
 from support.killed import remarks
 from support.killed import step as one_step
 from support.stores import options
-from support.together import Model, killed, killed_at
+from support.together import Model, killed, killed_at, played
 from tierbed.engine.errors import ClosedError, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.folder_state import FolderState
@@ -33,18 +33,12 @@ def at(path: Path, stores: tuple[str, ...], mode: str = "resume") -> list[int]:
     return found
 
 
-def saved_apart(path: Path, stores: tuple[str, ...]) -> None:
-    model = Model(path, stores)
-    model.steps(10)
-    model.members[0].save_snapshot("ten")
-    model.steps(10)
-    model.members[1].save_snapshot("twenty")
-    model.steps(3)
+APART = "step 10; a save ten; step 10; b save twenty; step 3"
 
 
 @pytest.mark.parametrize("stores", TWO)
 def test_snapshots_of_two_steps_are_no_recovery_until_it_is_asked_for(tmp_path: Path, stores: tuple[str, ...]) -> None:
-    killed(saved_apart, tmp_path, stores)
+    killed(played, tmp_path, stores, APART)
     for _ in range(2):
         said = killed(at, tmp_path, stores)
         assert said.startswith("StoreError")
@@ -65,30 +59,22 @@ def load_each(path: Path, stores: tuple[str, ...]) -> list[int]:
 
 @pytest.mark.parametrize("stores", TWO)
 def test_a_snapshot_loaded_into_each_is_a_way_out(tmp_path: Path, stores: tuple[str, ...]) -> None:
-    killed(saved_apart, tmp_path, stores)
+    killed(played, tmp_path, stores, APART)
     assert killed(load_each, tmp_path, stores) == [12, 22]
     assert killed(at, tmp_path, stores) == [10, 20]
 
 
-def all_then_each(path: Path, stores: tuple[str, ...]) -> None:
-    model = Model(path, stores)
-    model.steps(4)
-    model.save_snapshot("all")
-    for step in (5, 6):
-        model.steps(1)
-        model.members[step - 5].save_snapshot(f"s{step}")
-    model.steps(2)
-    model.prune_snapshots(1)
-    for member in model.members:
-        member.save_snapshot("latest", overwrite=True)
-        model.steps(1)
+ALL_THEN_EACH = (
+    "step 4; save all; step 1; a save s5; step 1; b save s6; step 2; prune 1; "
+    "a overwrite latest; step 1; b overwrite latest; step 1"
+)
 
 
 @pytest.mark.parametrize("stores", TWO)
 def test_later_saves_of_one_do_not_move_what_all_go_back_to(
     tmp_path: Path, stores: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    killed(all_then_each, tmp_path, stores)
+    killed(played, tmp_path, stores, ALL_THEN_EACH)
     model = Model(tmp_path, stores)
     assert model.at() == [4, 4]
     said = remarks(caplog)
@@ -101,40 +87,19 @@ def test_later_saves_of_one_do_not_move_what_all_go_back_to(
     model.close()
 
 
-def overwrite_each(path: Path, stores: tuple[str, ...], rounds: int) -> None:
-    model = Model(path, stores)
-    for _ in range(rounds):
-        model.steps(1)
-        for member in model.members:
-            member.save_snapshot("latest", overwrite=True)
-    model.steps(1)
-    model.members[0].save_snapshot("latest", overwrite=True)
-
-
 @pytest.mark.parametrize("stores", TWO)
 def test_one_name_for_each_save_never_loses_the_last_step_of_all(tmp_path: Path, stores: tuple[str, ...]) -> None:
-    killed(overwrite_each, tmp_path, stores, 2)
+    each, more = "step 1; a overwrite latest; b overwrite latest; ", "step 1; a overwrite latest"
+    killed(played, tmp_path, stores, 2 * each + more)
     assert killed(at, tmp_path, stores) == [2, 2]
-    killed(overwrite_each, tmp_path, stores, 1)
+    killed(played, tmp_path, stores, each + more)
     assert killed(at, tmp_path, stores) == [3, 3]
-
-
-def frozen(path: Path, stores: tuple[str, ...], closes: bool) -> None:
-    model = Model(path, stores)
-    if closes:
-        model.steps(2)
-        model.close()
-        return
-    for step in (1, 2, 3):
-        model.steps(1, "b")
-        model.members[1].save_snapshot(f"s{step}")
-    model.steps(1, "b")
 
 
 @pytest.mark.parametrize("stores", TWO)
 def test_a_frozen_embedding_stays_as_it_is(tmp_path: Path, stores: tuple[str, ...]) -> None:
-    killed(frozen, tmp_path, stores, True)
-    killed(frozen, tmp_path, stores, False)
+    killed(played, tmp_path, stores, "step 2; close")
+    killed(played, tmp_path, stores, "step 1 b; b save s1; step 1 b; b save s2; step 1 b; b save s3; step 1 b")
     assert Model(tmp_path, stores).at() == [2, 5]
 
 
@@ -261,23 +226,12 @@ def test_a_recovery_that_is_killed_is_finished_by_the_next(tmp_path: Path, store
     in_process(kills_of_a_recovery, tmp_path, stores)
 
 
-def all_then_one(path: Path, stores: tuple[str, ...]) -> None:
-    model = Model(path, stores)
-    model.steps(2)
-    model.save_snapshot("all")
-    model.steps(1)
-    model.members[0].save_snapshot("later")
-    model.members[2].close()
-    model.steps(1, "a", "b")
-
-
 def kills_of_a_recovery(folder: Path, stores: tuple[str, ...]) -> None:
-    killed(all_then_one, folder / "made", stores)
+    killed(played, folder / "made", stores, "step 2; save all; step 1; a save later; c close; step 1 a b")
     for number in range(1, 60):
         path = copied(folder / "made", folder / f"{number}" / "store")
         said = killed_at(path, "rename", number, recover, path, stores)
-        for order in ("cab", "bca")[number % 2 :]:
-            assert killed(opened_first, path, stores, order) == [2, 2, 2]
+        assert killed(opened_first, path, stores, ("cab", "bca")[number % 2]) == [2, 2, 2]
         if said == "done":
             break
     assert number > 3
@@ -285,7 +239,7 @@ def kills_of_a_recovery(folder: Path, stores: tuple[str, ...]) -> None:
 
 def test_a_run_of_one_alone_rolls_nothing_back(tmp_path: Path) -> None:
     stores = ("host", "host")
-    killed(all_then_each, tmp_path, stores)
+    killed(played, tmp_path, stores, ALL_THEN_EACH)
     with make(options("host", tmp_path), "adagrad", name="a", tables=1, seed=0) as alone:
         assert alone.metrics()["table"]["step"] == 4
         from support.killed import steps
@@ -399,7 +353,7 @@ def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path: P
 
 def test_an_embedding_that_begins_fresh_leaves_the_others_their_rows(tmp_path: Path) -> None:
     stores = ("host", "host")
-    killed(all_then_each, tmp_path, stores)
+    killed(played, tmp_path, stores, ALL_THEN_EACH)
     with make(options("host", tmp_path, open="fresh"), "adagrad", name="a", tables=1, seed=0) as fresh:
         assert fresh.size() == 0
     found = Model(tmp_path, stores)
@@ -409,7 +363,7 @@ def test_an_embedding_that_begins_fresh_leaves_the_others_their_rows(tmp_path: P
 
 def test_a_model_that_was_copied_goes_by_its_own_folders(tmp_path: Path) -> None:
     stores = ("host", "ssd")
-    killed(all_then_each, tmp_path / "one", stores)
+    killed(played, tmp_path / "one", stores, ALL_THEN_EACH)
     shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=shutil.ignore_patterns("SOCKET"))
     assert Model(tmp_path / "two", stores).at() == [4, 4]
     shutil.rmtree(tmp_path / "one" / "b")
@@ -457,26 +411,11 @@ def with_a_third(path: Path) -> list[int]:
     return found
 
 
-def three_again(path: Path) -> list[int]:
-    return at(path, ("host", "host", "host"))
-
-
-def without_it(path: Path) -> list[int]:
-    return at(path, ("host", "host"))
-
-
 def test_a_member_joins_and_leaves(tmp_path: Path) -> None:
-    killed(saved_together, tmp_path)
+    killed(played, tmp_path, ("host", "host"), "step 2; save two; step 1")
     assert killed(with_a_third, tmp_path) == [2, 2, 0]
-    assert killed(without_it, tmp_path) == [3, 3]
-    assert killed(three_again, tmp_path) == [3, 3, 1]
-
-
-def saved_together(path: Path) -> None:
-    model = Model(path, ("host", "host"))
-    model.steps(2)
-    model.save_snapshot("two")
-    model.steps(1)
+    assert killed(at, tmp_path, ("host", "host")) == [3, 3]
+    assert killed(at, tmp_path, ("host",) * 3) == [3, 3, 1]
 
 
 def states_and_closed(path: Path) -> None:
@@ -516,31 +455,11 @@ def one_step_of_a(path: Path) -> int:
     return int(member.metrics()["table"]["step"])
 
 
-def never_saved(path: Path) -> None:
-    Model(path, ("host", "host")).steps(2)
-
-
-def one_saved(path: Path) -> None:
-    model = Model(path, ("host", "host"))
-    model.steps(2)
-    model.members[0].save_snapshot("two")
-    model.steps(1)
-
-
-def one_closed(path: Path) -> None:
-    model = Model(path, ("host", "host"))
-    model.steps(2)
-    model.save_snapshot("two")
-    model.steps(1)
-    model.members[0].close()
-    model.steps(1, "b")
-
-
 def test_all_start_empty_if_none_was_saved_and_none_does_if_one_was(tmp_path: Path) -> None:
     stores = ("host", "host")
-    killed(never_saved, tmp_path / "none")
+    killed(played, tmp_path / "none", stores, "step 2")
     assert killed(at, tmp_path / "none", stores) == [0, 0]
-    killed(one_saved, tmp_path / "one")
+    killed(played, tmp_path / "one", stores, "step 2; a save two; step 1")
     said = killed(at, tmp_path / "one", stores)
     assert said.startswith("StoreError")
     assert "'a' has snapshot 'two', at step 2, 'b' has no snapshot" in said
@@ -548,7 +467,7 @@ def test_all_start_empty_if_none_was_saved_and_none_does_if_one_was(tmp_path: Pa
 
 
 def test_a_clean_embedding_is_refused_with_an_unclean_one_if_that_is_asked_for(tmp_path: Path) -> None:
-    killed(one_closed, tmp_path)
+    killed(played, tmp_path, ("host", "host"), "step 2; save two; step 1; a close; step 1 b")
     model = Model(tmp_path, ("host", "host"), open="error")
     with pytest.raises(StoreError, match=rf"'{tmp_path}/b' of the store folders .* were not closed"):
         model.members[0].size()

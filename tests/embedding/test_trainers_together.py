@@ -179,10 +179,9 @@ def files(path: Path) -> list[tuple[str, int, int]]:
 def test_a_killed_trainer_recovers_rows_of_one_moment(tmp_path: Path, make: Make) -> None:
     kept, _ = killed(trains, tmp_path, make, True)
     assert killed(opened, tmp_path, make) == kept
-    assert killed(opened, tmp_path, make) == kept
 
 
-@pytest.mark.parametrize("make", [make for make in TRAINERS if make is not frozen])
+@pytest.mark.parametrize("make", [collection, graph, batched])
 def test_a_trainer_saved_only_apart_is_refused_and_changes_no_file_until_its_rows_are_accepted(
     tmp_path: Path, make: Make
 ) -> None:
@@ -198,7 +197,7 @@ def test_a_trainer_saved_only_apart_is_refused_and_changes_no_file_until_its_row
     assert killed(opened, tmp_path, make) == apart
 
 
-@pytest.mark.parametrize("make", [graph, loop, two_graphs, batched])
+@pytest.mark.parametrize("make", [graph, loop, batched])
 def test_a_step_that_raised_when_it_had_updated_one_embedding_stops_all_until_a_load(
     tmp_path: Path, make: Make
 ) -> None:

@@ -19,28 +19,30 @@ from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stor
 from tierbed import EagerOptimizer, Graph, GroupError, SnapshotError
 from tierbed.distributed import World
 
+BEFORE, AFTER = IDS[:2], IDS[5:8]
+
 
 def loop(kind: str, path: Path, at: Path, world: Any = None, optimizer_of: Any = optimizer_of) -> list[float]:
     """Train, save, train on; or resume from a save."""
     model = TwoTowers(stores(kind, path), world)
     optimizer = optimizer_of(model)
     if not at.exists():
-        list(losses(model, optimizer, IDS[:5]))
+        list(losses(model, optimizer, BEFORE))
         module, of_optimizer = get_state_dict(model, optimizer)
         state = {"model": module, "optimizer": of_optimizer}
         if optimizer_of is plain_sgd:
             saved = dcp.async_save(state, checkpoint_id=at)
-            list(losses(model, optimizer, IDS[5:7]))
+            list(losses(model, optimizer, AFTER[:2]))
             saved.result()  # type: ignore[union-attr]
             loaded(model, optimizer, at)
         else:
             dcp.save(state, checkpoint_id=at)
-        expected = list(losses(model, optimizer, IDS[5:10]))
+        expected = list(losses(model, optimizer, AFTER))
         loaded(model, optimizer, at)  # in the same process
-        assert list(losses(model, optimizer, IDS[5:10])) == expected
+        assert list(losses(model, optimizer, AFTER)) == expected
         return expected
     loaded(model, optimizer, at)
-    return list(losses(model, optimizer, IDS[5:10]))
+    return list(losses(model, optimizer, AFTER))
 
 
 def loaded(model: TwoTowers, optimizer: Any, at: Path) -> None:
@@ -86,11 +88,11 @@ def graph(kind: str, path: Path, at: Path, world: Any = None) -> list[float]:
         state = model.state_dict()
         dcp.load(state, checkpoint_id=at)
         model.load_state_dict(state)
-        return [float(model(ids)) for ids in IDS[5:10]]
-    for ids in IDS[:5]:
+        return [float(model(ids)) for ids in AFTER]
+    for ids in BEFORE:
         model(ids)
     dcp.save(model.state_dict(), checkpoint_id=at)
-    return [float(model(ids)) for ids in IDS[5:10]]
+    return [float(model(ids)) for ids in AFTER]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,6 +23,12 @@ with warnings.catch_warnings():
     from lightning.pytorch.callbacks import ModelCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Trained(pl.LightningModule):
@@ -70,10 +76,7 @@ def fit(
     trainer = pl.Trainer(
         default_root_dir=path,
         max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[keeps],
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
@@ -88,22 +91,22 @@ def fit(
 def test_a_run_that_is_resumed_by_ckpt_path_is_the_uninterrupted_one(tmp_path: Path, kind: str, way: str) -> None:
     accumulate = 2 if way == "accumulated" else 1
     whole = Trained(stores("host", tmp_path), way == "manual")
-    fit(whole, tmp_path / "whole", 5, accumulate=accumulate)
+    fit(whole, tmp_path / "whole", 3, accumulate=accumulate)
     first = Trained(stores(kind, tmp_path / "store"), way == "manual")
-    keeps = fit(first, tmp_path / "a", 3, accumulate=accumulate)
+    keeps = fit(first, tmp_path / "a", 2, accumulate=accumulate)
     assert first.losses == whole.losses[: len(first.losses)]
     first.model.close()
     again = Trained(stores(kind, tmp_path / "store"), way == "manual")
-    fit(again, tmp_path / "a", 5, keeps.last_model_path, accumulate)
+    fit(again, tmp_path / "a", 3, keeps.last_model_path, accumulate)
     assert first.losses + again.losses == whole.losses
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_best_of_twenty_epochs_comes_back_whole(tmp_path: Path, kind: str) -> None:
+def test_the_best_of_eight_epochs_comes_back_whole(tmp_path: Path, kind: str) -> None:
     second = Trained(stores("host", tmp_path))
     fit(second, tmp_path / "second", 2)
     module = Trained(stores(kind, tmp_path / "store"))
-    keeps = fit(module, tmp_path / "twenty", 20, monitor="score")
+    keeps = fit(module, tmp_path / "eight", 8, monitor="score")
     assert "epoch=1-" in keeps.best_model_path
     again = Trained(stores(kind, tmp_path / "store"))
     fit(again, tmp_path / "again", 4, keeps.best_model_path)
@@ -143,12 +146,9 @@ def over_ranks(world: World, path: Path) -> str:
         trainer = pl.Trainer(
             default_root_dir=path,
             max_epochs=1,
-            accelerator="cpu",
+            **QUIET,
             strategy="ddp",
             devices=2,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             enable_checkpointing=False,
         )
         return fails(lambda: trainer.fit(module, DataLoader(IDS[:6], batch_size=1)), OptimizerError)  # type: ignore[arg-type]

@@ -74,6 +74,17 @@ def fails(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception]
     return str(raised.value)
 
 
+def outcome(call: Callable[[], Any]) -> str:
+    """What a call raises, after the name of its class; "fine" if it raises nothing."""
+    from tierbed import TierbedError
+
+    try:
+        call()
+    except (TierbedError, ArithmeticError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
 def assert_all_heard(reports: Sequence[Sequence[str]], parts: Sequence[str]) -> None:
     """Each rank reports the same, and of each message this part."""
     assert all(of_rank == reports[0] for of_rank in reports)

@@ -68,6 +68,29 @@ class Model(ModelSnapshots, nn.Module):
             member.close()
 
 
+def played(path: Path, stores: Sequence[str], plan: str) -> None:
+    """What a plan says of a model: "step 2; save all; step 1 a; b load all; a overwrite all; prune 1; close".
+
+    A part that begins with a name is of that member alone.
+    """
+    model = Model(path, stores)
+    for part in plan.split("; "):
+        first, *given = part.split()
+        target: Any = model
+        if first in NAMES:
+            target, first, *given = model.members[NAMES.index(first)], *given
+        if first == "step":
+            model.steps(int(given[0]), *given[1:])
+        elif first in ("save", "overwrite"):
+            target.save_snapshot(*given, overwrite=first == "overwrite")
+        elif first == "load":
+            target.load_snapshot(*given)
+        elif first == "prune":
+            target.prune_snapshots(int(given[0]))
+        else:
+            getattr(target, first)()
+
+
 def keep_open(made: Any) -> None:
     """Let a model stay open in a process that is killed."""
     if _kept is not None:
