@@ -187,7 +187,7 @@ def test_checkpoints_while_another_thread_writes_and_merges_are_all_sound(tmp_pa
         worker = threading.Thread(target=work)
         worker.start()
         try:
-            for number in range(12):
+            for number in range(6):
                 write_checkpoint(tmp_path / f"s{number}", description(WIDTH), 3000, tier)
                 Snapshot.open(tmp_path / f"s{number}").verify()
         finally:

@@ -46,7 +46,7 @@ IN_PARTS = ["full in parts", "incremental in parts"]
 def save_sound(path: Path, types: TorchTypes) -> Path:
     with make(options("ssd", path), "adagrad", tables=1, dtype=types[0], state_dtype=types[1]) as embedding:
         for number, kind in enumerate(KINDS):
-            train(embedding, range(50 * number, 50 * number + 100))
+            train(embedding, range(6 * number, 6 * number + 12))
             embedding.delete(range(3))
             embedding.save_snapshot(kind, kind)
     return path / "rows" / "snapshots"

@@ -114,19 +114,19 @@ def test_what_may_not_be_read_or_written_is_named_and_everything_stays(tmp_path:
     in_process(without_permission, tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES, ids=repr)
-def test_a_name_that_leads_elsewhere_is_refused_by_every_call(tmp_path: Path, name: str) -> None:
+def test_a_name_that_leads_elsewhere_is_refused_by_every_call(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with open_embedding(tmp_path, "device") as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("s")
-        for call in (embedding.save_snapshot, embedding.load_snapshot):
-            with pytest.raises(SnapshotError, match="name"):
-                call(name)
+        for name in NAMES:
+            for call in (embedding.save_snapshot, embedding.load_snapshot):
+                with pytest.raises(SnapshotError, match="name"):
+                    call(name)
     store = tmp_path / "rows"
-    if "\0" not in name and name.isprintable():  # as an argument may be
-        for words in (["save"], ["load"], ["inspect"], ["verify"]):
-            assert command(*words, store, "--", name) == 1
+    for name in filter(str.isprintable, NAMES):  # as an argument may be
+        for word in ("save", "load", "inspect", "verify"):
+            assert command(word, store, "--", name) == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rows", "x"]
     assert [file.name for file in (store / "snapshots").iterdir()] == ["s"]
 
@@ -169,7 +169,7 @@ def test_a_linked_snapshot_is_read_and_a_prune_removes_the_link_alone(tmp_path: 
 
 def test_a_link_in_the_place_of_a_file_is_followed_and_what_it_leads_to_is_checked(tmp_path: Path) -> None:
     with open_embedding(tmp_path, "device") as embedding:
-        train(embedding, range(200))
+        train(embedding, range(12))
         embedding.save_snapshot("s")
         files = sorted((tmp_path / "rows" / "snapshots" / "s").iterdir())
         for file in files:

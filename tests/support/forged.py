@@ -43,7 +43,7 @@ def save_each_kind(path: Path, types: Types = TYPES[0], **more: Any) -> Path:
     """A folder of snapshots: one of each kind, by that name."""
     with make(options("ssd", path, **more), "adagrad", **of_rows(types)) as embedding:
         for number, kind in enumerate(KINDS):
-            train(embedding, range(50 * number, 50 * number + 100))
+            train(embedding, range(6 * number, 6 * number + 12))
             embedding.delete(range(3 * number, 3 * number + 3))
             embedding.save_snapshot(kind, kind)
     return path / "rows" / "snapshots"
