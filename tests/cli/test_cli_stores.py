@@ -276,7 +276,7 @@ def test_a_dense_table_is_imported_and_trained_on(cli: Cli, tmp_path: Path) -> N
     dense = torch.randn(50, DIM)
     torch.save({"net": {"emb.weight": dense}}, tmp_path / "model.pt")
     arguments = "import", "dense", str(tmp_path / "model.pt"), "--tensor", "net.emb.weight"
-    assert "is not a store folder" in cli.fails(*arguments)
+    assert "or add --create to create it" in cli.fails(*arguments)
     assert cli.json(*arguments, "--create")["rows"] == 50
     cli.json("load", "dense")
     with make(options("device", tmp_path), "adam", tables=1) as embedding:
