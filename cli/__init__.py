@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 try:
+    import functools
     from importlib.metadata import version
-    from typing import Annotated
+    from typing import Annotated, Any
 
     import rich  # noqa: F401  output imports its parts when it needs them
     import typer
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(arguments: list[str] | None) -> None:
     as_json = "--json" in (sys.argv if arguments is None else arguments)
     try:
-        app(arguments, prog_name="tierbed")
+        _command()(arguments, prog_name="tierbed")
     except SystemExit as end:
         if end.code == INTERRUPTED:
             print_interrupted(as_json)
@@ -88,6 +89,11 @@ def _run(arguments: list[str] | None) -> None:
         if as_json:
             print_json_error(message)
         raise SystemExit(PROBLEM) from None
+
+
+@functools.cache
+def _command() -> Any:
+    return typer.main.get_command(app)
 
 
 def _message(error: Exception) -> str | None:

@@ -18,16 +18,23 @@ from support.shell import Cli
 from tierbed import save_checkpoint
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store, and the folder `kept` with three checkpoints: of steps 2 and 4 of a graph, and one of a module."""
-    graph = rating("host", tmp_path / "store")
+    path = tmp_path_factory.mktemp("made")
+    graph = rating("host", path / "store")
     for name in ("two", "four"):
         steps(graph, IDS[:2])
-        graph.save(tmp_path / "kept" / name)  # within a second, and not in the order of names
-    save_checkpoint(tmp_path / "kept" / "dense", torch.nn.Linear(2, 3), extra={"epoch": 1})
+        graph.save(path / "kept" / name)  # within a second, and not in the order of names
+    save_checkpoint(path / "kept" / "dense", torch.nn.Linear(2, 3), extra={"epoch": 1})
     graph.rows.close()
-    return tmp_path
+    return path
+
+
+@pytest.fixture
+def saved(made: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
 
 def test_checkpoints_are_listed_inspected_verified_and_pruned(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from support.embeddings import DIM, make
+from support.shell import command
 from tierbed import load_store_options
-from tierbed.cli import main
 from tierbed.engine import _core
 from tierbed.engine.store.full import full_table_bytes
 
@@ -37,10 +37,9 @@ def checked(capsys: pytest.CaptureFixture[str], folder: Path, text: str, *names:
     """The document for a file, and what stderr has."""
     file = folder / "deploy.toml"
     file.write_text(text)
-    with pytest.raises(SystemExit) as exit:
-        main(["store", "options", str(file), *names, "--json"])
+    found = command("store", "options", file, *names, "--json")
     out, err = capsys.readouterr()
-    assert (exit.value.code or 0) == code, err
+    assert found == code, err
     return json.loads(out), err
 
 
@@ -63,8 +62,7 @@ def test_options_are_shown_as_they_will_be_with_memory_and_disk(
     assert disk["snapshots"] == f"{tmp_path}/store/users/snapshots"
     assert disk["free_bytes"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["deploy.toml"]
-    with pytest.raises(SystemExit):
-        main(["store", "options", str(tmp_path / "deploy.toml"), "users"])
+    assert command("store", "options", tmp_path / "deploy.toml", "users") == 0
     out = capsys.readouterr().out
     assert f"\npersistent_path       {tmp_path}/store\n" in out
     assert "cache 2 MiB, overflow 1 MiB" in out
@@ -133,8 +131,7 @@ def test_rows_are_summed_by_disk_and_those_beyond_what_is_free_are_wrong(
     (disk,) = found["disks"]
     assert (disk["embeddings"], disk["rows_bytes"]) == (["a", "b"], 2 * (int(free * 0.3) // 4020) * 4020)
     assert disk["free_bytes"] > disk["rows_bytes"]
-    with pytest.raises(SystemExit):
-        main(["store", "options", str(tmp_path / "deploy.toml")])
+    assert command("store", "options", tmp_path / "deploy.toml") == 0
     assert f"rows on the disk of {tmp_path}/x: " in capsys.readouterr().out
 
 
@@ -144,19 +141,14 @@ def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys:
     assert "that can name a folder" in found["wrong"]["a/b"]
     assert found["wrong"]["title"].endswith("title is outside a table; put it under [name], the name of its embedding")
     (tmp_path / "empty.toml").write_text("")
-    with pytest.raises(SystemExit) as exit:
-        main(["store", "options", str(tmp_path / "empty.toml")])
-    assert exit.value.code == 1
+    assert command("store", "options", tmp_path / "empty.toml") == 1
     assert "empty.toml' is empty; give each embedding a table [name]" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit:
-        main(["store", "options", str(tmp_path / "missing.toml")])
-    assert exit.value.code == 1
+    assert command("store", "options", tmp_path / "missing.toml") == 1
     assert "missing.toml" in capsys.readouterr().err
 
 
 def test_the_usage_says_names_without_brackets_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["store", "options", "--help"])
+    assert command("store", "options", "--help") == 0
     out = capsys.readouterr().out
     assert "[[NAME]...]" not in out
     assert "NAME" in out

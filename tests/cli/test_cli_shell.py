@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from support import shell
 from support.places import DOCS
 from support.scripts import run_python
 from support.shell import Cli
 from support.small_snapshots import save
 from tierbed import MetricsCollector, OptionError, prometheus_text
-from tierbed.cli import app, main, output
+from tierbed.cli import app, output
 from tierbed.cli.watch import changes, poll
 from tierbed.snapshots.store.folder import StoreFolder
 
@@ -45,17 +46,14 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main([*command.split(), "--help"])
-    assert exit.value.code == 0
+    assert shell.command(*command.split(), "--help") == 0
     out = capsys.readouterr().out
     assert f"Example: tierbed {command} " in out
     assert "--json" in out
 
 
 def test_help_of_load_says_that_rows_of_tables_not_given_go(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["snapshot", "load", "--help"])
+    assert shell.command("snapshot", "load", "--help") == 0
     out = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
     assert "Replace all live rows by those of this table" in out
     assert "rows of other tables are lost" in out
@@ -92,9 +90,7 @@ def test_shells_complete_the_names_of_snapshots(
     monkeypatch.setenv("_TIERBED_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
-    with pytest.raises(SystemExit) as exit:
-        main([])
-    assert (exit.value.code, capsys.readouterr().out.split()) == (0, names)
+    assert (shell.command(), capsys.readouterr().out.split()) == (0, names)
 
 
 def test_help_and_completion_import_no_more_than_they_need() -> None:
@@ -155,7 +151,7 @@ def test_columns_line_up_for_wide_letters() -> None:
 
 
 def test_ctrl_c_ends_with_130_and_its_document_and_leaves_no_half_snapshot(cli: Cli) -> None:
-    save(cli.store / "snapshots" / "large", dict.fromkeys(range(64), 6000))
+    save(cli.store / "snapshots" / "large", dict.fromkeys(range(64), 3000))
     cli.json("load", "large")
     before = sorted(cli.store.iterdir())
     snapshots = cli.store / "snapshots"
@@ -206,19 +202,18 @@ def test_a_closed_pipe_gives_no_traceback(cli: Cli) -> None:
 def test_a_name_that_the_encoding_of_the_terminal_lacks_is_printed_by_escapes(cli: Cli) -> None:
     save(cli.store / "snapshots" / "für-表")
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    for command in ("list", "verify"):
-        line = [COMMAND, "snapshot", command, str(cli.store)]
-        done = subprocess.run(line, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert r"f\xfcr-\u8868" in done.stdout
+    line = [COMMAND, "snapshot", "list", str(cli.store)]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"f\xfcr-\u8868" in done.stdout
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_a_full_disk_under_stdout_is_an_error_in_one_line(cli: Cli, unbuffered: str) -> None:
+def test_a_full_disk_under_stdout_is_an_error_in_one_line(cli: Cli) -> None:
     full_disk = "tierbed: stdout: No space left on device\n"
-    for store, more, said in (
-        (cli.store, ["--json"] if unbuffered else [], full_disk),
-        (cli.store / "typo", ["--json"], rf"tierbed: .*is not a store folder.*\n{full_disk}"),
+    for unbuffered, store, more, said in (
+        ("", cli.store, [], full_disk),
+        ("1", cli.store, ["--json"], full_disk),
+        ("", cli.store / "typo", ["--json"], rf"tierbed: .*is not a store folder.*\n{full_disk}"),
     ):
         line = [COMMAND, "snapshot", "list", str(store), *more]
         with open("/dev/full", "w") as full:
@@ -270,9 +265,7 @@ def test_watch_prints_a_line_a_change_until_ctrl_c(cli: Cli) -> None:
 
 
 def test_doctor_tells_what_is_there_and_how_to_get_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main(["doctor", str(tmp_path / "not" / "there"), "--json"])
-    assert not exit.value.code
+    assert shell.command("doctor", tmp_path / "not" / "there", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in found["checks"]}
     assert found["works"]
@@ -282,32 +275,12 @@ def test_doctor_tells_what_is_there_and_how_to_get_the_rest(tmp_path: Path, caps
     assert checks["folder"]["value"].endswith(f"does not exist yet, so {tmp_path} was checked")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        main(["doctor", str(tmp_path / "file")])
+    shell.command("doctor", tmp_path / "file")
     assert f"{tmp_path / 'file'} is not a folder" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["doctor"])
+    shell.command("doctor")
     lines = [line for line in capsys.readouterr().out.splitlines() if "->" not in line]
     assert {line.split()[0] for line in lines} <= {"ok", "missing"}
     assert "torch" in {line.split()[1] for line in lines}
-
-
-def test_doctor_fails_where_the_core_cannot_work(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libtorch is of another world')")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [COMMAND, "doctor", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "")
-    found = json.loads(done.stdout)
-    (torch,) = (check for check in found["checks"] if check["name"] == "torch")
-    assert not found["works"]
-    assert not torch["ok"]
-    assert "of another world" in torch["value"]
-    command = [COMMAND, "snapshot", "import", str(tmp_path / "store"), "one", str(tmp_path / "rows.npz")]  # by torch
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "tierbed doctor" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def without(package: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -317,12 +290,24 @@ def without(package: str, folder: Path, *command: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_doctor_names_a_package_that_is_missing(tmp_path: Path) -> None:
+def test_doctor_fails_where_the_core_cannot_work_and_names_a_package_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch is of another world')")
     done = without("lazy_loader", tmp_path, COMMAND, "doctor", "--json")
     assert (done.returncode, done.stderr) == (1, "")
-    (bad,) = (check for check in json.loads(done.stdout)["checks"] if "lazy_loader" in check["value"])
-    assert bad["name"] == "lazy-loader"
-    assert bad["remedy"].endswith("pip install --force-reinstall lazy-loader")
+    found = json.loads(done.stdout)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert not found["works"]
+    assert not checks["torch"]["ok"]
+    assert "of another world" in checks["torch"]["value"]
+    assert "lazy_loader" in checks["lazy-loader"]["value"]
+    assert checks["lazy-loader"]["remedy"].endswith("pip install --force-reinstall lazy-loader")
+    (tmp_path / "lazy_loader.py").unlink()
+    command = [COMMAND, "snapshot", "import", str(tmp_path / "store"), "one", str(tmp_path / "rows.npz")]  # by torch
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "tierbed doctor" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_where_a_package_is_missing_all_else_says_so(tmp_path: Path) -> None:

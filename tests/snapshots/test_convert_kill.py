@@ -50,10 +50,10 @@ WARM = Warm(convert, SHIMMED)
 def test_a_kill_amid_a_conversion_leaves_rows_of_one_dtype_and_every_snapshot(tmp_path: Path, store: str) -> None:
     begun = tmp_path / "begun"
     with open_embedding(begun, store, torch.float32) as embedding:
-        train(embedding, range(50))
+        train(embedding, range(12))
         embedding.save_snapshot("wide")
     with open_embedding(begun, store, open="fresh") as embedding:
-        train(embedding, range(20, 60))
+        train(embedding, range(6, 15))
         embedding.save_snapshot("narrow")
         narrow = contents(embedding).tobytes()
     with open_embedding(tmp_path / "alone", "device", open="fresh") as embedding:

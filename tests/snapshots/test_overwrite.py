@@ -11,10 +11,10 @@ import pytest
 from support.asked import STORE, Training
 from support.embeddings import contents, make, train
 from support.forked import in_process
+from support.shell import command
 from support.stores import STORES, options
 from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding, OptionError, SnapshotError
-from tierbed.cli import main
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.store.folder import StoreFolder
@@ -190,17 +190,10 @@ def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_pa
     training.end()
     store = str(tmp_path / STORE)
     for words in (["save", store, "final"], ["merge", store, "final", "merged"], ["merge", store, "final", "merged"]):
-        with pytest.raises(SystemExit) as end:
-            main(["snapshot", *words, "--overwrite"])
-        assert not end.value.code
-    with pytest.raises(SystemExit) as end:  # the live rows go back to it
-        main(["snapshot", "merge", store, "merged", "final", "--overwrite"])
-    assert end.value.code == 1
-    out = tmp_path / "final.npz"
+        assert command("snapshot", *words, "--overwrite") == 0
+    assert command("snapshot", "merge", store, "merged", "final", "--overwrite") == 1  # the live rows go back to it
     for more, code in (([], 0), ([], 1), (["--overwrite"], 0)):
-        with pytest.raises(SystemExit) as end:
-            main(["snapshot", "export", store, "final", str(out), *more])
-        assert (end.value.code or 0) == code
+        assert command("snapshot", "export", store, "final", tmp_path / "final.npz", *more) == code
     merged = Snapshot.open(training.store / "snapshots" / "merged").manifest
     final = Snapshot.open(training.store / "snapshots" / "final").manifest
     assert merged.files == final.files

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tracemalloc
 from functools import partialmethod
 from pathlib import Path
@@ -16,18 +15,13 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from support.embeddings import make, train
+from support.exchange import FILES, whole
 from support.small_snapshots import chunked, description, flip_bit, least_keys, make_buckets
 from support.stores import STORES, options
-from tierbed.engine.errors import InputError, OptionError, SnapshotError
+from tierbed.engine.errors import InputError, SnapshotError
 from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
-
-FILES = ["parquet", "npz", "safetensors"]
-
-
-def whole(snapshot: Snapshot) -> NDArray[np.void]:
-    return np.concatenate([rows for _, rows in snapshot.chunks()])
 
 
 def saved(folder: Path, width: int = 6, counts: dict[int, int] | None = None, **changes: Any) -> Snapshot:
@@ -287,12 +281,3 @@ def test_a_state_with_the_name_of_a_column(tmp_path: Path, state: str) -> None:
     with pytest.raises(SnapshotError, match=f"state '{state}' has the name of another column: use state=False"):
         export_snapshot(snapshot, tmp_path / "x", "npz")
     assert export_snapshot(snapshot, tmp_path / "x", "npz", state=False) == 30
-
-
-def test_without_pyarrow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = saved(tmp_path / "s")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(OptionError, match=r"pip install 'tierbed\[parquet\]'"):
-        export_snapshot(snapshot, tmp_path / "x", "parquet")
-    assert os.listdir(tmp_path) == ["s"]

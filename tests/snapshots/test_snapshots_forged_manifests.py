@@ -213,10 +213,7 @@ def test_a_run_that_reaches_the_last_step_is_told_so_and_goes_on_as_it_says(tmp_
             assert embedding.metrics()["table"]["step"] == 1
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("types", TYPES, ids="-".join)
-@pytest.mark.pairs
+@pytest.mark.parametrize(("kind", "store", "types"), [*zip(KINDS, ["device", "ssd", "device"], TYPES, strict=True)])
 def test_where_nothing_is_forged_everything_works(
     sounds: dict[Types, Path], tmp_path: Path, kind: str, store: str, types: Types
 ) -> None:

@@ -22,18 +22,17 @@ from support.forged import (
     of_rows,
     refused,
     save_each_kind,
+    save_parts,
     with_right_checksums,
     write_file,
     write_rows,
 )
 from support.small_snapshots import key_in
-from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.engine import _core
 from tierbed.engine.row_format import KEY
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.merging import changes_between
 from tierbed.snapshots.store.selection import Types
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
@@ -194,13 +193,7 @@ def test_forged_blocks_of_rocksdb_end_no_process_and_what_loads_is_what_was_veri
 @pytest.fixture(scope="module")
 def sound_parts(sound: dict[Types, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[Types, Path]:
     """The same full snapshots in two parts, by that name, and an incremental one over each."""
-    folders = {types: tmp_path_factory.mktemp("parts") for types in TYPES}
-    for types, folder in folders.items():
-        parent = in_parts(Snapshot.open(sound[types] / "full"), folder / "full", 2)
-        now = Snapshot.open(sound[types] / "incremental")
-        changes = changes_between(parent.chunks(), now.chunks())
-        save_changes_in_parts(folder / "incremental", parent, now.description, now.manifest.rows, changes, 3)
-    return folders
+    return {types: save_parts(sound[types], tmp_path_factory.mktemp("parts")) for types in TYPES}
 
 
 def of_another_part(folder: Path, kind: str = "bucket") -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from support.embeddings import contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
+from support.small_snapshots import keys_of_few_files
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots
@@ -24,6 +24,7 @@ __all__ = ["disk_path"]
 
 MB, KB = 1 << 20, 1 << 10
 LEFT = [0, 8 * KB, 60 * KB, 160 * KB]  # of what a command that writes all rows needs
+KEYS = keys_of_few_files(9000)
 FEW_OR_ALL = pytest.mark.parametrize("sizes", [LEFT[::2], pytest.param(LEFT, marks=pytest.mark.slow)], ids=["2", "4"])
 
 
@@ -53,7 +54,7 @@ def open_embedding(path: Path, store: str) -> MultiTableEmbedding:
 def grow(embedding: MultiTableEmbedding) -> None:
     """A step of 3000 rows, with their state 200 KB."""
     begin = 1500 * int(embedding.metrics()["table"]["step"])
-    train(embedding, torch.arange(begin, begin + 3000))
+    train(embedding, KEYS[begin : begin + 3000])
 
 
 def tried(disk: Disk, left: int, command: Callable[[], Any]) -> bool:

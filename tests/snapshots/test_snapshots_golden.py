@@ -27,6 +27,7 @@ NAMES = ("user", None, "Straße 7")
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
 @pytest.mark.parametrize(("number", "kind"), [(number, kind) for number in FORMATS for kind in KINDS[number]])
+@pytest.mark.rotated("store")
 def test_a_golden_snapshot_is_verified_loaded_and_trained_on(
     tmp_path: Path, number: int, kind: str, store: str
 ) -> None:

@@ -139,26 +139,27 @@ def test_a_foreign_description_is_checked(tmp_path: Path) -> None:
         import_snapshot(tmp_path / "t", "s", tmp_path / "x.npz")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (("../s", VALUES), SnapshotError, "snapshot name"),
-        (("s", [1.0]), InputError, "source: got list; give a path, a NumPy array"),
-        (("s", VALUES[0]), InputError, r"values is float32 \(5,\)"),
-        (("s", torch.zeros(2, 3, dtype=torch.int16)), InputError, "values is int16"),
-        (("s", "model.onnx"), InputError, r"source='model.onnx': its suffix is unknown"),
-    ],
-)
-def test_bad_arguments(tmp_path: Path, arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        import_snapshot(tmp_path / "t", *arguments)
+def refused(tmp_path: Path, *cases: tuple[Any, dict[str, Any], str]) -> None:
+    for source, extra, message in cases:
+        with pytest.raises(InputError, match=message):
+            import_snapshot(tmp_path / "t", "s", source, **extra)
+
+
+def test_arguments_that_are_wrong_or_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="snapshot name"):
+        import_snapshot(tmp_path / "t", "../s", VALUES)
+    refused(
+        tmp_path,
+        ([1.0], {}, "source: got list; give a path, a NumPy array"),
+        (VALUES[0], {}, r"values is float32 \(5,\)"),
+        (torch.zeros(2, 3, dtype=torch.int16), {}, "values is int16"),
+        ("model.onnx", {}, r"source='model.onnx': its suffix is unknown"),
+    )
     assert os.listdir(tmp_path) == []
-
-
-def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
     write_columns(tmp_path / "x.npz", columns_of(4))
     write_columns(tmp_path / "x.parquet", columns_of(4))
-    for source, extra, message in (
+    refused(
+        tmp_path,
         (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of ids needs keys"),
         (tmp_path / "x.npz", {"keys": np.arange(4)}, "keys and table_ids need a dense tensor"),
         (tmp_path / "x.parquet", {"tensor": "embedding"}, "tensor= is for .npz"),
@@ -166,9 +167,7 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
         (VALUES, {"description": {}}, "description: description has no valid 'name'; make one by description_for"),
         (VALUES, {"table_ids": 1}, "table holds 1; give table ids from 0 to 0"),
         (VALUES, {"keys": np.arange(39)}, r"key has shape \(39,\)"),
-    ):
-        with pytest.raises(InputError, match=message):
-            import_snapshot(tmp_path / "t", "s", source, **extra)  # type: ignore[arg-type]
+    )
 
 
 def test_a_taken_name_and_a_store_in_use(tmp_path: Path) -> None:

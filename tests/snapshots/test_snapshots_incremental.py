@@ -18,8 +18,8 @@ from support.snapshot_parts import in_parts
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
+from tierbed.snapshots.files import reader
 from tierbed.snapshots.files.merging import aligned, among, sort_keys
-from tierbed.snapshots.files.reader import MAX_CHAIN
 from tierbed.snapshots.files.verify import chains_of, verify_all
 
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
@@ -94,16 +94,19 @@ def test_a_chain_reads_as_the_table_it_ends_with(
     assert table_of(Snapshot.open(folder / "whole")) == versions[-1]
 
 
-def test_the_longest_chain_is_read_and_a_longer_one_refused(tmp_path: Path) -> None:
-    versions: list[Table] = [{row(0, 0, 0): float(number)} for number in range(MAX_CHAIN + 1)]
+@pytest.mark.parametrize("longest", [10, pytest.param(reader.MAX_CHAIN, marks=pytest.mark.slow)])
+def test_the_longest_chain_is_read_and_a_longer_one_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest: int
+) -> None:
+    monkeypatch.setattr(reader, "MAX_CHAIN", longest)
+    versions: list[Table] = [{row(0, 0, 0): float(number)} for number in range(longest + 1)]
     longer = save_chain(tmp_path, versions)
     parent = longer.parent
     assert parent is not None
     assert table_of(parent) == versions[-2]
     for read in (longer.verify, longer.chunks):
-        with pytest.raises(
-            SnapshotError, match=rf"'s100' has a chain of {MAX_CHAIN} parents, and at most {MAX_CHAIN - 1} can be read"
-        ):
+        problem = f"'s{longest}' has a chain of {longest} parents, and at most {longest - 1} can be read"
+        with pytest.raises(SnapshotError, match=problem):
             read()
 
 

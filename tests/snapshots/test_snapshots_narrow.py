@@ -174,9 +174,9 @@ def test_commands_on_a_store_of_narrow_rows(tmp_path: Path, types: Types, store:
     dtype, state = (DTYPES[type] for type in types)
     of: dict[str, Any] = {"tables": 1, "dtype": dtype, "state_dtype": state}
     with make(options(store, tmp_path), "adagrad", **of) as embedding:
-        train(embedding, range(50))
+        train(embedding, range(12))
         embedding.save_snapshot("full")
-        train(embedding, range(20))
+        train(embedding, range(6))
         embedding.delete([3])
         embedding.save_snapshot("incremental", "incremental")
         rows = contents(embedding)
@@ -189,12 +189,12 @@ def test_commands_on_a_store_of_narrow_rows(tmp_path: Path, types: Types, store:
         snapshot = Snapshot.open(path / "snapshots" / name)
         assert whole(snapshot).tobytes() == rows.tobytes()
         code, said = command("diff", path, "incremental", name)
-        assert (code, said["same"]) == (0, 49)
+        assert (code, said["same"]) == (0, 11)
     with StoreFolder(path, "a test") as folder:
         live, _ = live_row(folder, 0, 5)
         assert live is not None
         assert live.tobytes() == rows[rows["key"] == 5].tobytes()
-    assert command("load", path, "full")[1]["rows"] == 50
+    assert command("load", path, "full")[1]["rows"] == 12
     with make(options(store, tmp_path, open="error"), "adagrad", **of) as embedding:
         assert contents(embedding).tobytes() == whole(Snapshot.open(path / "snapshots" / "full")).tobytes()
 

@@ -29,7 +29,7 @@ from tierbed.snapshots.files.merging import merge_sorted
 from tierbed.snapshots.files.writer import children_of, new_snapshot, temporary_folder, write_shard
 from tierbed.snapshots.inspection.row import snapshot_row
 
-COUNTS = {0: 20, 5: 1, 17: 40, 63: 9}
+COUNTS = {0: 10, 5: 1, 17: 20, 63: 5}
 parts_of = st.sampled_from([1, 2, 3, 4, 7, 64, MAX_SHARDS])
 
 
@@ -201,7 +201,7 @@ def test_equal_rows_are_exported_as_equal_bytes(tmp_path: Path, format: str, mon
 
 def test_the_command_line_reads_parts(tmp_path: Path) -> None:
     with make(options("host", tmp_path), "adagrad") as embedding:
-        train(embedding, range(100))
+        train(embedding, range(12))
         embedding.save_snapshot("one")
     store = tmp_path / "rows"
     in_parts(Snapshot.open(store / "snapshots" / "one"), store / "snapshots" / "three", 3)
@@ -220,15 +220,15 @@ def test_the_command_line_reads_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
 def test_parts_load_into_any_store_and_are_gone_over(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path), "adagrad") as embedding:
-        train(embedding, range(100))
+        train(embedding, range(12))
         embedding.save_snapshot("one")
         rows = contents(embedding).tobytes()
         snapshots = tmp_path / "rows" / "snapshots"
         in_parts(Snapshot.open(snapshots / "one"), snapshots / "three", 3)
-        train(embedding, range(50, 150))
+        train(embedding, range(6, 18))
         embedding.load_snapshot("three")
         assert contents(embedding).tobytes() == rows
-        train(embedding, range(20, 40))
+        train(embedding, range(2, 5))
         embedding.delete([3], 0)
         embedding.save_snapshot("after", "incremental")
         rows = contents(embedding).tobytes()

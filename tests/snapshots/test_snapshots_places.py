@@ -11,9 +11,9 @@ import pytest
 
 from support.embeddings import contents, make, train
 from support.forked import in_process
+from support.shell import command
 from support.stores import options
 from tierbed import MultiTableEmbedding, SnapshotError, StoreError
-from tierbed.cli import main
 from tierbed.snapshots import Snapshot, list_snapshots
 
 NAMES = [
@@ -25,6 +25,8 @@ NAMES = [
     "/tmp/x",
     "a/../../x",
     "a/",
+    "a/b",
+    ".hidden",
     "x\n",
     "x\0",
     ".tmp-x",
@@ -56,15 +58,6 @@ def mode(path: Path, bits: int) -> Iterator[None]:
         path.chmod(before)
 
 
-def command(*arguments: str | Path) -> int:
-    """The exit code of `tierbed snapshot`."""
-    try:
-        main(["snapshot", *map(str, arguments)])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def open_embedding(path: Path, store: str = "ssd_host") -> MultiTableEmbedding:
     return make(options(store, path), "adagrad", tables=1)
 
@@ -89,11 +82,11 @@ def without_permission(path: Path) -> None:
             for damaged in ["full", "incremental"]:
                 with pytest.raises(SnapshotError, match=rf"{bucket.name}.*Permission denied"):
                     embedding.load_snapshot(damaged)
-                assert command("verify", store, damaged) == 1
+                assert command("snapshot", "verify", store, damaged) == 1
             assert contents(embedding).tobytes() == before
         with mode(folder / "full", 0):
             assert set(list_snapshots(folder).damaged) == {"full"}
-            assert command("list", store) == 1
+            assert command("snapshot", "list", store) == 1
         table = next((folder / "checkpoint").rglob("*.sst"))
         with mode(table, 0), pytest.raises(SnapshotError, match=rf"{table.name}.*Permission denied"):
             embedding.load_snapshot("checkpoint")
@@ -103,9 +96,9 @@ def without_permission(path: Path) -> None:
         embedding.save_snapshot("more", "incremental")
         embedding.load_snapshot("full")
     with mode(store, 0o500):
-        assert command("save", store, "closed") == 1
-        assert command("load", store, "full") == 1
-    assert command("save", store, "closed") == 0
+        assert command("snapshot", "save", store, "closed") == 1
+        assert command("snapshot", "load", store, "full") == 1
+    assert command("snapshot", "save", store, "closed") == 0
     assert [s.name for s in list_snapshots(folder).snapshots] == ["full", "incremental", "checkpoint", "more", "closed"]
     Snapshot.open(folder / "more").verify()
 
@@ -114,19 +107,19 @@ def test_what_may_not_be_read_or_written_is_named_and_everything_stays(tmp_path:
     in_process(without_permission, tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES, ids=repr)
-def test_a_name_that_leads_elsewhere_is_refused_by_every_call(tmp_path: Path, name: str) -> None:
+def test_a_name_that_leads_elsewhere_is_refused_by_every_call(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with open_embedding(tmp_path, "device") as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("s")
-        for call in (embedding.save_snapshot, embedding.load_snapshot):
-            with pytest.raises(SnapshotError, match="name"):
-                call(name)
+        for name in NAMES:
+            for call in (embedding.save_snapshot, embedding.load_snapshot):
+                with pytest.raises(SnapshotError, match="name"):
+                    call(name)
     store = tmp_path / "rows"
-    if "\0" not in name and name.isprintable():  # as an argument may be
-        for words in (["save"], ["load"], ["inspect"], ["verify"]):
-            assert command(*words, store, "--", name) == 1
+    for name in filter(str.isprintable, NAMES):  # as an argument may be
+        for word in ("save", "load", "inspect", "verify"):
+            assert command("snapshot", word, store, "--", name) == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rows", "x"]
     assert [file.name for file in (store / "snapshots").iterdir()] == ["s"]
 
@@ -169,7 +162,7 @@ def test_a_linked_snapshot_is_read_and_a_prune_removes_the_link_alone(tmp_path: 
 
 def test_a_link_in_the_place_of_a_file_is_followed_and_what_it_leads_to_is_checked(tmp_path: Path) -> None:
     with open_embedding(tmp_path, "device") as embedding:
-        train(embedding, range(200))
+        train(embedding, range(12))
         embedding.save_snapshot("s")
         files = sorted((tmp_path / "rows" / "snapshots" / "s").iterdir())
         for file in files:

@@ -8,6 +8,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from support.embeddings import contents, make, train
+from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
 from tierbed import MultiTableEmbedding, SnapshotError
 from tierbed.cli import main
 from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
+from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.files.merging import changes_between
 from tierbed.snapshots.store.selection import Types
 
 MANIFEST = "manifest.msgpack"
@@ -43,10 +47,19 @@ def save_each_kind(path: Path, types: Types = TYPES[0], **more: Any) -> Path:
     """A folder of snapshots: one of each kind, by that name."""
     with make(options("ssd", path, **more), "adagrad", **of_rows(types)) as embedding:
         for number, kind in enumerate(KINDS):
-            train(embedding, range(50 * number, 50 * number + 100))
+            train(embedding, range(6 * number, 6 * number + 12))
             embedding.delete(range(3 * number, 3 * number + 3))
             embedding.save_snapshot(kind, kind)
     return path / "rows" / "snapshots"
+
+
+def save_parts(sound: Path, folder: Path) -> Path:
+    """The full one of `save_each_kind` in two parts, and an incremental one over it in three, by these names."""
+    parent = in_parts(Snapshot.open(sound / "full"), folder / "full", 2)
+    now = Snapshot.open(sound / "incremental")
+    changes = changes_between(parent.chunks(), now.chunks())
+    save_changes_in_parts(folder / "incremental", parent, now.description, now.manifest.rows, changes, 3)
+    return folder
 
 
 def copied(snapshots: Path, path: Path) -> Path:
@@ -112,11 +125,13 @@ def with_right_checksums(data: bytes, blocks: list[tuple[int, int]]) -> bytes:
     """The file with the checksum of each block as it is now."""
     result = bytearray(data)
     for begin, end in blocks:
-        crc = 0xFFFFFFFF
-        for byte in data[begin : end + 1]:
-            crc = _crc32c(crc, byte)
-        result[end + 1 : end + TRAILER_BYTES] = _masked(crc)
+        result[end + 1 : end + TRAILER_BYTES] = _masked(reduce(_crc32c, data[begin : end + 1], 0xFFFFFFFF))
     return bytes(result)
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum of RFC 3720, appendix B.4, by its definition."""
+    return reduce(_crc32c, data, 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
 def _crc32c(crc: int, byte: int) -> int:

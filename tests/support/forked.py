@@ -120,9 +120,11 @@ class Disk:
     def full(self) -> Iterator[None]:
         """Not one byte is left while the block runs."""
         filler = self.path / "filler"
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
+        with filler.open("wb", buffering=0) as file:
+            for size in (1 << 20, 4096):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
         try:
             yield
         finally:

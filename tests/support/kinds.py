@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from support.embeddings import DIM, make, train
+from support.small_snapshots import keys_of_few_files
 from support.stores import options
 from tierbed import MultiTableEmbedding
 
@@ -17,6 +18,7 @@ TYPES = [  # of rows and of their state
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float32),
 ]
+KEYS = torch.stack([keys_of_few_files(200, table) for table in range(3)])
 
 
 def kinds_of(store: str) -> list[str]:
@@ -37,6 +39,7 @@ def grow(embedding: MultiTableEmbedding, seed: int, steps: int = 3) -> None:
     """Some rows are new, some change, some go."""
     random = np.random.default_rng(seed)
     for _ in range(steps):
-        train(embedding, random.integers(0, 200, 40), random.integers(0, 3, 40))
-    embedding.delete(random.integers(0, 200, 10), 1)
+        tables = random.integers(0, 3, 40)
+        train(embedding, KEYS[tables, random.integers(0, 200, 40)], tables)
+    embedding.delete(KEYS[1, random.integers(0, 200, 10)], 1)
     embedding.put([500 + seed], torch.full((1, DIM), float(seed)), 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
@@ -58,12 +59,18 @@ def form_of(width: int = 6, types: Types = TYPES[0]) -> RowForm:
     return RowForm.described(description(width, types))
 
 
-def key_in(bucket: int, table: int, number: int) -> int:
-    """The key of a table whose hash begins with the bucket and ends with a number below 2**58: each another."""
-    x = bucket << 58 | number
+def keys_in(bucket: int, tables: NDArray[np.uint32], numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The keys of tables whose hash begins with the bucket and ends with numbers below 2**58: each another."""
+    x = np.uint64(bucket << 58) | numbers
     for shift, factor in ((31, 0x319642B2D24D8EC3), (27, 0x96DE1B173F119089), (30, 1)):
-        x = (x ^ x >> shift ^ x >> 2 * shift) * factor % 2**64
-    return x ^ (table + 1) * 0x9E3779B97F4A7C15 % 2**64
+        x = (x ^ x >> shift ^ x >> 2 * shift) * factor
+    keys: NDArray[np.uint64] = x ^ (tables.astype(np.uint64) + 1) * 0x9E3779B97F4A7C15
+    return keys
+
+
+def key_in(bucket: int, table: int, number: int) -> int:
+    """As `keys_in`, of one key."""
+    return int(keys_in(bucket, np.array([table], np.uint32), np.array([number], np.uint64))[0])
 
 
 def least_keys(bucket: int, count: int, table: int = 0) -> NDArray[np.uint64]:
@@ -72,6 +79,12 @@ def least_keys(bucket: int, count: int, table: int = 0) -> NDArray[np.uint64]:
     found: NDArray[np.uint64] = keys[_core.buckets(np.full(len(keys), table, np.uint32), keys) == bucket][:count]
     assert len(found) == count
     return found
+
+
+def keys_of_few_files(count: int, table: int = 0) -> torch.Tensor:
+    """Keys whose rows are in 4 of a snapshot's 64 files, each of which costs as much as hundreds of rows: [count]."""
+    keys = np.concatenate([least_keys(bucket, count // 4, table) for bucket in range(4)])
+    return torch.from_numpy(np.sort(keys).astype(np.int64))
 
 
 def make_rows(
@@ -88,7 +101,7 @@ def make_rows(
     rows["key"] = np.unique(random.integers(0, 2**64, 2 * count + 2, np.uint64))[:count]
     rows["key"][:2] = [0, 2**64 - 1][:count]
     if bucket is not None:
-        rows["key"] = [key_in(bucket, int(row["table"]), int(row["key"]) >> 6) for row in rows]
+        rows["key"] = keys_in(bucket, rows["table"], rows["key"] >> 6)
     for name in ("values",) if not form.is_narrow else form.counts:
         field, count_of = form.dtype[name].base, form.dtype[name].shape
         bits = random.integers(0, 2 ** (8 * field.itemsize), (count, *count_of), f"u{field.itemsize}")
