@@ -51,7 +51,7 @@ class Expected:
         return new
 
     def found(self, snapshots: Mapping[str, Saved]) -> None:
-        """After a kill the folder lists these snapshots. Those in flight exist or not from here on."""
+        """After a kill these snapshots are listed, the oldest first. Those in flight exist or not from here on."""
         names, self.step = snapshots.keys(), None
         missing = self.saved.keys() - self.going - names
         foreign = names - self.saved.keys() - self.begun.keys()
@@ -66,7 +66,7 @@ class Expected:
                 self.bases |= {self.loading} - {None}
             else:
                 self.bases.discard(name)
-        self.saved = {name: saved for name, saved in self.saved.items() if name in names}
+        self.saved = {name: self.saved[name] for name in snapshots if name in self.saved}  # in the order of their saves
         self.begun, self.aside, self.going, self.loading = {}, set(), set(), None
 
     def note_open(self, step: int, recovered: bool) -> None:
