@@ -166,12 +166,12 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
     assert steps[0] == steps[1]
     assert snapshots[0].description["step"] == snapshots[1].description["step"] >= 2
     assert rows[0]["key"] == some[0]
-    assert rows[0]["updates"] >= 2
+    assert rows[0]["updates"] >= 1
     assert rows[1] == {}
     assert run_ranks(1, reopened, tmp_path) == [[snapshots[0].description["step"]] * 2]
 
 
 def reopened(world: World, folder: Path) -> list[int]:
-    model = Model(folder, ("host", "host"), world)
+    model = Model(folder, ("host", "host"), world, open="fresh")  # whether the ranks had closed their rows or not
     model.load_snapshot("asked")
     return model.counts()
