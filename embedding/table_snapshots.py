@@ -368,7 +368,7 @@ class LocalSnapshots(TableSnapshots):
         return self.load_part(self.snapshot(name), selection, strict)
 
     def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
-        return self.load_part(snapshot, Selection(), True, together=together)
+        return self.load_part(snapshot, ALL, True, together=together)
 
     def load_part(
         self,
@@ -399,7 +399,7 @@ class LocalSnapshots(TableSnapshots):
     def _load_for_state(self, name: str, instant: str | None) -> None:
         snapshot = self.snapshot(name)
         together = None if self.membership is None else self.membership.instant_with(snapshot, instant)
-        self.load_part(snapshot, Selection(), True, together=together)
+        self.load_from(snapshot, together)
         self.rows_reference()  # the next run knows the rows by their version as well
 
     def save_rows(self, place: Path) -> None:
