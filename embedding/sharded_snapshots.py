@@ -145,18 +145,19 @@ class ShardedSnapshots(TableSnapshots):
 
     def _load_for_state(self, name: str, instant: str | None) -> None:
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
-        member, place = self.membership, self.folder / name
-        together: Instant | None = self.world.call_on_all_ranks(
-            op, lambda: None if member is None else member.instant_with(Snapshot.open(place), instant)
-        )
-        self._load_place(op, place, together=together)
+        member = self.membership
+
+        def opened() -> tuple[Snapshot, Instant | None]:
+            snapshot = self.snapshot(name)
+            return snapshot, None if member is None else member.instant_with(snapshot, instant)
+
+        self.finish_saving()
+        snapshot, together = self.world.call_on_all_ranks(op, opened)
+        self._load(op, snapshot, ALL, True, name, together)
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
-        op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
-        self.finish_saving()
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(self.folder / name))
-        return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
+        return self._open_and_load(name, lambda: self.snapshot(name), selection, strict)
 
     def save_rows(self, place: Path) -> None:
         """As `LocalTableHandle.save_rows`, into a folder that all ranks see."""
@@ -173,15 +174,17 @@ class ShardedSnapshots(TableSnapshots):
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `LocalTableHandle.load_rows`."""
-        op = f"loading snapshot {place.name!r} of embedding {self.name!r}"  # also if a rank is at another step
         with ExitStack() as linking:
             read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
-            self._load_place(op, read, selection)
+            self._open_and_load(place.name, lambda: open_snapshot(read), selection, True)
 
-    def _load_place(self, op: str, place: Path, selection: Selection = ALL, together: Instant | None = None) -> None:
+    def _open_and_load(
+        self, name: str, opened: Callable[[], Snapshot], selection: Selection, strict: bool
+    ) -> LoadReport:
+        op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
         self.finish_saving()
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(place))
-        self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, opened)
+        return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
         op = f"loading snapshot {snapshot.name!r} of embedding {self.name!r}"  # also if a rank is at another step
