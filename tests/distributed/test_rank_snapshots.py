@@ -263,6 +263,7 @@ def refuse(world: World, folder: Path) -> list[str]:
             fails(lambda: embedding.save_snapshot("../s"), SnapshotError),
             fails(lambda: embedding.save_snapshot("i", "incremental", True), OptionError),
             fails(lambda: embedding.load_snapshot("none"), SnapshotError),
+            fails(lambda: embedding.load_snapshot("../snapshots/s"), SnapshotError),
             fails(lambda: embedding.load_snapshot("s", where=lambda tables, keys: keys), InputError),
             fails(lambda: embedding.prune_snapshots(0), OptionError),
         ]
@@ -297,6 +298,7 @@ def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(tmp_path: P
         "cannot be used",
         "background=True",
         "there is no snapshot 'none'",
+        "cannot be used",
         "where returned int64",
         "keep_last=0",
         "rank 1: shard 1 of 2 of a snapshot was not written",
