@@ -147,12 +147,12 @@ class ShardedSnapshots(TableSnapshots):
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
         member = self.membership
 
-        def opened() -> tuple[Snapshot, Instant | None]:
+        def find() -> tuple[Snapshot, Instant | None]:
             snapshot = self.snapshot(name)
             return snapshot, None if member is None else member.instant_with(snapshot, instant)
 
         self.finish_saving()
-        snapshot, together = self.world.call_on_all_ranks(op, opened)
+        snapshot, together = self.world.call_on_all_ranks(op, find)
         self._load(op, snapshot, ALL, True, name, together)
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
@@ -179,11 +179,11 @@ class ShardedSnapshots(TableSnapshots):
             self._open_and_load(place.name, lambda: open_snapshot(read), selection, True)
 
     def _open_and_load(
-        self, name: str, opened: Callable[[], Snapshot], selection: Selection, strict: bool
+        self, name: str, find: Callable[[], Snapshot], selection: Selection, strict: bool
     ) -> LoadReport:
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
         self.finish_saving()
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, opened)
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, find)
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
