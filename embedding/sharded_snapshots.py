@@ -178,9 +178,7 @@ class ShardedSnapshots(TableSnapshots):
             read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
             self._open_and_load(place.name, lambda: open_snapshot(read), selection, True)
 
-    def _open_and_load(
-        self, name: str, find: Callable[[], Snapshot], selection: Selection, strict: bool
-    ) -> LoadReport:
+    def _open_and_load(self, name: str, find: Callable[[], Snapshot], selection: Selection, strict: bool) -> LoadReport:
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
         self.finish_saving()
         snapshot: Snapshot = self.world.call_on_all_ranks(op, find)
