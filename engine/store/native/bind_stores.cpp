@@ -84,7 +84,7 @@ void bind_full_table(nb::module_& m) {
              })
         .def("metrics",
              [](const FullTable& table) {
-                 const FullTableCounts& counts = table.counts();
+                 const FullTableCounts counts = table.counts();
                  nb::dict all;
                  all["hits"] = counts.hits;
                  all["misses"] = counts.misses;
@@ -93,8 +93,8 @@ void bind_full_table(nb::module_& m) {
                  all["bytes_out"] = counts.bytes_out;
                  all["resident_rows"] = table.rows();
                  all["bytes"] = table.bytes();
-                 add_latencies(all, "fetch", counts.fetch);
-                 add_latencies(all, "write", counts.write);
+                 add_latencies(all, "fetch", table.reads());
+                 add_latencies(all, "write", table.writes());
                  return all;
              })
         .def("hit_counts", &hit_counts<FullTable>)

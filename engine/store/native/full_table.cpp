@@ -171,7 +171,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
 }
 
 void FullTable::read(const RowSpan& rows, bool* found, bool) {
-    const Timer timer(counts_.fetch);
+    const Timer timer(reads_);
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
@@ -191,7 +191,7 @@ void FullTable::read(const RowSpan& rows, bool* found, bool) {
 }
 
 void FullTable::write(const RowSpan& rows) {
-    const Timer timer(counts_.write);
+    const Timer timer(writes_);
     const std::lock_guard lock(mutex_);
     const std::size_t before = used();
     std::array<std::size_t, BUCKETS> more;
@@ -270,6 +270,11 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
     }
     packed.resize(static_cast<std::size_t>(out - packed.data()));
     return packed;
+}
+
+FullTableCounts FullTable::counts() const {
+    const std::lock_guard lock(mutex_);
+    return counts_;
 }
 
 std::vector<u64> FullTable::hit_counts() const {

@@ -110,7 +110,6 @@ struct FullTableCounts {
     u64 hits = 0, misses = 0;         // of lookups
     u64 insertions = 0;               // rows that got a line
     u64 bytes_in = 0, bytes_out = 0;  // that a tier above wrote and read
-    Histogram fetch, write;           // latencies of its calls
 };
 
 // A row and its line, which does not change until the row is erased.
@@ -146,7 +145,10 @@ public:
     // The rows of a bucket with updates > 0, packed (row_dtype) and sorted by (table, key).
     std::vector<u8> scan(u32 bucket) const;
     std::size_t rows() const;
-    const FullTableCounts& counts() const { return counts_; }
+    FullTableCounts counts() const;
+    // Latencies of the calls of a tier above.
+    const Histogram& reads() const { return reads_; }
+    const Histogram& writes() const { return writes_; }
     // [tables, 2], hits and misses of each table
     std::vector<u64> hit_counts() const;
     u32 width() const { return shape_.width; }
@@ -166,6 +168,7 @@ private:
     Index index_;
     std::array<Lines, BUCKETS> lines_;
     FullTableCounts counts_;
+    Histogram reads_, writes_;
     TableCounts hit_counts_;
     mutable std::mutex mutex_;  // several threads read and write the tier below a cache
 };
