@@ -40,7 +40,7 @@ def test_gathers(device: Device) -> None:
     assert moved == 2 * gather().nbytes
 
 
-@on_devices
+@on_one_device
 def test_graphs(device: Device) -> None:
     with tables_on(device) as place:
         steps = gpu.checked_graphs(place, batch=5, rows=40, tables=2, dim=5)
@@ -56,6 +56,7 @@ SMALL = gpu_graph.Sizes(Model(rows=300, tables=2, batch=16, hidden=(4,), optimiz
 
 
 @on_one_device
+@pytest.mark.slow
 def test_runs_over_a_loader(tmp_path: Path, device: Device) -> None:
     with tables_on(device) as place:
         figures = list(gpu_graph.figures(place, tmp_path, SMALL))

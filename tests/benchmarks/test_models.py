@@ -47,6 +47,7 @@ def losses(model: Model, peer: type[Eager], folder: Path) -> dict[str, list[Tens
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of TorchRec and of sparse gradients
 @pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.rotated("length")
 @pytest.mark.parametrize("peer", [EagerStep, TorchRecStep])
 def test_the_peers_train_the_same_dlrm(tmp_path: Path, peer: type[Eager], length: int) -> None:
     dlrm.check_turn(losses(replace(DLRM, length=length), peer, tmp_path), 1e-5)

@@ -110,5 +110,5 @@ def test_a_small_cache_is_named_where_the_loop_prefetches(
         device = rows.metrics()["device"]
         (said,) = remarks(caplog)
     assert device["too_small"] == 1
-    assert device["overflow_evictions"] > 1000
+    assert device["overflow_evictions"] > 0
     assert said.startswith("embedding 'rows': cache_budget_mb is too small: ")

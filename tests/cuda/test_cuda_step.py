@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from support.cells import rotated
 from support.cuda_tables import NO_GPU, DeviceTable, HostSegment, contents_on_host, on_devices, tensor
@@ -91,11 +94,19 @@ def random_keys(rng: np.random.Generator, count: int) -> list[int]:
     return [int(key) for key in rng.choice(np.array([*SPECIAL_KEYS, *range(40, 80)], np.uint64), count)]
 
 
+def cells(rules: Iterable[str]) -> list[ParameterSet]:
+    """A rule and types of rows, each pair a program to compile: each rule with one of the types, the others slow."""
+    return [
+        pytest.param(rule, types, marks=() if number % len(ROWS) == turn else pytest.mark.slow, id=f"{rule}-{types[1]}")
+        for number, rule in enumerate(rules)
+        for turn, types in enumerate(ROWS)
+    ]
+
+
 @on_devices
 @pytest.mark.parametrize("limits", [[0.0, 0.0], [0.5, 1.0, 0.7]], ids=str)
-@pytest.mark.parametrize("types", ROWS, ids="-".join)
-@pytest.mark.parametrize("rule", RULES)
-@rotated("types")
+@pytest.mark.parametrize(("rule", "types"), cells(RULES))
+@rotated("limits")
 def test_steps_of_every_rule(device: Device, rule: str, types: tuple[str, str], limits: list[float]) -> None:
     kernel = RULES[rule]
     rng = np.random.default_rng(1)
@@ -128,10 +139,11 @@ def test_without_eps_a_gradient_of_zero_makes_no_nan(device: Device, rule: str) 
 
 
 @on_devices
-@pytest.mark.parametrize("rule", ["adam", "catch_up_adam", "partial_rowwise_lamb", "rowwise_adagrad", "sgd"])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("types", ROWS, ids="-".join)
-@rotated("types")
+@pytest.mark.parametrize(
+    ("rule", "types"), cells(["adam", "catch_up_adam", "partial_rowwise_lamb", "rowwise_adagrad", "sgd"])
+)
+@rotated("dim")
 def test_lanes_of_several_columns(device: Device, dim: int, rule: str, types: tuple[str, str]) -> None:
     rng = np.random.default_rng(dim)
     kernel = RULES[rule]

@@ -62,7 +62,12 @@ def in_one_process(ranks: int, setting: str) -> tuple[list[list[float]], dict[st
 
 
 @pytest.mark.parametrize(
-    ("ranks", "by_run", "setting"), [(3, True, "plain"), (2, False, "norm"), (2, True, "everything")]
+    ("ranks", "by_run", "setting"),
+    [
+        pytest.param(3, True, "plain", marks=pytest.mark.slow),
+        pytest.param(2, False, "norm", marks=pytest.mark.slow),
+        (2, True, "everything"),
+    ],
 )
 def test_ranks_train_as_one_process_that_accumulates_their_parts(ranks: int, by_run: bool, setting: str) -> None:
     losses, expected = in_one_process(ranks, setting)

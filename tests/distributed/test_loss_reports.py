@@ -35,6 +35,7 @@ def torchrun(folder: Path, end: str, caught: str) -> subprocess.CompletedProcess
     return subprocess.run([*command, str(script)], env=variables, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_on_stderr_and_in_the_report_of_torchrun(tmp_path: Path) -> None:
     ran = torchrun(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)")  # as a rank that is killed as well
     assert ran.returncode != 0

@@ -107,7 +107,7 @@ def check_saved(folder: Path, store: str, rows: list[dict[str, bytes]]) -> None:
 @pytest.mark.parametrize(
     ("action", "at"),
     [
-        pytest.param(action, at, marks=() if action == "close" or at in (5, 12) else pytest.mark.slow)
+        pytest.param(action, at, marks=() if action == "close" or at == 12 else pytest.mark.slow)
         for action, count in EXCHANGES.items()
         for at in range(1, max(count, 1) + 1)
     ],

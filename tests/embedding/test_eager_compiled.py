@@ -57,10 +57,10 @@ def losses(model: Model, loss: Loss, *, clears: bool, autocast: bool) -> list[fl
 @pytest.mark.parametrize(
     ("dynamic", "inside", "autocast", "bags", "clears"),
     [
-        (None, True, False, False, False),
+        pytest.param(None, True, False, False, False, marks=pytest.mark.slow),
         (None, True, False, True, True),
         (True, True, True, True, False),
-        (None, False, True, False, True),
+        pytest.param(None, False, True, False, True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo reads

@@ -222,6 +222,7 @@ def recover(path: Path, stores: tuple[str, ...], begin: Callable[[], None]) -> N
 
 
 @pytest.mark.parametrize("stores", [("host", "ssd", "host")])
+@pytest.mark.slow
 def test_a_recovery_that_is_killed_is_finished_by_the_next(tmp_path: Path, stores: tuple[str, ...]) -> None:
     in_process(kills_of_a_recovery, tmp_path, stores)
 

@@ -80,6 +80,7 @@ def test_every_store_gives_the_same_bits(store: str, log: Log, on_device: Outcom
         assert evicted > 3 * outcome.rows[-1], "the cache was to be too small for the table"
 
 
+@pytest.mark.slow
 def test_the_model_learns_more_than_means(log: Log) -> None:
     aucs = train(log, make_device_mem_store_options(), 2).aucs
     assert aucs[-1] >= 0.76

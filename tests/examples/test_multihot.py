@@ -77,6 +77,7 @@ def test_stores_and_loops_give_the_same_bits(store: str, loop: bool, on_device: 
         for loop in (False, True)
     ],
 )
+@pytest.mark.slow
 def test_a_gpu_gives_the_same(store: str, loop: bool, device: Device, on_device: Outcome, tmp_path: Path) -> None:
     with tables_on(device) as place:
         outcome = train(store, tmp_path, loop, place)

@@ -10,7 +10,7 @@ import torch
 
 from support.forked import in_process
 from support.ranks import fails, run_ranks
-from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
+from support.two_towers import IDS, TwoTowers, kinds, losses, optimizer_of, stores
 from tierbed import GraphError, OptimizerError
 from tierbed.distributed import World
 
@@ -39,7 +39,7 @@ def trained(kind: str, path: Path, at: Path) -> list[float]:
         return expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_a_run_that_is_resumed_by_load_state_is_the_uninterrupted_one(tmp_path: Path, kind: str) -> None:
     first, second = (in_process(trained, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
     assert first == second

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from support.forked import in_process
 from support.ranks import fails, run_ranks
 from support.stores import options
-from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
+from support.two_towers import IDS, KINDS, TwoTowers, kinds, losses, optimizer_of, stores
 from tierbed import EagerOptimizer, Graph, GroupError, SnapshotError
 from tierbed.distributed import World
 
@@ -52,7 +52,7 @@ def loaded(model: TwoTowers, optimizer: Any, at: Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_a_plain_loop_resumes_to_the_bit_in_a_new_process(tmp_path: Path, kind: str) -> None:
     first, second = (in_process(loop, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
     assert first == second
@@ -95,7 +95,7 @@ def graph(kind: str, path: Path, at: Path, world: Any = None) -> list[float]:
     return [float(model(ids)) for ids in AFTER]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_a_graph_resumes_to_the_bit_in_a_new_process(tmp_path: Path, kind: str) -> None:
     first, second = (in_process(graph, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
     assert first == second
@@ -107,7 +107,7 @@ def of_ranks(world: World, task: Any, kind: str, path: Path, at: Path) -> list[f
 
 
 @pytest.mark.parametrize("task", [loop, graph])
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 @pytest.mark.rotated("task")
 def test_ranks_resume_to_the_bit(tmp_path: Path, kind: str, task: Any) -> None:
     first, second = (run_ranks(2, of_ranks, task, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))

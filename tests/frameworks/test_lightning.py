@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from support.ranks import fails, run_ranks
-from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
+from support.two_towers import IDS, TwoTowers, kinds, losses, optimizer_of, stores
 from tierbed import EagerOptimizer, GraphError, OptimizerError
 from tierbed.distributed import World
 
@@ -85,7 +85,7 @@ def fit(
     return keeps
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 @pytest.mark.parametrize("way", ["automatic", "manual", "accumulated"])
 @pytest.mark.rotated("way")
 def test_a_run_that_is_resumed_by_ckpt_path_is_the_uninterrupted_one(tmp_path: Path, kind: str, way: str) -> None:
@@ -101,7 +101,7 @@ def test_a_run_that_is_resumed_by_ckpt_path_is_the_uninterrupted_one(tmp_path: P
     assert first.losses + again.losses == whole.losses
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_the_best_of_eight_epochs_comes_back_whole(tmp_path: Path, kind: str) -> None:
     second = Trained(stores("host", tmp_path))
     fit(second, tmp_path / "second", 2)

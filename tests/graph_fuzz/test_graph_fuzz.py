@@ -38,7 +38,7 @@ def test_a_random_graph_trains_as_eager_torch_on_every_store_and_shares_a_step(s
         raise
 
 
-@pytest.mark.parametrize("seed", ALL)
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in ALL if seed != 5)])
 def test_every_other_block_trains_as_eager_torch_and_shares_a_step(seed: int, tmp_path: Path) -> None:
     """Many blocks in a few programs of two traces each."""
     program = replace(draw_program(seed), blocks=tuple(ALL[seed]), residual=True, own=1, events={}, other_store=None)

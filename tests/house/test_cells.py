@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,23 @@ from support.forked import in_process
 
 TEST = """
 import pytest
-from support.cells import pairs, rotated
+from support.cells import all_stores, pairs, rotated
+
+STORES = pytest.mark.parametrize("store", ["device", "host", "cached_host", "ssd", "ssd_host"])
+
+@pytest.mark.parametrize("b", range(3))
+@STORES
+def test_stores(store, b): pass
+
+@pairs
+@STORES
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_pairs_on_stores(store, b, c): pass
+
+@all_stores
+@STORES
+def test_all_stores(store): pass
 
 @pairs
 @pytest.mark.parametrize("a", range(4))
@@ -77,9 +94,15 @@ def test_both_commands_together_run_every_cell(tmp_path: Path) -> None:
     fast, slow, every = in_process(collected, tmp_path)
     assert not fast & slow
     assert fast | slow == every
-    counts = {name: len([cell for cell in fast if f"::{name}[" in cell]) for name in ("test_pairs", "test_rotated")}
-    assert counts == {"test_pairs": 12, "test_rotated": 5}
-    assert len([cell for cell in fast if "test_one_parameter" in cell]) == 3
+    counts = Counter(cell.partition("::")[2].partition("[")[0] for cell in fast)
+    assert counts == {
+        "test_stores": 6,
+        "test_pairs_on_stores": 9,
+        "test_all_stores": 5,
+        "test_pairs": 12,
+        "test_rotated": 5,
+        "test_one_parameter": 3,
+    }
 
 
 class Collected:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.places import TESTS
 
 HANG = """
@@ -49,6 +51,7 @@ def test_that_hangs_and_looks_for_no_signal():
 """
 
 
+@pytest.mark.slow
 def test_neither_a_caller_that_ignores_sigint_nor_a_test_that_hangs_stops_the_others(tmp_path: Path) -> None:
     """Native code that hangs stops its worker, in the end, and shows where."""
     (tmp_path / "test_one.py").write_text(HANG)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tierbed
-from support.cuda_tables import on_devices, tables_on
+from support.cuda_tables import on_one_device, tables_on
 from support.embeddings import contents
 from support.stores import STORES, options
 from tierbed import EagerOptimizer, GraphError, InputError
@@ -132,7 +132,7 @@ def test_a_graph_trains_collections_as_a_plain_loop_on_every_store(store: str, t
     graph.model.close()
 
 
-@on_devices
+@on_one_device
 def test_collections_on_a_gpu_have_the_bits_of_the_cpu(device: Device) -> None:
     expected = [*in_a_loop(STORE)]
     with tables_on(device) as place:

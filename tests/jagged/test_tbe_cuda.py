@@ -44,7 +44,9 @@ def trained(place: torch.device, location: EmbeddingLocation | None, path) -> li
 
 
 @on_one_device
-@pytest.mark.parametrize("location", PLACES)
+@pytest.mark.parametrize(
+    "location", [PLACES[1], *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES if place != PLACES[1])]
+)
 def test_a_run_has_the_bits_of_the_cpu(device, location, tmp_path):
     here = trained(torch.device("cpu"), location, tmp_path / "here")
     with tables_on(device) as place:

@@ -59,7 +59,9 @@ def test_the_example_of_table_options(tmp_path: Path) -> None:
     assert one_embedding.make_table(made["initializer"]) == made["table1"]
 
 
-@pytest.mark.parametrize("name", ["guide", "multi_table", "multi_column"])
+@pytest.mark.parametrize(
+    "name", ["guide", *(pytest.param(name, marks=pytest.mark.slow) for name in ("multi_table", "multi_column"))]
+)
 def test_the_example_of_training_does_what_dense_tables_do(name: str, tmp_path: Path) -> None:
     np.random.seed(0)
     made = run(name, tmp_path)

@@ -26,6 +26,7 @@ SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("dim", [1, 3, 17, 64, 100])
 @pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.pairs
 @pytest.mark.rotated("dim")
 def test_five_steps_equal_the_reference_to_the_bit(name: str, dim: int, types: tuple[str, str]) -> None:
     optimizer = optimizer_of(name)
@@ -61,6 +62,7 @@ def test_five_steps_equal_the_reference_to_the_bit(name: str, dim: int, types: t
 
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("name", ["momentum", "adam", "clipped rowwise", "catch-up adam"])
+@pytest.mark.pairs
 @pytest.mark.rotated("threads")
 def test_many_rows_with_duplicates_are_the_same_for_any_threads(
     name: str, types: tuple[str, str], threads: int

@@ -263,6 +263,7 @@ with MultiTableEmbedding("rows", 16, torch.float32, torch.int64, None, store) as
 """
 
 
+@pytest.mark.slow
 def test_a_process_in_a_memory_cgroup_divides_what_its_limit_leaves(tmp_path: Path) -> None:
     if reason := may_limit():
         pytest.skip(f"this user may make no memory cgroup: {reason}")

@@ -74,6 +74,7 @@ def of_torch() -> tuple[str, str]:
     return run(None, STEPS + FORK)
 
 
+@pytest.mark.slow
 def test_steps_add_no_thread_beside_those_that_spin_and_a_fork_without_them_trains(of_torch: tuple[str, str]) -> None:
     assert of_torch[0] == "0"
 

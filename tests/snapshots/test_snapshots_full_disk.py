@@ -169,7 +169,13 @@ COMMANDS = {
 
 
 @FEW_OR_ALL
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=list(COMMANDS))
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, marks=[pytest.mark.slow] * (name not in ("save", "merge", "export parquet")), id=name)
+        for name, words in COMMANDS.items()
+    ],
+)
 def test_a_command_that_finds_no_room_fails_and_leaves_what_there_was(
     disk_path: Path, words: list[str], sizes: list[int]
 ) -> None:

@@ -168,6 +168,7 @@ def test_after_close_calls_say_so(tmp_path: Path) -> None:
         native.read(rows.tables, rows.keys, rows.lines)
 
 
+@pytest.mark.slow
 def test_disk_use_stays_bounded_while_the_same_rows_are_written(tmp_path: Path) -> None:
     names = keys_from(0, 30_000)
     tier = RocksDB(tmp_path, WIDTH, new_shards=1, options="write_buffer_size=64k;min_write_buffer_number_to_merge=1")

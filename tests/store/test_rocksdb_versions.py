@@ -47,6 +47,7 @@ def declared(header: str, kind: dict[str, str]) -> str:
     ],
     ids=lambda given: getattr(given, "name", given),
 )
+@pytest.mark.slow
 def test_sources_compile_with_what_opens_a_database_in(version: str, source: Path, tmp_path: Path) -> None:
     (tmp_path / "rocksdb").mkdir()
     (tmp_path / "rocksdb" / "db.h").write_text(declared(installed(), KINDS[version]))

@@ -1,17 +1,20 @@
 """Which cells of a parametrised test `make test` runs; `make test-slow` runs the others.
 
-`@pairs` keeps that many cells that each value of a parameter meets each value of each other one. `@rotated(name)` keeps
-one value of that parameter for each cell of the others, in turn.
+Of a parameter `store` it runs two values, which ones differs from test to test; `@all_stores` keeps all. `@pairs` keeps
+that many cells that each value of a parameter meets each value of each other one. `@rotated(name)` keeps one value of
+that parameter for each cell of the others, in turn.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import pytest
 
+all_stores = pytest.mark.all_stores
 pairs = pytest.mark.pairs
 rotated = pytest.mark.rotated
 
@@ -44,7 +47,10 @@ def _mark_subject(cells: Sequence[pytest.Function]) -> None:
 
 
 def _mark_slow(cells: Sequence[pytest.Function]) -> None:
-    turning, pairwise = (cells[0].get_closest_marker(name) if cells else None for name in ("rotated", "pairs"))
+    marker = {name: cells[0].get_closest_marker(name) if cells else None for name in ("rotated", "pairs", "all_stores")}
+    turning, pairwise = marker["rotated"], marker["pairs"]
+    if marker["all_stores"] is None and (turning is None or turning.args[0] != "store"):
+        cells = _of_two_stores(cells)
     if turning is None and pairwise is None:
         return
     values = [{name: id(value) for name, value in item.callspec.params.items()} for item in cells]
@@ -52,6 +58,19 @@ def _mark_slow(cells: Sequence[pytest.Function]) -> None:
     for number, item in enumerate(cells):
         if number not in kept:
             item.add_marker(pytest.mark.slow)
+
+
+def _of_two_stores(cells: Sequence[pytest.Function]) -> Sequence[pytest.Function]:
+    """Mark the cells of other stores as slow."""
+    stores = list(dict.fromkeys(str(item.callspec.params.get("store")) for item in cells))
+    if len(stores) <= 2:
+        return cells
+    first = zlib.crc32(cells[0].originalname.encode())
+    kept = {stores[(first + step) % len(stores)] for step in (0, len(stores) // 2)}
+    for item in cells:
+        if str(item.callspec.params["store"]) not in kept:
+            item.add_marker(pytest.mark.slow)
+    return [item for item in cells if str(item.callspec.params["store"]) in kept]
 
 
 def chosen(cells: Sequence[Cell], turning: str | None, pairwise: bool) -> set[int]:

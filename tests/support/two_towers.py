@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from support.stores import options
 from tierbed import EagerOptimizer, MultiTableEmbedding
 
 KINDS = ["host", "host folder", "ssd folder"]
+kinds = pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]), KINDS[2]])
 IDS = torch.randint(0, 40, (30, 2, 16), generator=torch.Generator().manual_seed(3))
 
 

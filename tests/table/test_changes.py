@@ -150,6 +150,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @examples(0.3)
 @given(before=calls, during=calls, after=calls, chunk=st.integers(1, 9))
+@pytest.mark.all_stores
 @pytest.mark.rotated("policy")
 def test_noted_changes_make_the_rows_of_now_of_those_before(
     tmp_path_factory: pytest.TempPathFactory,

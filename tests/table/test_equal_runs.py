@@ -125,6 +125,7 @@ def cached_run(
         ("ssd_host", 1000, "lfu", 1, 4),
     ],
 )
+@pytest.mark.all_stores
 def test_losses_rows_and_state_do_not_depend_on_the_cache_on_threads_and_on_hints(
     tmp_path: Path,
     store: str,
