@@ -24,7 +24,7 @@ BROKEN = {
     "a prune looks at one store": "from tierbed.snapshots.store import retention as r; "
     "r.needed_snapshots = lambda path: set()",
     "writes are not counted": "from tierbed.snapshots.files.versions import Versions as V; "
-    "V.rows = property(lambda versions: versions._opened)",
+    "V.rows = property(lambda versions: versions._initial)",
 }
 
 
