@@ -9,7 +9,7 @@ DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 PLACE := $(shell test -w /dev/shm && [ $$(df -Pk /dev/shm | awk 'END {print $$4}') -gt 4194304 ] && echo /dev/shm || echo /tmp)
 NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
-.PHONY: demo test test-slow check crash sanitize lint types instructions peers install clean
+.PHONY: demo test test-slow test-wheel check crash sanitize lint types instructions peers install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -23,6 +23,15 @@ test: install peers
 	folder=$$(mktemp -d $(PLACE)/tierbed-XXXXXX) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(TESTERS) --dist worksteal \
 		--basetemp="$$folder/tests"
+
+# the wheel in an environment of its own, where it runs the README's example
+test-wheel: install
+	scripts/wheel $(BIN)/python
+	rm -rf build/wheel-test
+	$(BIN)/python -m venv build/wheel-test
+	build/wheel-test/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	sed -n '/^```python/,/^```$$/p' README.md | grep -v '^```' >build/wheel-test/train.py
+	cd build/wheel-test && bin/tierbed doctor && bin/python train.py
 
 test-slow: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=slow -n $(TESTERS) --dist worksteal
