@@ -9,7 +9,7 @@ DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 PLACE := $(shell test -w /dev/shm && [ $$(df -Pk /dev/shm | awk 'END {print $$4}') -gt 4194304 ] && echo /dev/shm || echo /tmp)
 NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
-.PHONY: demo test test-slow test-wheel check crash sanitize lint types instructions peers install clean
+.PHONY: demo test test-slow test-wheel test-arm check crash sanitize lint types instructions peers install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -32,6 +32,10 @@ test-wheel: install
 	build/wheel-test/bin/pip install --quiet --constraint constraints.txt dist/*.whl
 	sed -n '/^```python/,/^```$$/p' README.md | grep -v '^```' >build/wheel-test/train.py
 	cd build/wheel-test && bin/tierbed doctor && bin/python train.py
+
+# native tests on aarch64, under qemu; as root, and about half an hour
+test-arm: install
+	scripts/arm
 
 test-slow: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=slow -n $(TESTERS) --dist worksteal

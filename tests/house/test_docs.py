@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from support.places import DOCS
+from support.places import DOCS, ROOT
 from support.scripts import run_script
 
 ENDS = """
@@ -105,3 +106,9 @@ def test_the_graph_page_runs_and_what_it_looks_at_is_there(tmp_path: Path) -> No
     assert line in page
     assert line in done.stdout
     assert {file.name for file in tmp_path.iterdir()} >= {"step.mmd", "trace.json"}
+
+
+def test_the_table_of_extras_has_all() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (`tierbed\[.*?) \|", (DOCS / "install.md").read_text(), re.M)
+    assert sorted(re.findall(r"\[(\w+)\]", " ".join(rows))) == sorted(extras)
