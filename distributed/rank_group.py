@@ -310,9 +310,10 @@ class RankGroup:
                 "one World, and close it at the end"
             )
         timeout, self.timeout = self.timeout, max(self.timeout, CONNECT_SECONDS)  # some may still be starting
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 sorts always
         try:
             self._group = dist.new_group(
-                ranks, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True, sort_ranks=False
+                ranks, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True, **order
             )
         except RuntimeError as error:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error

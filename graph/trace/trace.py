@@ -146,8 +146,8 @@ def trace(
         # modules under torch.compile are traced as what they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with unused_grads(tensors) as unused, torch.random.fork_rng(devices=[]), inlined, _raised_alone(), mode:
-            try:
-                module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
+            try:  # an empty table: without one torch 2.14 records detach as alias
+                module = make_fx(step, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
                 if _is_data_dependent(error):
                     raise GraphError(

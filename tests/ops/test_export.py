@@ -61,7 +61,7 @@ def test_an_export_with_gradients_alive_is_refused_in_the_same_words(strict: boo
         torch.export.export(model, (IDS,), strict=strict)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_trace_by_torch_jit_is_refused_by_name() -> None:
     rows = embedding()
     with pytest.raises(GraphError, match=f"embedding '{rows.name}' cannot be part"):
