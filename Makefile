@@ -26,14 +26,14 @@ test: install peers
 
 # the wheel in an environment of its own, where it runs the README's example
 test-wheel: install
-	scripts/wheel $(BIN)/python
 	rm -rf build/wheel-test
+	DIST=build/wheel-test/dist scripts/wheel $(BIN)/python
 	$(BIN)/python -m venv build/wheel-test
-	build/wheel-test/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	build/wheel-test/bin/pip install --quiet --constraint constraints.txt build/wheel-test/dist/*.whl
 	sed -n '/^```python/,/^```$$/p' README.md | grep -v '^```' >build/wheel-test/train.py
 	cd build/wheel-test && bin/tierbed doctor && bin/python train.py
 
-# native tests on aarch64, under qemu; as root, and about half an hour
+# native tests on aarch64, under qemu; as root, and a quarter of an hour
 test-arm: install
 	scripts/arm
 

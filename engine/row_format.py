@@ -148,7 +148,7 @@ def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
     if type == "float32":
         return values
     if type == "float16":
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid to aarch64
             return np.where(np.isnan(values), np.uint16(0x7E00).view(np.float16), values.astype(np.float16))
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

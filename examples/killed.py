@@ -1,4 +1,4 @@
-"""Train MovieLens in processes that are killed, each on another store, and show that nothing of it can be seen.
+"""Kill training runs on MovieLens and resume each on another store: the losses are those of a run never killed.
 
     python examples/killed.py --data ml-100k --plot killed.svg
 
@@ -110,13 +110,15 @@ def _smooth(seen: Losses, first: int = 1) -> tuple[list[int], list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with u.data, ratings.dat or one *.inter file")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000, help="at least 150")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills")
     parser.add_argument("--plot", type=Path, help="draw the losses into this file")
-    parser.add_argument("--store", choices=STORES, help=argparse.SUPPRESS)  # of a process that trains in --folder
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a process that trains there
+    parser.add_argument("--store", choices=STORES, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.store:
+    if args.steps < 150:
+        parser.error(f"--steps is {args.steps}: give at least 150, so that processes can be killed")
+    if args.folder:
         train(args, args.folder)
         return
     with tempfile.TemporaryDirectory(prefix="killed-") as temporary:

@@ -16,7 +16,7 @@ CASES = [(optimizer, dtype) for optimizer in OPTIMIZERS for dtype in ("float32",
 
 
 def trained(optimizer: str, dtype: str) -> str:
-    """A hash of all rows and states after steps of single ids and of bags; their gradients are exact numbers."""
+    """A hash of all rows and states after steps of single ids and of bags, with gradients of single IEEE operations."""
     embedding = make(options("device"), optimizer, dtype=getattr(torch, dtype))
     for step in range(12):
         ids = torch.arange(600) * (step + 7) % 401
