@@ -37,7 +37,7 @@ _REMEDY = "persistent_path must be on a file system that has it: a local one, su
 class Check(NamedTuple):
     """One finding: `value` is what was found, `remedy` what to do if it is not `ok`.
 
-    `fatal`: nothing works without it.
+    `fatal`: nothing works without it. `optional`: all works without it but what `value` names.
     """
 
     name: str
@@ -45,6 +45,11 @@ class Check(NamedTuple):
     value: str
     remedy: str | None = None
     fatal: bool = False
+    optional: bool = False
+
+    @property
+    def state(self) -> str:
+        return "ok" if self.ok else "optional" if self.optional else "missing"
 
     def plain(self) -> dict[str, Any]:
         """The finding as plain values for JSON."""
@@ -67,11 +72,11 @@ def doctor(
     if as_json:
         print_json({"works": not any(c.fatal for c in found), "checks": [c.plain() for c in found]})
     else:
-        names = aligned([["ok" if c.ok else "missing", c.name, c.value] for c in found])
+        names = aligned([[c.state, c.name, c.value] for c in found])
         for check, line in zip(found, names, strict=True):
             print(line)
             if check.remedy:
-                print(f"         -> {check.remedy}")
+                print(f"          -> {check.remedy}")
     if any(check.fatal for check in found):
         raise typer.Exit(PROBLEM)
 
@@ -129,15 +134,19 @@ def _cuda() -> Iterator[Check]:
     import torch
 
     if torch.version.cuda is None:
-        yield Check("cuda", False, f"none: torch {torch.__version__} is built without it", "install torch with CUDA")
+        yield _no_gpu(f"torch {torch.__version__} is built without it", "install torch with CUDA")
         return
     if not torch.cuda.is_available():
-        yield Check("cuda", False, f"none: torch for CUDA {torch.version.cuda} finds no device", "check nvidia-smi")
+        yield _no_gpu(f"torch for CUDA {torch.version.cuda} finds no device", "check nvidia-smi")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         yield Check(f"cuda:{index}", True, f"{found.name}, {found.total_memory / 1e9:.0f} GB")
     yield _cupy(torch.version.cuda)
+
+
+def _no_gpu(reason: str, remedy: str) -> Check:
+    return Check("cuda", False, f"no tables on a GPU: {reason}", remedy, optional=True)
 
 
 def _cupy(cuda: str) -> Check:
@@ -154,7 +163,7 @@ def _extra(extra: str, modules: tuple[str, ...], use: str) -> Check:
     try:
         versions = [f"{module} {version(module.replace('_', '-'))}" for module in modules]
     except PackageNotFoundError as error:
-        return Check(extra, False, f"no {error.name}, for {use}", f"pip install 'tierbed[{extra}]'")
+        return Check(extra, False, f"no {error.name}, for {use}", f"pip install 'tierbed[{extra}]'", optional=True)
     return Check(extra, True, ", ".join(versions))
 
 

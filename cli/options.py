@@ -182,7 +182,7 @@ def _writable(option: str, path: Path) -> Path:
 
 def _mib(bytes: int) -> str:
     """MiB, the unit of the options."""
-    return f"{bytes / MB:.4g} MiB"
+    return f"{bytes / MB:,.0f} MiB" if bytes >= 1000 * MB else f"{bytes / MB:.4g} MiB"
 
 
 def _amount(bytes: int | str | None, shown: Callable[[int], str] = size) -> str:
