@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.asked import STORE, Training, fills, forks, trains, waits
+from support.asked import STORE, Training, dies_as_it_saves, fills, forks, trains, waits
 from support.cuda_tables import on_devices, tables_on
 from support.embeddings import contents, make, train
 from support.forked import in_process
@@ -219,13 +219,13 @@ def test_a_stopped_trainer_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_is_killed_in_a_save_leaves_nothing_of_it(tmp_path: Path) -> None:
-    training = Training(fills, tmp_path)
-    assert training.says() == "filled"
+    training = Training(dies_as_it_saves, tmp_path)
     kept = request_save(training.store, "kept")
     with pytest.raises(
         StoreError, match=rf"process {training.pid} exited while it saved.*the snapshot was not written"
     ):
-        request_save(training.store, "lost", progress=lambda rows, of: training.kill())
+        request_save(training.store, "lost")
+    training.kill()  # it is dead; its pipe is closed
     with embedding_at(tmp_path, "device") as embedding:
         assert embedding.size() == kept.rows
         assert embedding.metrics()["table"]["step"] == kept.description["step"]

@@ -77,6 +77,19 @@ def fills(embedding: MultiTableEmbedding, pipe: Connection) -> int:
     return trains(embedding, pipe)
 
 
+def dies_as_it_saves(embedding: MultiTableEmbedding, pipe: Connection) -> None:
+    """Trains until it is killed where only the new name of the snapshot "lost" is left to do."""
+    rename = Path.rename
+
+    def killed_before(self: Path, target: Path) -> Path:
+        if target.name == "lost":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    Path.rename = killed_before  # type: ignore[method-assign]
+    trains(embedding, pipe)
+
+
 def forks(embedding: MultiTableEmbedding, pipe: Connection) -> None:
     """Has a child that outlives it by a while, then waits."""
     child = os.fork()
