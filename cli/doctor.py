@@ -53,7 +53,7 @@ class Check(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """The finding as plain values for JSON."""
-        return {"name": self.name, "ok": self.ok, "value": self.value, "remedy": self.remedy}
+        return {"name": self.name, "ok": self.ok, "value": self.value, "remedy": self.remedy, "optional": self.optional}
 
 
 def doctor(

@@ -118,6 +118,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 150:
         parser.error(f"--steps is {args.steps}: give at least 150, so that processes can be killed")
+    if (args.folder is None) != (args.store is None):
+        parser.error("--folder and --store are of a process that trains; leave them out")
     if args.folder:
         train(args, args.folder)
         return
