@@ -28,7 +28,7 @@ import torch
 from report import Figure, machine, report
 from workload import WORKLOADS, Mismatch, NotMeasured, Workload
 
-GROUPS = ("kernels", "dlrm", "graph", "jagged", "tiers", "rocksdb", "disk", "snapshots", "distributed", "gpu")
+GROUPS = ("kernels", "bags", "dlrm", "graph", "jagged", "tiers", "rocksdb", "disk", "snapshots", "distributed", "gpu")
 THREADS = 2
 POLICY = "OMP_WAIT_POLICY"
 

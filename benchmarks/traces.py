@@ -28,7 +28,7 @@ class Shape:
     """A step of rows alone: for each of `batch` samples a bag of each table's ids, all summed.
 
     rows: of one table. length: ids of a bag, of all tables or of each. alpha: the exponent of a zipf law, None for
-    uniform ids. optimizer: a name of `contenders.OPTIMIZERS`.
+    uniform ids. optimizer: a name of `contenders.OPTIMIZERS`. ragged: bags have 1 to 2 * length - 1 ids, at random.
     """
 
     tables: int
@@ -38,6 +38,7 @@ class Shape:
     length: int | tuple[int, ...] = 1
     alpha: float | None = None
     optimizer: str = "adagrad"
+    ragged: bool = False
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -76,20 +77,23 @@ def make_batches(shape: Shape, count: int = BATCHES) -> list[Batch]:
     """
     random = np.random.default_rng(0)
     renumber = [random.permutation(shape.rows) for _ in shape.lengths]
-    bags = torch.tensor(shape.lengths).repeat_interleave(shape.batch)
-    offsets = torch.cat([bags.new_zeros(1), bags.cumsum(0)])
+    bags = np.repeat(shape.lengths, shape.batch)
     batches = []
     for _ in range(count):
-        parts = [order[_drawn(random, shape, length)] for order, length in zip(renumber, shape.lengths, strict=True)]
+        if shape.ragged:
+            bags = random.integers(1, 2 * np.repeat(shape.lengths, shape.batch))
+        offsets = torch.from_numpy(np.concatenate([[0], bags.cumsum()]))
+        ids = bags.reshape(shape.tables, shape.batch).sum(1)
+        parts = [order[_drawn(random, shape, n)] for order, n in zip(renumber, ids, strict=True)]
         grad = random.uniform(0.5, 1.5, (shape.batch, shape.tables, shape.dim)).astype(np.float32)
         batches.append(Batch(torch.from_numpy(np.concatenate(parts)), offsets, torch.from_numpy(grad)))
     return batches
 
 
-def _drawn(random: np.random.Generator, shape: Shape, length: int) -> NDArray[np.int64]:
+def _drawn(random: np.random.Generator, shape: Shape, ids: int) -> NDArray[np.int64]:
     if shape.alpha is None:
-        return random.integers(0, shape.rows, shape.batch * length)
-    return (random.zipf(shape.alpha, shape.batch * length) - 1) % shape.rows
+        return random.integers(0, shape.rows, ids)
+    return (random.zipf(shape.alpha, ids) - 1) % shape.rows
 
 
 class Trace(Protocol):

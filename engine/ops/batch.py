@@ -29,14 +29,14 @@ FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64]
 
 
 def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
-    """A segment of `_core.Batch`. Raises InputError for offsets and table ids that are out of range."""
+    """A segment of `_core.Batch`, which checks its offsets. Raises InputError for table ids that are out of range."""
     keys, feature_columns = _keys(lookup.ids), lookup.feature_columns
     if feature_columns is None:
-        return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(spec, lookup)
+        return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(lookup)
     assert lookup.offsets is not None
     batch, columns = lookup.shape
     tables = _in_order(columns, spec.num_tables) if lookup.table_ids is None else _tables(spec, lookup.table_ids)
-    return keys, tables, _offsets(spec, lookup.offsets, len(keys)), features_of(feature_columns), batch
+    return keys, tables, _offsets(lookup.offsets), features_of(feature_columns), batch
 
 
 @cache
@@ -55,7 +55,12 @@ def _in_order(columns: int, num_tables: int) -> NDArray[np.uint32]:
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup]) -> _core.Batch:
     """The unique rows of lookups on the CPU. InputError for illegal table ids, offsets and ids."""
     segments = [segment(spec, lookup) for lookup in lookups]
-    batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, spec.drops)
+    try:
+        batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, spec.drops)
+    except ValueError:
+        for lookup in lookups:
+            check_offsets(spec, lookup)
+        raise
     if spec.last_ids is not None and batch.illegal is not None:
         raise illegal_id(spec, *batch.illegal)
     return batch
@@ -129,28 +134,36 @@ def _keys(ids: Tensor) -> NDArray[np.uint64]:
 
 
 def _tables(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
-    flat = table_ids.detach().reshape(-1).to(torch.int64)
-    outside = (flat < 0) | (flat >= spec.num_tables)
+    # by NumPy: an op of torch takes longer
+    flat = table_ids.detach().reshape(-1).numpy().astype(np.int64, copy=False)
+    outside = flat.view(np.uint64) >= spec.num_tables
     if outside.any():
-        position = int(outside.nonzero()[0])
+        position = int(outside.argmax())
         raise InputError(
-            f"table_ids of embedding {spec.name!r}: table id {int(flat[position])} at position {position}; "
+            f"table_ids of embedding {spec.name!r}: table id {flat[position]} at position {position}; "
             f"they run from 0 to {spec.num_tables - 1}"
         )
-    return flat.to(torch.int32).numpy().view(np.uint32)
+    return flat.astype(np.uint32)
 
 
-def _bags(spec: TableSpec, lookup: Lookup) -> int | NDArray[np.int64] | None:
+def _bags(lookup: Lookup) -> int | NDArray[np.int64] | None:
     if lookup.pooling is None:
         return None
     if lookup.offsets is not None:
-        return _offsets(spec, lookup.offsets, lookup.ids.shape[0])
+        return _offsets(lookup.offsets)
     # bags of no ids are counted by their offsets
     return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
 
 
-def _offsets(spec: TableSpec, offsets: Tensor, ids: int) -> NDArray[np.int64]:
-    flat = offsets.detach().to(torch.int64).contiguous().numpy()
+def _offsets(offsets: Tensor) -> NDArray[np.int64]:
+    return offsets.detach().to(torch.int64).contiguous().numpy()
+
+
+def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
+    """Raises InputError for offsets of a lookup on the CPU that do not ascend from 0 to the number of ids."""
+    if lookup.offsets is None:
+        return
+    flat, ids = _offsets(lookup.offsets), lookup.ids.shape[0]
     where = f"offsets of embedding {spec.name!r}"
     if flat[0] != 0 or flat[-1] != ids:
         raise InputError(
@@ -161,4 +174,3 @@ def _offsets(spec: TableSpec, offsets: Tensor, ids: int) -> NDArray[np.int64]:
     if len(down):
         at = int(down[0])
         raise InputError(f"{where}: {flat[at]} at position {at} is followed by {flat[at + 1]}; give them ascending")
-    return flat

@@ -74,7 +74,8 @@ class TableSpec:
         return labels_of(self.table_names)
 
     def layout(self, state: RowState) -> _core.Layout:
-        return _core.Layout(self.dim, *self.initial_values(state))
+        last_ids = None if self.last_ids is None else self.last_ids.tolist()
+        return _core.Layout(self.dim, *self.initial_values(state), last_ids=last_ids)
 
     def initial_values(self, state: RowState) -> InitialValues:
         arrays = as_arrays(self.tables, self.columns)

@@ -11,8 +11,10 @@ namespace {
 
 RequestedRows requested_rows(Batch& batch, bool own_lines) {
     const u64* own = own_lines && batch.own_lines.size() ? batch.own_lines.data() : nullptr;
-    RequestedRows requested{batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, {}};
-    std::copy_n(batch.bucket_begin, BUCKETS + 1, requested.begin.begin());
+    const BucketOrder& order = batch.buckets();
+    RequestedRows requested{batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, nullptr, {}};
+    if (order.rows.size()) requested.order = order.rows.data();
+    std::copy_n(order.begin, BUCKETS + 1, requested.begin.begin());
     return requested;
 }
 
@@ -195,7 +197,7 @@ constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
 constexpr std::size_t GRAIN = 512, AHEAD = 4;
 
 RequestedRows requested_rows(const RowSpan& rows, u64* lines) {
-    RequestedRows requested{rows.tables, rows.hashes, lines, nullptr, {}};
+    RequestedRows requested{rows.tables, rows.hashes, lines, nullptr, nullptr, {}};
     std::size_t at = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
         requested.begin[bucket] = at;

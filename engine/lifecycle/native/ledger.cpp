@@ -77,13 +77,15 @@ Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool trainin
     Admitted admitted;
     if (!refuses && batch.unique <= policy_.capacity - std::min(rows_before, policy_.capacity)) return admitted;
     ++batch_;
+    const BucketOrder& order = batch.buckets();
     std::array<std::size_t, BUCKETS> fresh{}, refused{};
     Buffer<u64> own(batch.unique);
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
-        const std::size_t end = batch.bucket_begin[b + 1];
-        for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) bucket.prefetch_slot(batch.hashes[i + AHEAD]);
+        const std::size_t end = order.begin[b + 1];
+        for (std::size_t k = order.begin[b]; k < end; ++k) {
+            if (k + AHEAD < end) bucket.prefetch_slot(batch.hashes[order.row(k + AHEAD)]);
+            const std::size_t i = order.row(k);
             own[i] = 0;
             Entry& entry = bucket.entries[bucket.find_slot(batch.hashes[i], batch.tables[i])];
             if (entry.updates != 0) {
@@ -113,19 +115,22 @@ Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool trainin
     for (std::size_t i = 0; i < batch.unique; ++i)
         if (own[i]) own[i] = lines[taken++];
     parallel_for(BUCKETS, [&](std::size_t b) {
-        for (std::size_t i = batch.bucket_begin[b]; i < batch.bucket_begin[b + 1]; ++i)
-            if (own[i]) layout.initialise(own[i], batch.tables[i], batch.key(i));
+        for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k)
+            if (const std::size_t i = order.row(k); own[i])
+                layout.initialise(own[i], batch.tables[i], batch.key(i));
     });
     batch.own_lines = std::move(own);
     return admitted;
 }
 
 void Ledger::commit(const Batch& batch, u32 now) {
+    const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
-        const std::size_t end = batch.bucket_begin[b + 1];
-        for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) bucket.prefetch_slot(batch.hashes[i + AHEAD]);
+        const std::size_t end = order.begin[b + 1];
+        for (std::size_t k = order.begin[b]; k < end; ++k) {
+            if (k + AHEAD < end) bucket.prefetch_slot(batch.hashes[order.row(k + AHEAD)]);
+            const std::size_t i = order.row(k);
             if (batch.own_lines.size() && batch.own_lines[i]) {
                 if (policy_.min_lookups > 1) sketch_.add(batch.hashes[i], batch.tables[i]);
                 continue;

@@ -76,13 +76,13 @@ private:
     const std::vector<Chunk>& chunks_;
     Buffer<Entry> hashed_;                   // by position; those of a chunk begin at its first position
     std::vector<std::size_t> entry_counts_;  // entries of each chunk
-    std::vector<std::size_t> ends_;  // of each chunk and bucket, the end of its entries in the bucket
+    Buffer<std::size_t> ends_;  // of each chunk and bucket, the end of its entries in the bucket
 };
 
 template <class Beyond>
 Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
                    i32* inverse, bool pooled, const LegalIds& legal, const Beyond& beyond)
-    : chunks_(chunks), entry_counts_(chunks.size()), ends_(chunks.size() * BUCKETS, 0) {
+    : chunks_(chunks), entry_counts_(chunks.size()), ends_(chunks.size() * BUCKETS) {
     if (n >= NONE / 4)
         throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
     hashed_ = Buffer<Entry>(n);
@@ -90,7 +90,8 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
     const u64* const last = legal.last.empty() ? nullptr : legal.last.data();
     parallel_for(chunks.size(), [&](std::size_t c) {
         const Chunk& chunk = chunks[c];
-        std::size_t* counts = &ends_[c * BUCKETS];
+        std::size_t* const counts = &ends_[c * BUCKETS];
+        std::fill_n(counts, BUCKETS, std::size_t{0});
         const std::size_t start = chunk.first + chunk.begin;
         std::size_t entry_counts = start;
         const u64* keys = chunk.segment->keys;
@@ -165,9 +166,10 @@ void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size
         chunks.push_back({&segment, first, source, begin, std::min(end, begin + CHUNK), column});
 }
 
-// Appends the positions of features that are looked up, in memory order. `inverse` is set to -1 for the others.
-void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
-                     i32* inverse) {
+// Calls body(column, offsets) for the features that are looked up, in memory order. `inverse` is set to -1 for the
+// others.
+template <class Body>
+void for_each_feature(const Segment& segment, i32* inverse, const Body& body) {
     const Bags& bags = segment.bags;
     std::vector<u32> columns(bags.columns);
     std::iota(columns.begin(), columns.end(), u32{0});
@@ -175,12 +177,110 @@ void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::si
     std::size_t done = 0;
     for (const u32 column : columns) {
         const i64* const offsets = bags.offsets + static_cast<u64>(bags.features[column]) * bags.batch;
-        const auto begin = static_cast<std::size_t>(offsets[0]), end = static_cast<std::size_t>(offsets[bags.batch]);
-        std::fill(inverse + done, inverse + begin, -1);
-        append_chunks(chunks, segment, first, source, begin, end, column);
-        done = end;
+        std::fill(inverse + done, inverse + offsets[0], -1);
+        body(column, offsets);
+        done = static_cast<std::size_t>(offsets[bags.batch]);
     }
     std::fill(inverse + done, inverse + segment.n, -1);
+}
+
+// Neighbouring bags of one table: a whole segment, or a feature.
+struct Run {
+    const Segment* segment;
+    std::size_t position, source;  // the segment's first ones in the batch
+    std::size_t bags;
+    const i64* offsets;  // of the bags; null for bags of one length
+    u32 column, columns;
+
+    std::size_t length() const { return segment->pooled ? segment->bags.length : 1; }
+    std::size_t ids() const {
+        return offsets ? static_cast<std::size_t>(offsets[bags] - offsets[0]) : bags * length();
+    }
+    // Calls body(i, row) for each position of the segment, in order, and the output row of its bag in the batch.
+    template <class Body>
+    void for_each(const Body& body) const {
+        const std::size_t n = length();
+        for (std::size_t bag = 0; bag < bags; ++bag) {
+            const std::size_t row = source + bag * columns + column;
+            std::size_t i = offsets ? static_cast<std::size_t>(offsets[bag]) : bag * n;
+            for (const std::size_t end = offsets ? static_cast<std::size_t>(offsets[bag + 1]) : i + n; i < end; ++i)
+                body(i, row);
+        }
+    }
+};
+
+// The runs of each table, in the order of their positions. Empty if neighbouring bags are of different tables.
+std::vector<std::vector<Run>> runs_of(const std::vector<Segment>& segments, const Deduplicated& batch, u32 tables,
+                                      i32* inverse) {
+    std::vector<std::vector<Run>> runs(tables);
+    for (const Segment& segment : segments)
+        if (!segment.bags.features && (segment.tables || tables > 1)) return {};
+    for (std::size_t k = 0; k < segments.size(); ++k) {
+        const Segment& segment = segments[k];
+        const Deduplicated::LookupSpan& span = batch.lookups[k];
+        if (segment.bags.features)
+            for_each_feature(segment, inverse + span.begin, [&](u32 column, const i64* offsets) {
+                if (const u32 table = segment.tables[column]; table < tables)
+                    runs[table].push_back({&segment, span.begin, span.source, segment.bags.batch, offsets, column,
+                                           segment.bags.columns});
+                else
+                    throw std::out_of_range("table id " + std::to_string(table) + " of column " +
+                                            std::to_string(column));
+            });
+        else
+            runs[0].push_back({&segment, span.begin, span.source, segment.count, segment.bags.offsets, 0, 1});
+    }
+    return runs;
+}
+
+// Sorts n numbers below 2^bits, which are in the high words, and are followed by n words of memory. Equal numbers stay in
+// their order. Returns where the result is: one of the two halves.
+//
+// A radix sort in as few passes as its counts, about as many as numbers, allow.
+u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
+    constexpr u32 LEAST = 4, MOST = 11;  // bits of a digit
+    const u32 most = std::clamp<u32>(31 - static_cast<u32>(__builtin_clz(n | 1)), LEAST, MOST);
+    const u32 passes = (bits + most - 1) / most, digit = (bits + passes - 1) / passes, mask = (1u << digit) - 1;
+    u32 counts[(32 / MOST + 1) << MOST];
+    std::fill_n(counts, passes << digit, 0u);
+    for (u32 i = 0; i < n; ++i)
+        for (u32 pass = 0; pass < passes; ++pass)
+            ++counts[pass << digit | (static_cast<u32>(numbers[i] >> 32) >> pass * digit & mask)];
+    u64 *from = numbers, *to = numbers + n;
+    for (u32 pass = 0; pass < passes; ++pass) {
+        u32* const at = counts + (pass << digit);
+        for (u32 value = 0, total = 0; value <= mask; ++value) total += std::exchange(at[value], total);
+        const u32 shift = 32 + pass * digit;
+        for (u32 i = 0; i < n; ++i) to[at[from[i] >> shift & mask]++] = from[i];
+        std::swap(from, to);
+    }
+    return from;
+}
+
+// Those ids of a table that are from `first` to `last`.
+struct Part {
+    u32 table;
+    u64 first, last;
+    Buffer<u64> memory;
+    const u64* sorted = nullptr;  // ids in the high words, their positions in the low words
+    u32 entries = 0, rows = 0;
+};
+
+// Several parts of a table if there are few tables, so that threads share them.
+std::vector<Part> parts_of(const std::vector<std::vector<Run>>& runs, const Numbering& numbering) {
+    constexpr std::size_t PARTS = 4;
+    const auto used = static_cast<std::size_t>(std::count_if(runs.begin(), runs.end(), [](const auto& of_table) {
+        return std::any_of(of_table.begin(), of_table.end(), [](const Run& run) { return run.ids() > 0; });
+    }));
+    const u64 count = used < PARTS && used > 0 ? (PARTS + used - 1) / used : 1;
+    std::vector<Part> parts;
+    for (u32 table = 0; table < runs.size(); ++table)
+        for (u64 p = 0; p < count; ++p) {
+            const u64 ids = numbering.ids(table);
+            if (const u64 first = ids * p / count, end = ids * (p + 1) / count; first < end)
+                parts.push_back({table, first, end - 1, {}});
+        }
+    return parts;
 }
 
 Deduplicated::LookupSpan span_of(const Segment& segment, std::size_t begin, std::size_t source) {
@@ -205,50 +305,19 @@ u32 power_of_two_at_least(std::size_t n) {
     return p;
 }
 
-}  // namespace
-
-Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
-    const Segment all{keys, tables, n, n, {}, 0, false};
-    std::vector<Chunk> chunks;
-    append_chunks(chunks, all, 0, 0, 0, n);
-    const auto beyond = [](u32, u64, u32) {};
-    return std::move(Grouping(chunks, n, NONE, std::nullopt, nullptr, false, {}, beyond).grouped);
+// Allocates the arrays by row and by occurrence.
+void allocate(Deduplicated& out, std::size_t unique, std::size_t entries) {
+    out.unique = unique;
+    out.hashes = Buffer<u64>(unique);
+    out.tables = Buffer<u32>(unique);
+    out.offsets = Buffer<u32>(unique + 1);
+    out.offsets[unique] = static_cast<u32>(entries);
+    out.occurrences = Buffer<u32>(entries);
+    if (out.pooled) out.occurrence_sources = Buffer<u32>(entries);
 }
 
-Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
-                           const LegalIds& legal)
-    : dropped(legal.last.size()) {
-    for (const Segment& segment : segments) {
-        lookups.push_back(span_of(segment, size, sources));
-        size += segment.n;
-        sources += segment.count;
-        if (sources >= NONE / 4)
-            throw std::invalid_argument("a batch of " + std::to_string(sources) +
-                                        " bags is too large; split it below 2^30");
-        pooled = pooled || segment.pooled;
-    }
-    inverse = Buffer<i32>(size);
-    std::vector<Chunk> chunks;
-    for (std::size_t k = 0; k < segments.size(); ++k) {
-        const Segment& segment = segments[k];
-        const LookupSpan& span = lookups[k];
-        if (segment.bags.features)
-            append_features(chunks, segment, span.begin, span.source, inverse.data() + span.begin);
-        else
-            append_chunks(chunks, segment, span.begin, span.source, 0, segment.n);
-    }
-    std::mutex mutex;
-    u32 earliest = NONE;  // position of an id that is an error
-    const auto beyond = [&](u32 table, u64 key, u32 position) {
-        const std::lock_guard lock(mutex);
-        if (legal.drops[table]) {
-            ++dropped[table];
-        } else if (position < earliest) {
-            earliest = position;
-            illegal.emplace(table, key);
-        }
-    };
-    const Grouping grouping(chunks, size, num_tables, padding, inverse.data(), pooled, legal, beyond);
+// Unique rows by bucket, those of a bucket in the order of their first occurrence.
+void by_hash(Deduplicated& out, const Grouping& grouping, std::size_t (&bucket_begin)[BUCKETS + 1]) {
     const Grouped& grouped = grouping.grouped;
     const std::size_t n = grouped.entries.size();
     Buffer<u32> local(n);
@@ -263,32 +332,175 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
     });
     bucket_begin[0] = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) bucket_begin[bucket + 1] = bucket_begin[bucket] + uniques[bucket];
-    unique = bucket_begin[BUCKETS];
-    hashes = Buffer<u64>(unique);
-    tables = Buffer<u32>(unique);
-    offsets = Buffer<u32>(unique + 1);
-    offsets[unique] = static_cast<u32>(n);
-    occurrences = Buffer<u32>(n);
-    if (pooled) occurrence_sources = Buffer<u32>(n);
+    allocate(out, bucket_begin[BUCKETS], n);
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin,
                           base = bucket_begin[bucket];
         u32 start = static_cast<u32>(begin);  // a bucket has as many occurrences as entries
         for (std::size_t i = 0; i < uniques[bucket]; ++i) {
             UniqueRow& row = rows[begin + i];
-            hashes[base + i] = row.hash;
-            tables[base + i] = row.table;
-            offsets[base + i] = start;
+            out.hashes[base + i] = row.hash;
+            out.tables[base + i] = row.table;
+            out.offsets[base + i] = start;
             start += row.count;
-            row.count = offsets[base + i];  // from here on: the position of the row's next occurrence
+            row.count = out.offsets[base + i];  // from here on: the position of the row's next occurrence
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
             const u32 place = rows[begin + local[i]].count++;
-            occurrences[place] = grouped.entries[i].position;
-            if (pooled) occurrence_sources[place] = grouping.sources[i];
+            out.occurrences[place] = grouped.entries[i].position;
+            if (out.pooled) out.occurrence_sources[place] = grouping.sources[i];
         }
     });
-    grouping.invert(bucket_begin, local.data(), inverse.data());
+    grouping.invert(bucket_begin, local.data(), out.inverse.data());
+}
+
+// Unique rows by number. One thread does all of a table, or of a part of it, since its core's cache has the entries then.
+template <class Beyond>
+void by_number(Deduplicated& out, const std::vector<std::vector<Run>>& runs, std::optional<u64> padding,
+               const LegalIds& legal, const Beyond& beyond) {
+    std::vector<Part> parts = parts_of(runs, out.numbering);
+    Buffer<u32> sources(out.pooled ? out.size : 0);  // the output row of each position
+    parallel_for(parts.size(), out.size, [&](std::size_t p) {
+        Part& part = parts[p];
+        std::size_t most = 0;
+        for (const Run& run : runs[part.table]) most += run.ids();
+        if (most == 0) return;
+        part.memory = Buffer<u64>(2 * most);
+        u64* end = part.memory.data();
+        const u64 last = legal.last[part.table];
+        const bool first_part = part.first == 0;
+        for (const Run& run : runs[part.table]) {
+            const u64* const keys = run.segment->keys;
+            run.for_each([&](std::size_t i, std::size_t row) {
+                const u64 key = keys[i];
+                const u32 position = static_cast<u32>(run.position + i);
+                if ((padding && key == *padding) || key > last) {
+                    if (!first_part) return;
+                    out.inverse[position] = -1;
+                    if (!padding || key != *padding) beyond(part.table, key, position);
+                    return;
+                }
+                *end = key << 32 | position;
+                end += part.first <= key && key <= part.last;
+                if (out.pooled) sources[position] = static_cast<u32>(row);
+            });
+        }
+        part.entries = static_cast<u32>(end - part.memory.data());
+        if (part.entries == 0) return;
+        const u32 bits = 64 - static_cast<u32>(__builtin_clzll(part.last | 1));
+        part.sorted = sort_numbers(part.memory.data(), part.entries, bits);
+        u32 rows = 1;
+        for (u32 k = 1; k < part.entries; ++k) rows += part.sorted[k] >> 32 != part.sorted[k - 1] >> 32;
+        part.rows = rows;
+    });
+    std::size_t unique = 0, entries = 0;
+    for (const Part& part : parts) {
+        unique += part.rows;
+        entries += part.entries;
+    }
+    allocate(out, unique, entries);
+    out.numbers = Buffer<u32>(unique);
+    std::vector<std::pair<u32, u32>> begins;  // row and occurrence
+    unique = entries = 0;
+    for (const Part& part : parts) {
+        begins.push_back({static_cast<u32>(unique), static_cast<u32>(entries)});
+        unique += part.rows;
+        entries += part.entries;
+    }
+    parallel_for(parts.size(), out.size, [&](std::size_t p) {
+        const Part& part = parts[p];
+        auto [row, place] = begins[p];
+        u64 before = ~u64{0};
+        --row;
+        for (u32 k = 0; k < part.entries; ++k, ++place) {  // without a branch, which would often be mispredicted
+            const u64 key = part.sorted[k] >> 32;
+            const u32 position = static_cast<u32>(part.sorted[k]);
+            const bool is_first = key != before;
+            before = key;
+            row += is_first;
+            out.inverse[position] = static_cast<i32>(row);
+            out.numbers[row] = out.numbering.number(part.table, key);
+            out.offsets[row] = is_first ? place : out.offsets[row];
+            out.occurrences[place] = position;
+            if (out.pooled) out.occurrence_sources[place] = sources[position];
+        }
+        for (u32 i = begins[p].first; i < begins[p].first + part.rows; ++i) {
+            out.tables[i] = part.table;
+            out.hashes[i] = hash_row(part.table, out.numbering.key_of(out.numbers[i], part.table));
+        }
+    });
+}
+
+}  // namespace
+
+Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
+    const Segment all{keys, tables, n, n, {}, 0, false};
+    std::vector<Chunk> chunks;
+    append_chunks(chunks, all, 0, 0, 0, n);
+    const auto beyond = [](u32, u64, u32) {};
+    return std::move(Grouping(chunks, n, NONE, std::nullopt, nullptr, false, {}, beyond).grouped);
+}
+
+Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
+                           const LegalIds& legal)
+    : dropped(legal.last.size()), numbering(legal.numbering) {
+    for (const Segment& segment : segments) {
+        lookups.push_back(span_of(segment, size, sources));
+        size += segment.n;
+        sources += segment.count;
+        if (sources >= NONE / 4)
+            throw std::invalid_argument("a batch of " + std::to_string(sources) +
+                                        " bags is too large; split it below 2^30");
+        pooled = pooled || segment.pooled;
+    }
+    if (size >= NONE / 4)
+        throw std::invalid_argument("a batch of " + std::to_string(size) + " ids is too large; split it below 2^30");
+    inverse = Buffer<i32>(size);
+    std::mutex mutex;
+    u32 earliest = NONE;  // position of an id that is an error
+    const auto beyond = [&](u32 table, u64 key, u32 position) {
+        const std::lock_guard lock(mutex);
+        if (legal.drops[table]) {
+            ++dropped[table];
+        } else if (position < earliest) {
+            earliest = position;
+            illegal.emplace(table, key);
+        }
+    };
+    if (numbering.size())
+        if (const auto runs = runs_of(segments, *this, num_tables, inverse.data()); !runs.empty()) {
+            by_number(*this, runs, padding, legal, beyond);
+            return;
+        }
+    std::vector<Chunk> chunks;
+    for (std::size_t k = 0; k < segments.size(); ++k) {
+        const Segment& segment = segments[k];
+        const LookupSpan& span = lookups[k];
+        if (segment.bags.features)
+            for_each_feature(segment, inverse.data() + span.begin, [&](u32 column, const i64* offsets) {
+                append_chunks(chunks, segment, span.begin, span.source, static_cast<std::size_t>(offsets[0]),
+                              static_cast<std::size_t>(offsets[segment.bags.batch]), column);
+            });
+        else
+            append_chunks(chunks, segment, span.begin, span.source, 0, segment.n);
+    }
+    by_hash(*this, Grouping(chunks, size, num_tables, padding, inverse.data(), pooled, legal, beyond), buckets_.begin);
+}
+
+const BucketOrder& Deduplicated::buckets() const {
+    std::call_once(ordered_, [this] {
+        if (numbers.size() == 0) return;
+        std::size_t at[BUCKETS] = {};
+        for (std::size_t row = 0; row < unique; ++row) ++at[bucket_of(hashes[row])];
+        for (u32 b = 0; b < BUCKETS; ++b) {
+            buckets_.begin[b + 1] = buckets_.begin[b] + at[b];
+            at[b] = buckets_.begin[b];
+        }
+        buckets_.rows = Buffer<u32>(unique);
+        for (std::size_t row = 0; row < unique; ++row)
+            buckets_.rows[at[bucket_of(hashes[row])]++] = static_cast<u32>(row);
+    });
+    return buckets_;
 }
 
 Batch::Batch(std::shared_ptr<const Deduplicated> shared) : shared_(std::move(shared)), lines(unique) {

@@ -1,6 +1,7 @@
 // A batch: the unique rows of one or several lookups, in an order that depends on the ids alone.
 #pragma once
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -27,6 +28,7 @@ struct Segment {
 struct LegalIds {
     std::vector<u64> last;    // [tables] the last legal id; empty if all ids are legal
     std::vector<bool> drops;  // [tables] whether an id beyond `last` is padding rather than an error
+    Numbering numbering;      // of the ids up to `last`
 };
 
 // Rows grouped by bucket, in the order of their positions within one.
@@ -38,7 +40,17 @@ struct Grouped {
 // Positions are the indices of the rows.
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
-// The part of a batch that depends on the ids alone. It is immutable, and batches of several embeddings share it.
+// The unique rows of a batch by bucket.
+struct BucketOrder {
+    Buffer<u32> rows;                       // [unique], buckets ascending; empty for all in their order
+    std::size_t begin[BUCKETS + 1] = {};
+
+    std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
+};
+
+// The part of a batch that depends on the ids alone. It is immutable, and batches of several embeddings share it. Rows
+// are in the order of their numbers, if ids have numbers and neighbouring bags have one table; else by bucket, and within
+// one in the order of their first occurrence.
 struct Deduplicated {
     Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
                  const LegalIds& legal);
@@ -59,13 +71,21 @@ struct Deduplicated {
     bool pooled = false;                    // any segment
     Buffer<u64> hashes;                     // [unique]
     Buffer<u32> tables;                     // [unique]
+    Buffer<u32> numbers;                    // [unique]; empty if rows are by bucket
     Buffer<i32> inverse;                    // [size]
     Buffer<u32> occurrences;                // [size - padding], positions
     Buffer<u32> occurrence_sources;         // [size - padding] their output rows; empty if those are the positions
     Buffer<u32> offsets;                    // [unique + 1]
-    std::size_t bucket_begin[BUCKETS + 1];  // unique rows by bucket
     std::vector<u64> dropped;               // [tables] ids that were dropped; empty if all ids are legal
     std::optional<std::pair<u32, u64>> illegal;  // the first (table, key) that is an error; such ids are padding
+    const Numbering numbering;
+
+    // Thread-safe; the first call may sort rows.
+    const BucketOrder& buckets() const;
+
+private:
+    mutable std::once_flag ordered_;
+    mutable BucketOrder buckets_;
 };
 
 // The unique rows of lookups, and their lines in one embedding.
@@ -78,6 +98,7 @@ public:
 
     using LookupSpan = Deduplicated::LookupSpan;
     const std::shared_ptr<const Deduplicated>& shared() const { return shared_; }
+    const BucketOrder& buckets() const { return shared_->buckets(); }
     u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
     // [unique], computed by the first call.
     Buffer<u64>& keys();
@@ -94,11 +115,11 @@ public:
     const bool pooled = shared_->pooled;
     const Buffer<u64>& hashes = shared_->hashes;
     const Buffer<u32>& tables = shared_->tables;
+    const Buffer<u32>& numbers = shared_->numbers;
     const Buffer<i32>& inverse = shared_->inverse;
     const Buffer<u32>& occurrences = shared_->occurrences;
     const Buffer<u32>& occurrence_sources = shared_->occurrence_sources;
     const Buffer<u32>& offsets = shared_->offsets;
-    const std::size_t (&bucket_begin)[BUCKETS + 1] = shared_->bucket_begin;
 
     Buffer<u64> lines;      // [unique]
     Buffer<u64> views;      // [unique] the lines that lookups read; empty if those are `lines`

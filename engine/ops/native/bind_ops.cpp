@@ -78,7 +78,8 @@ void bind_batch(nb::module_& m) {
                 LegalIds legal;
                 if (last_ids) {
                     if (drops.empty()) drops.resize(num_tables);
-                    legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops)};
+                    const std::vector<u64> last(last_ids->data(), last_ids->data() + last_ids->size());
+                    legal = {last, std::move(drops), Numbering(last)};
                     require(legal.last.size() == num_tables && legal.drops.size() == num_tables,
                             "last_ids and drops must be [num_tables]");
                 }
@@ -365,7 +366,7 @@ void bind_layout(nb::module_& m) {
             [](Layout* self, u32 dim, std::vector<float> states, std::vector<u32> state_widths, u64 seed,
                std::vector<u32> columns, std::vector<u32> kinds, In<float, nb::shape<-1, 2>> parameters,
                In<double, nb::shape<-1, 2>> quantiles, const std::string& dtype, const std::string& state_dtype,
-               u32 narrow_states) {
+               u32 narrow_states, std::optional<std::vector<u64>> last_ids) {
                 require(states.size() == state_widths.size(), "states and state_widths differ in length");
                 require(kinds.size() == parameters.shape(0) && kinds.size() == quantiles.shape(0),
                         "kinds, parameters and quantiles differ in length");
@@ -389,12 +390,14 @@ void bind_layout(nb::module_& m) {
                     values.push_back({static_cast<Initial>(kinds[i]), parameters(i, 0), parameters(i, 1),
                                       quantiles(i, 0), quantiles(i, 1)});
                 }
+                require(!last_ids || last_ids->size() * columns.size() == kinds.size(), "last_ids must be [tables]");
                 new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values), types,
-                                  narrow_states);
+                                  narrow_states, last_ids ? Numbering(*last_ids) : Numbering());
             },
             nb::arg("dim"), nb::arg("states"), nb::arg("state_widths"), nb::arg("seed"), nb::arg("columns"),
             nb::arg("kinds"), nb::arg("parameters"), nb::arg("quantiles"), nb::arg("dtype") = "float32",
-            nb::arg("state_dtype") = "float32", nb::arg("narrow_states") = 0)
+            nb::arg("state_dtype") = "float32", nb::arg("narrow_states") = 0,
+            nb::arg("last_ids").none() = nb::none())
         .def_prop_ro("dim", [](const Layout& l) { return l.shape.dim; })
         .def_prop_ro("width", [](const Layout& l) { return l.shape.width; })
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });

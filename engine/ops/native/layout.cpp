@@ -13,12 +13,26 @@ LineShape shape_of(u32 dim, const std::vector<u32>& state_widths, std::pair<Floa
 
 }  // namespace
 
+Numbering::Numbering(const std::vector<u64>& last) {
+    u64 first = 0;
+    for (const u64 id : last) {
+        if (id >= MAX_IDS - first) {
+            first_.clear();
+            return;
+        }
+        first_.push_back(static_cast<u32>(first));
+        first += id + 1;
+    }
+    if (first > 0) first_.push_back(static_cast<u32>(first));
+}
+
 Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
                const std::vector<u32>& columns, std::vector<InitialValues> values,
-               std::pair<FloatType, FloatType> types, u32 narrow_states)
+               std::pair<FloatType, FloatType> types, u32 narrow_states, Numbering numbers)
     : shape(shape_of(dim, state_widths, types, narrow_states)),
       tables(static_cast<u32>(values.size() / columns.size())),
       seed(seed),
+      numbering(std::move(numbers)),
       states_(std::move(states)),
       values_(std::move(values)) {
     u32 end = 0;

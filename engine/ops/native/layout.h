@@ -10,13 +10,40 @@ namespace tierbed {
 
 constexpr Tile THREAD{0, 1};
 
+// Numbers the ids of an embedding whose tables all have a last id, table after table. There are no numbers if a table
+// takes any id, or for more than MAX_IDS ids.
+class Numbering {
+public:
+    static constexpr u32 MAX_IDS = 1u << 28;
+
+    Numbering() = default;
+    // last [tables]: the last id of each table.
+    explicit Numbering(const std::vector<u64>& last);
+
+    u32 ids(u32 table) const { return first_[table + 1] - first_[table]; }
+    u32 size() const { return first_.empty() ? 0 : first_.back(); }
+    bool has(u32 table, u64 key) const { return table + 1 < first_.size() && key < first_[table + 1] - first_[table]; }
+    u32 number(u32 table, u64 key) const { return first_[table] + static_cast<u32>(key); }
+    // The table of a number, from table `from` on.
+    u32 table_of(u32 number, u32 from = 0) const {
+        while (number >= first_[from + 1]) ++from;
+        return from;
+    }
+    u64 key_of(u32 number, u32 table) const { return number - first_[table]; }
+    bool operator==(const Numbering& other) const { return first_ == other.first_; }
+
+private:
+    std::vector<u32> first_;  // [tables + 1], the number of each table's id 0, then the number of all ids
+};
+
 class Layout {
 public:
     // states: the initial value of each optimizer state. state_widths: the numbers of each in a row, 1 or `dim`. types:
     // of the embedding, and of the first `narrow_states` states.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
-           std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0);
+           std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0,
+           Numbering numbering = {});
     Layout(const Layout&) = delete;
 
     void initialise(u64 line, u32 table, u64 key) const;
@@ -24,6 +51,7 @@ public:
     const LineShape shape;
     const u32 tables;
     const u64 seed;
+    const Numbering numbering;
 
 private:
     std::vector<float> states_;

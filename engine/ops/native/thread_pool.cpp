@@ -34,21 +34,21 @@ private:
     std::fenv_t before_;
 };
 
-// Numbered tasks that any number of threads take until none is left.
+// Numbered tasks that threads take until none is left. Each thread has a share of neighbouring tasks, the same in every
+// loop, whose memory its core may have in its cache from the loop before; then it takes tasks of other shares.
 class Tasks {
 public:
-    Tasks(std::size_t count, const std::function<void(std::size_t)>& task) : count_(count), task_(task) {}
-
-    void take() {
-        for (std::size_t i; (i = next_.fetch_add(1)) < count_;) {
-            try {
-                task_(i);
-            } catch (...) {
-                const std::lock_guard lock(mutex_);
-                if (!failure_) failure_ = std::current_exception();
-                next_ = count_;
-            }
+    Tasks(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& task)
+        : shares_(threads), task_(task) {
+        for (std::size_t i = 0; i < threads; ++i) {
+            shares_[i].next = count * i / threads;
+            shares_[i].end = count * (i + 1) / threads;
         }
+    }
+
+    // thread: its number, from 0.
+    void take(std::size_t thread) {
+        for (std::size_t k = 0; k < shares_.size(); ++k) take_of(shares_[(thread + k) % shares_.size()]);
     }
 
     void rethrow() const {
@@ -56,9 +56,25 @@ public:
     }
 
 private:
-    const std::size_t count_;
+    struct alignas(64) Share {
+        std::atomic<std::size_t> next;
+        std::size_t end;
+    };
+
+    void take_of(Share& share) {
+        for (std::size_t i; (i = share.next.fetch_add(1)) < share.end;) {
+            try {
+                task_(i);
+            } catch (...) {
+                const std::lock_guard lock(mutex_);
+                if (!failure_) failure_ = std::current_exception();
+                for (Share& other : shares_) other.next = other.end;
+            }
+        }
+    }
+
+    std::vector<Share> shares_;
     const std::function<void(std::size_t)>& task_;
-    std::atomic<std::size_t> next_{0};
     std::mutex mutex_;
     std::exception_ptr failure_;
 };
@@ -69,7 +85,7 @@ public:
     explicit Pool(std::size_t workers) : wanted_(workers) {
         threads_.reserve(workers);
         try {
-            while (threads_.size() < workers) threads_.emplace_back([this] { work(); });
+            while (threads_.size() < workers) threads_.emplace_back([this, n = threads_.size() + 1] { work(n); });
         } catch (const std::exception&) {
         }
     }
@@ -95,14 +111,14 @@ public:
             asleep = sleeping_ > 0;
         }
         if (asleep) wake_.notify_all();
-        tasks.take();
+        tasks.take(0);
         spin([this] { return busy_ == 0; });
         std::unique_lock lock(mutex_);
         done_.wait(lock, [this] { return busy_ == 0; });
     }
 
 private:
-    void work() {
+    void work(std::size_t number) {
         std::fesetenv(FE_DFL_ENV);
         std::size_t seen = 0;
         for (;;) {
@@ -115,7 +131,7 @@ private:
             seen = round_;
             Tasks* const tasks = tasks_;
             lock.unlock();
-            tasks->take();
+            tasks->take(number);
             lock.lock();
             if (--busy_ == 0) done_.notify_one();
         }
@@ -182,7 +198,8 @@ RunParallel torch_threads() {
 void run_on(RunParallel parallel, std::size_t threads, Tasks& tasks) {
     const auto run = [](void* given) {
         const DefaultArithmetic arithmetic;
-        static_cast<Tasks*>(given)->take();
+        static const auto number = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
+        static_cast<Tasks*>(given)->take(number ? static_cast<std::size_t>(number()) : 0);
     };
     parallel(run, &tasks, static_cast<unsigned>(threads), 0);
 }
@@ -220,13 +237,14 @@ void set_threads(std::size_t threads) {
 
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task) {
     const DefaultArithmetic arithmetic;
-    Tasks all(tasks, task);
     if (own_pool && tasks > 1) {
+        Tasks all(tasks, own_pool->wanted() + 1, task);
         own_pool->run(all);
         return all.rethrow();
     }
     const std::size_t workers = wanted_threads - 1;
     if (workers > 0 && tasks > 1) {
+        Tasks all(tasks, workers + 1, task);
         Process& here = process();
         std::unique_lock turn(here.turn, std::try_to_lock);
         if (turn.owns_lock()) {

@@ -38,15 +38,16 @@ ChangedRows::ChangedRows(std::size_t rows) {
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) buckets_[bucket].reserve(rows / BUCKETS, bucket, arena_);
 }
 
-void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, const std::size_t* begin) {
-    parallel_for(BUCKETS, begin[BUCKETS], [&](std::size_t b) {
+void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order) {
+    parallel_for(BUCKETS, order.begin[BUCKETS], [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
-        const std::size_t first = begin[b], end = begin[b + 1];
+        const std::size_t first = order.begin[b], end = order.begin[b + 1];
         if (first == end) return;
         bucket.reserve(bucket.rows + end - first, static_cast<u32>(b), arena_);
-        for (std::size_t i = first; i < std::min(first + AHEAD, end); ++i) bucket.prefetch_slot(hashes[i]);
-        for (std::size_t i = first; i < end; ++i) {
-            if (i + AHEAD < end) bucket.prefetch_slot(hashes[i + AHEAD]);
+        for (std::size_t k = first; k < std::min(first + AHEAD, end); ++k) bucket.prefetch_slot(hashes[order.row(k)]);
+        for (std::size_t k = first; k < end; ++k) {
+            if (k + AHEAD < end) bucket.prefetch_slot(hashes[order.row(k + AHEAD)]);
+            const std::size_t i = order.row(k);
             if (!skipped || !skipped[i]) bucket.add(hashes[i], tables[i]);
         }
     });
@@ -54,7 +55,7 @@ void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, 
 
 void ChangedRows::note(const Batch& batch) {
     add(batch.hashes.data(), batch.tables.data(), batch.own_lines.size() ? batch.own_lines.data() : nullptr,
-        batch.bucket_begin);
+        batch.buckets());
 }
 
 void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
@@ -65,22 +66,24 @@ void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
         hashes[i] = grouped.entries[i].hash;
         tables_of[i] = grouped.entries[i].table;
     }
-    add(hashes.data(), tables_of.data(), nullptr, grouped.begin);
+    BucketOrder order;
+    std::copy_n(grouped.begin, BUCKETS + 1, order.begin);
+    add(hashes.data(), tables_of.data(), nullptr, order);
 }
 
 void ChangedRows::merge(const ChangedRows& other) {
     Buffer<u64> hashes(other.size());
     Buffer<u32> tables(other.size());
-    std::size_t begin[BUCKETS + 1], at = 0;
+    BucketOrder order;
+    std::size_t at = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
-        begin[bucket] = at;
         other.buckets_[bucket].for_each([&](const Slot& slot) {
             hashes[at] = slot.hash;
             tables[at++] = slot.table;
         });
+        order.begin[bucket + 1] = at;
     }
-    begin[BUCKETS] = at;
-    add(hashes.data(), tables.data(), nullptr, begin);
+    add(hashes.data(), tables.data(), nullptr, order);
 }
 
 RowKeys ChangedRows::rows(u32 bucket) const {

@@ -45,7 +45,7 @@ private:
     };
 
     // Adds rows by bucket, repeated ones included, except those whose entry in `skipped` is not 0.
-    void add(const u64* hashes, const u32* tables, const u64* skipped, const std::size_t* begin);
+    void add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
 
     Arena arena_;  // huge pages for all buckets together
     std::array<Bucket, BUCKETS> buckets_;

@@ -1,6 +1,7 @@
 #include "full_table.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 
@@ -9,8 +10,28 @@
 
 namespace tierbed {
 
-void Index::reserve(std::size_t rows) {
-    if (has_room(rows)) return;
+void NumberIndex::insert(u32 bucket, u32 number, u32 line) {
+    std::vector<u32>& numbers = numbers_[bucket];
+    if (line > numbers.size()) numbers.resize(line, NONE);
+    numbers[line - 1] = number;
+    this->line(number) = line;
+}
+
+std::size_t NumberIndex::bytes() const {
+    std::size_t total = lines_.size();
+    for (const std::vector<u32>& of_bucket : numbers_) total += of_bucket.capacity() * sizeof(u32);
+    return total;
+}
+
+std::size_t Index::fullest(const std::array<std::size_t, BUCKETS>& more) const {
+    std::size_t most = 0;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) most = std::max(most, hashed_[bucket] + more[bucket]);
+    return most;
+}
+
+void Index::reserve(const std::array<std::size_t, BUCKETS>& more) {
+    if (has_room(more)) return;
+    const std::size_t rows = fullest(more);
     parallel_for(BUCKETS, [&](std::size_t bucket) { move(static_cast<u32>(bucket), old_.size); });
     std::size_t size = current_.size;
     while (rows * 4 > size * 3) size *= 2;
@@ -22,13 +43,21 @@ void Index::reserve(std::size_t rows) {
 }
 
 void Index::insert(u32 bucket, const Slot& slot) {
+    if (const u64 key = key_of(slot.table, slot.hash); numbered_.numbering.has(slot.table, key))
+        return numbered_.insert(bucket, numbered_.numbering.number(slot.table, key), slot.row);
+    ++hashed_[bucket];
     insert_row(current_.view(bucket), slot);
     move(bucket, MOVES);
 }
 
 u32 Index::erase(u32 bucket, u64 hash, u32 table) {
+    if (const u64 key = key_of(table, hash); numbered_.numbering.has(table, key))
+        return std::exchange(numbered_.line(numbered_.numbering.number(table, key)), 0u);
     u32 row = erase_row(current_.view(bucket), hash, table);
-    if (moved_[bucket] == old_.size) return row;
+    if (moved_[bucket] == old_.size) {
+        hashed_[bucket] -= row != 0;
+        return row;
+    }
     const IndexView old = old_.view(bucket);  // may have the row, too
     for (u32 at = home_slot(old, hash); old.slots[at].row != 0; at = (at + 1) & old.mask) {
         Slot& slot = old.slots[at];
@@ -37,6 +66,7 @@ u32 Index::erase(u32 bucket, u64 hash, u32 table) {
         slot.row = ERASED;
         break;
     }
+    hashed_[bucket] -= row != 0;
     return row;
 }
 
@@ -56,6 +86,7 @@ void Index::drop_moved() {
 namespace {
 
 constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before they are probed
+constexpr std::size_t ROWS = 1024;  // of a task
 constexpr u32 MOVES = 256;         // minimum of slots that a batch moves in each bucket while the index grows
 
 // Calls body(bucket, begin, end) for the rows of each bucket.
@@ -97,50 +128,61 @@ void Lines::give(u32 row, const LineShape& shape) {
     ++free_;
 }
 
-FullTable::FullTable(const Layout& layout) : shape_(layout.shape), hit_counts_(layout.tables) {}
+FullTable::FullTable(const Layout& layout)
+    : shape_(layout.shape), index_(layout.numbering), hit_counts_(layout.tables) {}
 
 std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
     const u64* const own = batch.own_lines.size() ? batch.own_lines.data() : nullptr;
-    std::array<std::size_t, BUCKETS> missing{}, present{};
-    parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
-        const u32 bucket = static_cast<u32>(b);
-        const Index::Reader index = index_.reader(bucket);
-        const Lines& lines = lines_[bucket];
-        const std::size_t end = batch.bucket_begin[b + 1];
-        TableCounts::Share counted(hit_counts_, batch.bucket_begin[b] < end);
+    const u64* const hashes = batch.hashes.data();
+    const u32 *const tables = batch.tables.data(), *const numbers = batch.numbers.data();
+    u64* const found = batch.lines.data();
+    std::atomic<std::size_t> missing{0}, present{0};
+    // Finds rows [begin, end) of an order. prefetch_row(row), line_of(row) -> u32: line + 1, or 0.
+    const auto find_rows = [&](std::size_t begin, std::size_t end, const auto& row, const auto& prefetch_row,
+                               const auto& line_of) {
+        TableCounts::Share counted(hit_counts_, begin < end);
         std::size_t misses = 0, hits = 0;
-        for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) index.prefetch_slot(batch.hashes[i + AHEAD]);
+        for (std::size_t k = begin; k < end; ++k) {
+            if (k + AHEAD < end) prefetch_row(row(k + AHEAD));
+            const std::size_t i = row(k);
             if (own && own[i]) {
-                batch.lines[i] = own[i];
+                found[i] = own[i];
                 continue;
             }
-            const u32 row = index.find(batch.hashes[i], batch.tables[i]);
-            batch.lines[i] = row ? lines.address(row - 1, shape_.line_bytes) : 0;
-            misses += row == 0;
-            hits += row != 0;
-            counted.add(batch.tables[i], row != 0);
+            const u32 line = line_of(i);
+            found[i] = line ? lines_[bucket_of(hashes[i])].address(line - 1, shape_.line_bytes) : 0;
+            misses += line == 0;
+            hits += line != 0;
+            counted.add(tables[i], line != 0);
         }
-        missing[b] = misses;
-        present[b] = hits;
-        index_.move(bucket, std::max(MOVES, static_cast<u32>(end - batch.bucket_begin[b])));
-    });
-    index_.drop_moved();
-    std::size_t total = 0;
-    for (const std::size_t m : missing) total += m;
-    for (const std::size_t h : present) counts_.hits += h;
-    counts_.misses += total;
-    return total;
+        missing += misses;
+        present += hits;
+    };
+    if (const NumberIndex* const numbered = index_.numbers_of(batch)) {
+        const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // no more tasks than counts
+        parallel_ranges(batch.unique, grain, [&](std::size_t begin, std::size_t end) {
+            find_rows(
+                begin, end, [](std::size_t k) { return k; },
+                [&](std::size_t i) { prefetch(&numbered->line(numbers[i])); },
+                [&](std::size_t i) { return numbered->line(numbers[i]); });
+        });
+    } else {
+        const BucketOrder& order = batch.buckets();
+        parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
+            const Index::Reader index = index_.reader(static_cast<u32>(b));
+            find_rows(
+                order.begin[b], order.begin[b + 1], [&](std::size_t k) { return order.row(k); },
+                [&](std::size_t i) { index.prefetch_slot(hashes[i]); },
+                [&](std::size_t i) { return index.find(hashes[i], tables[i]); });
+            index_.move(static_cast<u32>(b), std::max(MOVES, static_cast<u32>(order.begin[b + 1] - order.begin[b])));
+        });
+        index_.drop_moved();
+    }
+    counts_.hits += present;
+    counts_.misses += missing;
+    return missing;
 }
-
-std::size_t FullTable::fullest(const std::array<std::size_t, BUCKETS>& more) const {
-    std::size_t most = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) most = std::max(most, lines_[bucket].used() + more[bucket]);
-    return most;
-}
-
-void FullTable::reserve(const std::array<std::size_t, BUCKETS>& more) { index_.reserve(fullest(more)); }
 
 u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
     const u32 row = lines_[bucket].take(arena_, shape_.line_bytes) + 1;
@@ -154,14 +196,16 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
                     [&](u32 table) { return table >= layout.tables; }))
         throw std::invalid_argument("the layout differs from the table's");
     const std::lock_guard lock(mutex_);
+    const BucketOrder& order = batch.buckets();
     std::array<std::size_t, BUCKETS> missing{};
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
-        missing[bucket] = static_cast<std::size_t>(std::count(batch.lines.data() + batch.bucket_begin[bucket],
-                                                              batch.lines.data() + batch.bucket_begin[bucket + 1], 0));
-    reserve(missing);
+        for (std::size_t k = order.begin[bucket]; k < order.begin[bucket + 1]; ++k)
+            missing[bucket] += batch.lines[order.row(k)] == 0;
+    if (!index_.numbers_of(batch)) index_.reserve(missing);
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
-        for (std::size_t i = batch.bucket_begin[b]; i < batch.bucket_begin[b + 1]; ++i) {
+        for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k) {
+            const std::size_t i = order.row(k);
             if (batch.lines[i]) continue;
             batch.lines[i] = insert(bucket, batch.hashes[i], batch.tables[i]);
             layout.initialise(batch.lines[i], batch.tables[i], batch.key(i));
@@ -196,14 +240,14 @@ void FullTable::write(const RowSpan& rows) {
     const std::size_t before = used();
     std::array<std::size_t, BUCKETS> more;
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) { more[bucket] = end - begin; });
-    if (!index_.has_room(fullest(more))) {  // rows that the table has need none
+    if (!index_.has_room(more)) {  // rows that the table or the array has need none
         more.fill(0);
         for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
             const Index::Reader index = index_.reader(bucket);
-            for (std::size_t i = begin; i < end; ++i) more[bucket] += index.find(rows.hashes[i], rows.tables[i]) == 0;
+            for (std::size_t i = begin; i < end; ++i) more[bucket] += index.needs_slot(rows.hashes[i], rows.tables[i]);
         });
     }
-    reserve(more);
+    index_.reserve(more);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
         for (std::size_t i = begin; i < end; ++i) {
@@ -246,8 +290,8 @@ std::optional<FullTable::Location> FullTable::locate(u32 table, u64 key) const {
 std::vector<TableRow> FullTable::list(u32 bucket) const {
     std::vector<TableRow> rows;
     rows.reserve(lines_[bucket].used());
-    index_.for_each(bucket, [&](const Slot& slot) {
-        rows.push_back({key_of(slot.table, slot.hash), line_of(bucket, slot.row), slot.table});
+    index_.for_each(bucket, [&](u32 table, u64 key, u32 row) {
+        rows.push_back({key, line_of(bucket, row), table});
     });
     return rows;
 }

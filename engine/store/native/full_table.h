@@ -14,37 +14,85 @@
 
 namespace tierbed {
 
-// The index of the full table: an open-addressing hash table per bucket, all of one size and in one block of memory.
+// The index of rows whose ids have numbers: an array of the row's line + 1, or 0. Several threads may change different
+// buckets.
+class NumberIndex {
+public:
+    explicit NumberIndex(const Numbering& all) : numbering(all) {
+        if (all.size()) lines_ = Pages(all.size() * sizeof(u32));
+    }
+
+    const Numbering numbering;
+
+    u32& line(u32 number) { return reinterpret_cast<u32*>(lines_.start())[number]; }
+    const u32& line(u32 number) const { return reinterpret_cast<const u32*>(lines_.start())[number]; }
+    void insert(u32 bucket, u32 number, u32 line);
+
+    // Calls body(table, key, line + 1) for every row of a bucket, in no order.
+    template <class Body>
+    void for_each(u32 bucket, const Body& body) const {
+        const std::vector<u32>& numbers = numbers_[bucket];
+        for (u32 i = 0; i < numbers.size(); ++i) {
+            if (numbers[i] == NONE || line(numbers[i]) != i + 1) continue;
+            const u32 table = numbering.table_of(numbers[i]);
+            body(table, numbering.key_of(numbers[i], table), i + 1);
+        }
+    }
+    std::size_t bytes() const;
+
+private:
+    Pages lines_;                                    // of u32 [numbers]
+    std::array<std::vector<u32>, BUCKETS> numbers_;  // of each line of a bucket, that of its latest row
+};
+
+// The index of the full table: an array for ids that have numbers, and for others an open-addressing hash table per
+// bucket, all of one size and in one block of memory.
 //
-// It grows step by step: new rows go to a larger index, and every batch and insertion moves a few slots of the old one,
-// which is searched until all slots are moved. So no step has to move the whole table, except one that inserts more
-// rows than the index had.
+// The hash tables grow step by step: new rows go to larger ones, and every batch and insertion moves a few slots of the
+// old ones, which are searched until all slots are moved. So no step has to move the whole table, except one that
+// inserts more rows than the index had.
 class Index {
 public:
-    Index() : current_(SMALLEST) {}
+    explicit Index(const Numbering& numbering) : numbered_(numbering), current_(SMALLEST) {}
+
+    // The array, if it has the rows of the batch; else null.
+    const NumberIndex* numbers_of(const Batch& batch) const {
+        return batch.numbers.size() && batch.shared()->numbering == numbered_.numbering ? &numbered_ : nullptr;
+    }
 
     // The slots of a bucket, valid until it changes. Several threads may use it.
     struct Reader {
         IndexView current, old;
         bool moving;
+        const NumberIndex& numbered;
 
         // The row's number + 1, or 0.
         u32 find(u64 hash, u32 table) const {
+            if (const Numbering& numbering = numbered.numbering; numbering.size())
+                if (const u64 key = key_of(table, hash); numbering.has(table, key))
+                    return numbered.line(numbering.number(table, key));
             u32 row = find_row(THREAD, current, hash, table);
             if (row || !moving) return row;
             row = find_row(THREAD, old, hash, table);
             return row == ERASED ? 0 : row;
+        }
+        // Whether a hash table would take a slot for the row.
+        bool needs_slot(u64 hash, u32 table) const {
+            return !numbered.numbering.has(table, key_of(table, hash)) && find(hash, table) == 0;
         }
         TIERBED_INLINE void prefetch_slot(u64 hash) const {
             prefetch(&current.slots[home_slot(current, hash)]);
             if (moving) prefetch(&old.slots[home_slot(old, hash)]);
         }
     };
-    Reader reader(u32 bucket) const { return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size}; }
+    Reader reader(u32 bucket) const {
+        return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size, numbered_};
+    }
 
-    bool has_room(std::size_t rows) const { return rows * 4 <= std::size_t{current_.size} * 3; }  // load factor 0.75
-    // Grows the index for buckets of up to `rows` rows.
-    void reserve(std::size_t rows);
+    // Whether there is room for more[b] rows in each bucket b.
+    bool has_room(const std::array<std::size_t, BUCKETS>& more) const { return fullest(more) * 4 <= room(); }
+    // Grows the hash tables for that many rows more.
+    void reserve(const std::array<std::size_t, BUCKETS>& more);
     // The index must not have the row, and must have room. Several threads may change different buckets.
     void insert(u32 bucket, const Slot& slot);
     // Returns the row's number + 1, or 0 if the index lacks it. Several threads may change different buckets.
@@ -54,17 +102,23 @@ public:
     // Frees the old index once all slots are moved.
     void drop_moved();
 
-    // Calls body(slot) for every row of a bucket, in no order.
+    // Calls body(table, key, line + 1) for every row of a bucket, in no order.
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
-        for (u32 i = 0; i < current_.size; ++i)
-            if (const Slot& slot = current_.view(bucket).slots[i]; slot.row) body(slot);
-        for (u32 i = moved_[bucket]; i < old_.size; ++i)
-            if (const Slot& slot = old_.view(bucket).slots[i]; slot.row && slot.row != ERASED) body(slot);
+        numbered_.for_each(bucket, body);
+        const auto give = [&](const Slot& slot) {
+            if (slot.row && slot.row != ERASED) body(slot.table, key_of(slot.table, slot.hash), slot.row);
+        };
+        for (u32 i = 0; i < current_.size; ++i) give(current_.view(bucket).slots[i]);
+        for (u32 i = moved_[bucket]; i < old_.size; ++i) give(old_.view(bucket).slots[i]);
     }
-    std::size_t bytes() const { return current_.pages.size() + old_.pages.size(); }
+    std::size_t bytes() const { return numbered_.bytes() + current_.pages.size() + old_.pages.size(); }
 
 private:
+    std::size_t room() const { return std::size_t{current_.size} * 3; }  // load factor 0.75
+    // Rows of the fullest hash table once more[b] rows are added to each bucket b.
+    std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
+
     static constexpr u32 SMALLEST = 16;         // slots
     static constexpr u32 MOVES = 4;             // slots of the old index that an insertion moves; 4/3 is enough
     static constexpr u32 ERASED = 0xFFFFFFFFu;  // in a slot of the old index, whose rows stay where they are
@@ -79,6 +133,8 @@ private:
         u32 size = 0;  // slots a bucket
     };
 
+    NumberIndex numbered_;
+    std::array<std::size_t, BUCKETS> hashed_{};  // rows
     Generation current_, old_;
     std::array<u32, BUCKETS> moved_{};  // slots of the old index that were moved
 };
@@ -158,10 +214,7 @@ private:
     u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
     u64 insert(u32 bucket, u64 hash, u32 table);
     std::vector<TableRow> list(u32 bucket) const;
-    // Rows of the fullest bucket once more[b] rows are added to each bucket b.
-    std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
     std::size_t used() const;  // lines
-    void reserve(const std::array<std::size_t, BUCKETS>& more);
 
     LineShape shape_;
     Arena arena_;

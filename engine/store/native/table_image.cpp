@@ -31,14 +31,17 @@ void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* 
 
 void TableImage::save_before_images(const Batch& batch) {
     const u64* const own = batch.own_lines.size() ? batch.own_lines.data() : nullptr;
+    const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const RowMap& index = before_images_[bucket].index;
-        for (std::size_t i = batch.bucket_begin[b]; i < batch.bucket_begin[b + 1]; ++i) {
-            if (i + AHEAD < batch.bucket_begin[b + 1]) {
-                index.prefetch_slot(batch.hashes[i + AHEAD]);
-                prefetch_bytes(batch.lines[i + AHEAD], shape_.line_bytes);
+        for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k) {
+            if (k + AHEAD < order.begin[b + 1]) {
+                const std::size_t ahead = order.row(k + AHEAD);
+                index.prefetch_slot(batch.hashes[ahead]);
+                prefetch_bytes(batch.lines[ahead], shape_.line_bytes);
             }
+            const std::size_t i = order.row(k);
             const u64 hash = batch.hashes[i];
             const u32 table = batch.tables[i];
             if ((own && own[i]) || is_read(bucket, hash, table) || index.find(hash, table)) continue;
