@@ -9,6 +9,15 @@
 
 namespace tierbed {
 
+#ifndef TIERBED_GPU
+// By constants, so that each half is added as a vector.
+template <u32 HALF>
+TIERBED_FN void add_halves(float* sums) {
+    for (u32 j = 0; j < HALF; ++j) sums[j] += sums[j + HALF];
+    if constexpr (HALF > 1) add_halves<HALF / 2>(sums);
+}
+#endif
+
 // The sum over the columns of a row, in an order that fits vector registers and warps alike: column c goes to partial
 // sum c % 32, columns ascending, and the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2, 1 + 1.
 // value(c) -> float for columns c in [0, n), signed numbers: vectors need an index that cannot wrap around. Every lane
@@ -32,8 +41,7 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
     for (; begin + 32 <= end; begin += 32)
         for (i32 j = 0; j < 32; ++j) sums[j] += value(begin + j);
     for (i32 j = 0; begin + j < end; ++j) sums[j] += value(begin + j);
-    for (u32 half = 16; half > 0; half /= 2)
-        for (u32 j = 0; j < half; ++j) sums[j] += sums[j + half];
+    add_halves<16>(sums);
     return sums[0];
 #endif
 }

@@ -99,8 +99,16 @@ TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines
     u32 begin = tile.lane * POOL_BLOCK;
     for (; begin + POOL_BLOCK <= dim; begin += tile.size * POOL_BLOCK)
         pool_block<Row, Type>(out, lines, bag, dim, begin, POOL_BLOCK, rows);
-    if (POOL_BLOCK > VEC)
-        for (; begin + VEC <= dim; begin += VEC) pool_block<Row, Type>(out, lines, bag, dim, begin, VEC, rows);
+#ifndef TIERBED_GPU  // the bag's ids are read again for each block
+    const auto pool_rest = [&](u32 n) TIERBED_INLINE {
+        if (begin + n > dim) return;
+        pool_block<Row, Type>(out, lines, bag, dim, begin, n, rows);
+        begin += n;
+    };
+    pool_rest(64);
+    pool_rest(32);
+    pool_rest(16);
+#endif
     if (begin < dim) pool_block<Row, Type>(out, lines, bag, dim, begin, dim - begin, rows);
 }
 
