@@ -438,6 +438,7 @@ class Layout:
         dtype: str = "float32",
         state_dtype: str = "float32",
         narrow_states: int = 0,
+        last_ids: Sequence[int] | None = None,
     ) -> None:
         """`states`: the initial value of each optimizer state; `state_widths`: its numbers in a row, `dim` or, last, 1.
 
@@ -450,6 +451,9 @@ class Layout:
         values; u is uniform in [0, 1):
         kind 0 constant a; 1 uniform a + u * (b - a); 2 normal a + b * quantile(q0 + u * (q1 - q0)), with (q0, q1) =
         (0, 1) untruncated.
+
+        `last_ids` [tables]: the last id of each; if there are not too many, they have numbers, and the full table an
+        array as index.
         """
     dim: int
     width: int  # words of 4 bytes, states included

@@ -104,7 +104,7 @@ def owner(table: int, key: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Unique:
-    """The unique rows of `size` positions: by bucket, then by first occurrence."""
+    """The unique rows of `size` positions: by bucket, then by first occurrence; or by number, table after table."""
 
     keys: U64  # [unique]
     tables: U32  # [unique]
@@ -113,13 +113,16 @@ class Unique:
     offsets: U32  # [unique + 1], where each row's occurrences start
 
 
-def unique(keys: U64, tables: U32, padding: int | None = None) -> Unique:
-    """The unique rows of keys [n], tables [n]; keys equal to `padding` as unsigned 64 bits have no rows."""
+def unique(keys: U64, tables: U32, padding: int | None = None, numbered: bool = False) -> Unique:
+    """The unique rows of keys [n], tables [n]; keys equal to `padding` as unsigned 64 bits have no rows.
+
+    numbered: whether ids have numbers, and rows their order.
+    """
     positions: dict[tuple[int, int], list[int]] = {}
     for position, row in enumerate(zip(tables.tolist(), keys.tolist(), strict=True)):
         if padding is None or row[1] != padding & MASK64:
             positions.setdefault(row, []).append(position)
-    rows = sorted(positions, key=lambda row: (bucket(*row), positions[row][0]))
+    rows = sorted(positions) if numbered else sorted(positions, key=lambda row: (bucket(*row), positions[row][0]))
     inverse = np.full(len(keys), -1, np.int32)
     for index, row in enumerate(rows):
         inverse[positions[row]] = index

@@ -47,9 +47,12 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(count, batch, list(features), lengths, draw(st.integers(0, 2**32)), 6)
 
 
-def check(case: Case, padding: int | None) -> _core.Batch:
-    batch = _core.Batch([case.segment], TABLES, padding)
-    expected = naive.unique(case.keys[case.used], case.table_of, padding)
+def check(case: Case, padding: int | None, last: list[int] | None = None) -> _core.Batch:
+    """last: the last id of each table, if ids have numbers."""
+    last_ids = None if last is None else np.array(last, np.uint64)
+    batch = _core.Batch([case.segment], TABLES, padding, last_ids)
+    numbered = last is not None and sum(last) + TABLES <= 2**28
+    expected = naive.unique(case.keys[case.used], case.table_of, padding, numbered)
     np.testing.assert_array_equal(batch.keys, expected.keys)
     np.testing.assert_array_equal(batch.tables, expected.tables)
     inverse = np.full(len(case.keys), -1, np.int32)
@@ -60,15 +63,18 @@ def check(case: Case, padding: int | None) -> _core.Batch:
     return batch
 
 
-@given(cases(), st.none() | st.just(2))
-def test_unique_rows_of_features_equal_the_reference(case: Case, padding: int | None) -> None:
-    check(case, padding)
+numbers = st.none() | st.lists(st.integers(5, 9) | st.just(2**20), min_size=TABLES, max_size=TABLES)
 
 
-@given(cases(), st.booleans(), st.booleans())
-def test_pooled_features_equal_the_reference(case: Case, mean: bool, weighted: bool) -> None:
+@given(cases(), st.none() | st.just(2), numbers)
+def test_unique_rows_of_features_equal_the_reference(case: Case, padding: int | None, last: list[int] | None) -> None:
+    check(case, padding, last)
+
+
+@given(cases(), st.booleans(), st.booleans(), numbers)
+def test_pooled_features_equal_the_reference(case: Case, mean: bool, weighted: bool, last: list[int] | None) -> None:
     table = Table([3], tables=TABLES)
-    batch = check(case, None)
+    batch = check(case, None, last)
     _core.initialise_missing(batch, table.layout)
     weights = np.random.default_rng(0).standard_normal(len(case.keys), np.float32) if weighted else None
     outputs = case.batch * len(case.features)
@@ -95,6 +101,8 @@ def test_many_ids_of_features_are_the_same_for_any_threads(threads: int) -> None
     _core.set_threads(threads)
     try:
         check(Case(3, 500, [2, 0], lengths, 5, 3000), None)
+        check(Case(3, 500, [2, 0], lengths, 5, 3000), None, [3000, 2999, 2**27])
+        check(Case(3, 500, [2, 0], lengths, 5, 3000), None, [3000, 2999, 2**28])  # too many for numbers
     finally:
         _core.set_threads(1)
 

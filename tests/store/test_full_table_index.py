@@ -1,4 +1,7 @@
-"""The full table while its index grows and rows leave: none lost, none twice, no line moved, lines used again."""
+"""The full table while its index grows and rows leave: none lost, none twice, no line moved, lines used again.
+
+In one with numbered ids, the first half of the keys have numbers, and the others are hashed.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,16 @@ OLD_INDEX = BUCKETS * 1024 * SLOT_BYTES  # of `growing`
 class Checked:
     """A full table of one column, and what it must hold of rows 0 .. n - 1. Every call is checked."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, numbered: bool = False) -> None:
         rng = np.random.default_rng(0)
         keys = np.concatenate([np.array(SPECIAL_KEYS, np.uint64), rng.integers(0, 2**64, 2 * n, np.uint64)])
+        if numbered:
+            keys[: n // 4] = np.arange(n // 4)
         self.keys = keys[np.sort(np.unique(keys, return_index=True)[1])][: n // 2].repeat(2)
         self.tables = np.tile(np.array([0, 1], np.uint32), n // 2)
-        self.layout = Table([1], tables=2)
+        last_ids = [n // 4 - 1, n // 4 - 1] if numbered else None
+        self.last_ids = None if last_ids is None else np.array(last_ids, np.uint64)
+        self.layout = Table([1], tables=2, last_ids=last_ids)
         self.store = _core.FullTable(self.layout.layout)
         self.empty_bytes = self.store.bytes
         self.lines = np.zeros(n, np.uint64)
@@ -35,16 +42,25 @@ class Checked:
         self.step = 0
         self.most = 0  # the maximum of rows at a time
 
-    def find(self, rows: NDArray[np.int64]) -> _core.Batch:
-        """Also checks that those which were ever put are where they were."""
-        batch = self.layout.batch(self.keys[rows], self.tables[rows])
+    def find(self, rows: NDArray[np.int64]) -> tuple[_core.Batch, NDArray[np.int64]]:
+        """The batch, and the rows in the order of its positions. Those which were ever put have to be where they were.
+
+        If all have numbers, they are the ids of two features, one for each table.
+        """
+        if self.last_ids is not None and (self.keys[rows] <= self.last_ids[0]).all():
+            rows = rows[np.argsort(self.tables[rows], kind="stable")]
+            offsets = np.array([0, (self.tables[rows] == 0).sum(), len(rows)])
+            features = np.arange(2, dtype=np.uint32)
+            batch = _core.Batch([(self.keys[rows], features, offsets, features, 1)], 2, None, self.last_ids)
+        else:
+            batch = self.layout.batch(self.keys[rows], self.tables[rows])
         assert self.store.find(batch) == (self.lines[rows] == 0).sum()
         np.testing.assert_array_equal(batch.lines[batch.inverse], self.lines[rows])
-        return batch
+        return batch, rows
 
     def put(self, rows: NDArray[np.int64]) -> None:
         """A step: find, insert what is missing, give every row another value."""
-        batch = self.find(rows)
+        batch, rows = self.find(rows)
         self.store.insert_missing(batch, self.layout.layout)
         self.lines[rows] = batch.lines[batch.inverse]
         self._count(rows)
@@ -106,8 +122,8 @@ class Checked:
         assert self.store.rows == len(known) == len(np.unique(known))
         line = self.layout.layout.line_bytes
         self.most = max(self.most, len(known))
-        least = self.most * (line + SLOT_BYTES)
-        assert least <= self.store.bytes <= self.empty_bytes + 8 * least + 2**20
+        least = self.most * (line + (SLOT_BYTES if self.last_ids is None else 4))
+        assert least <= self.store.bytes <= self.empty_bytes + 8 * self.most * (line + SLOT_BYTES) + 2**20
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -120,9 +136,9 @@ operations = st.tuples(
 )
 
 
-@given(st.lists(operations, max_size=30))
-def test_any_order_of_calls_keeps_every_row(calls: list[tuple[str, int, int]]) -> None:
-    checked = Checked(3000)
+@given(st.lists(operations, max_size=30), st.booleans())
+def test_any_order_of_calls_keeps_every_row(calls: list[tuple[str, int, int]], numbered: bool) -> None:
+    checked = Checked(3000, numbered)
     for name, begin, count in calls:
         rows = np.arange(begin, begin + count) % 3000
         if name == "scan":
@@ -133,8 +149,9 @@ def test_any_order_of_calls_keeps_every_row(calls: list[tuple[str, int, int]]) -
     checked.scan()
 
 
-def test_rows_that_come_one_by_one(threads: int) -> None:
-    checked = Checked(800)
+@pytest.mark.parametrize("numbered", [False, True])
+def test_rows_that_come_one_by_one(numbered: bool, threads: int) -> None:
+    checked = Checked(800, numbered)
     for row in range(len(checked)):
         (checked.write if row % 3 else checked.put)(np.array([row]))
         if row % 100 == 0:
@@ -206,9 +223,10 @@ def test_rows_leave_and_come_in_the_middle_of_a_growth(threads: int) -> None:
     checked.scan()
 
 
-def test_lines_are_used_again(threads: int) -> None:
+@pytest.mark.parametrize("numbered", [False, True])
+def test_lines_are_used_again(numbered: bool, threads: int) -> None:
     """Any number of rows may be inserted and erased: the table is as large as for the maximum of rows at a time."""
-    checked = Checked(60_000)
+    checked = Checked(60_000, numbered)
     checked.put(np.arange(2000))
     checked.erase(np.arange(2000))
     before = checked.store.bytes
@@ -217,6 +235,5 @@ def test_lines_are_used_again(threads: int) -> None:
         checked.read(np.arange(begin, begin + 1000))
         checked.erase(np.arange(begin, begin + 1000))
         assert checked.store.rows == 0
-    assert (
-        checked.store.bytes <= before + 64 * 3 * 16 * checked.layout.layout.line_bytes
-    )  # buckets are not equally full
+    line = checked.layout.layout.line_bytes + 4 * numbered
+    assert checked.store.bytes <= before + 64 * 3 * 16 * line  # buckets are not equally full

@@ -45,10 +45,11 @@ class Table:
         state_widths: Sequence[int] | None = None,
         types: tuple[str, str] = ("float32", "float32"),
         narrow_states: int = 0,
+        last_ids: list[int] | None = None,
     ) -> None:
         """Each state is as wide as the embedding where `state_widths` does not say.
 
-        types: of embedding and of the first `narrow_states` states.
+        types: of embedding and of the first `narrow_states` states. last_ids: of each table, if ids have numbers.
         """
         options = [
             make_table_options([INITIALIZERS[(table + group) % len(INITIALIZERS)] for group in range(len(columns))])
@@ -69,6 +70,7 @@ class Table:
             self.parameters,
             self.quantiles,
             *self.narrow,
+            last_ids=last_ids,
         )
         self.types = [types[1]] * narrow_states + ["float32"] * (len(self.states) - narrow_states)
         names = [f"state{index}" for index in range(len(self.states))]

@@ -9,14 +9,37 @@
 namespace tierbed {
 namespace {
 
-RequestedRows requested_rows(Batch& batch, bool own_lines) {
-    const u64* own = own_lines && batch.own_lines.size() ? batch.own_lines.data() : nullptr;
-    const BucketOrder& order = batch.buckets();
-    RequestedRows requested{batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, nullptr, {}};
-    if (order.rows.size()) requested.order = order.rows.data();
-    std::copy_n(order.begin, BUCKETS + 1, requested.begin.begin());
-    return requested;
-}
+// The rows of a batch by bucket: copies, if the batch has them in the order of their numbers.
+class BatchRows {
+public:
+    BatchRows(Batch& batch, bool own_lines) : batch_(batch) {
+        const Buffer<u32>& order = batch.buckets().rows;
+        const u64* const own = own_lines && batch.own_lines.size() ? batch.own_lines.data() : nullptr;
+        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, {}};
+        std::copy_n(batch.buckets().begin, BUCKETS + 1, rows.begin.begin());
+        if (order.size() == 0) return;
+        tables_ = Buffer<u32>(batch.unique);
+        for (Buffer<u64>* words : {&hashes_, &lines_, &own_}) *words = Buffer<u64>(batch.unique);
+        for (std::size_t k = 0; k < order.size(); ++k) {
+            tables_[k] = batch.tables[order[k]];
+            hashes_[k] = batch.hashes[order[k]];
+            own_[k] = own ? own[order[k]] : 0;
+        }
+        rows = {tables_.data(), hashes_.data(), lines_.data(), own ? own_.data() : nullptr, rows.begin};
+    }
+
+    RequestedRows rows;
+
+    // Gives the batch the lines that the rows got.
+    void set_lines() {
+        for (std::size_t k = 0; k < lines_.size(); ++k) batch_.lines[batch_.buckets().row(k)] = lines_[k];
+    }
+
+private:
+    Batch& batch_;
+    Buffer<u32> tables_;
+    Buffer<u64> hashes_, lines_, own_;
+};
 
 }  // namespace
 
@@ -58,7 +81,7 @@ void CachedTier::update_last_completed() {
 
 void CachedTier::announce(std::shared_ptr<Batch> batch) {
     const std::lock_guard directory(threads_->directory);
-    const RequestedRows requested = requested_rows(*batch, false);
+    const BatchRows requested(*batch, false);
     u32 number;
     {
         const std::lock_guard queue(threads_->queue);
@@ -66,7 +89,7 @@ void CachedTier::announce(std::shared_ptr<Batch> batch) {
         number = ++number_;
         announced_.push_back({std::move(batch), number, Announced::waiting});
     }
-    directory_.announce(requested, number);
+    directory_.announce(requested.rows, number);
 }
 
 bool CachedTier::prefetch(const Batch& batch) {
@@ -102,7 +125,10 @@ bool CachedTier::prefetch(const Batch& batch) {
     try {
         const std::lock_guard admission(threads_->admission);
         if (is_cancelled()) return end(true);
-        return end(admit(requested_rows(*owned, false), number, Purpose::prefetch));
+        BatchRows requested(*owned, false);
+        if (!admit(requested.rows, number, Purpose::prefetch)) return end(false);
+        requested.set_lines();
+        return end(true);
     } catch (...) {
         end(false);
         throw;
@@ -145,7 +171,9 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
             batch->use_own_lines();
         } else {
             const std::lock_guard admission(threads_->admission);
-            admit(requested_rows(*batch, true), number, Purpose::step);
+            BatchRows requested(*batch, true);
+            admit(requested.rows, number, Purpose::step);
+            requested.set_lines();
         }
     } catch (...) {
         end(false);
@@ -179,15 +207,17 @@ void CachedTier::cancel() {
 }
 
 void CachedTier::peek(Batch& batch) {
-    const RequestedRows requested = requested_rows(batch, false);
+    BatchRows requested(batch, false);
+    const RequestedRows& rows = requested.rows;
     const std::vector<u64> lines = batch.allocate(batch.unique, layout_.shape);
     RowList missing;
     {
         const std::lock_guard admission(threads_->admission);
-        for (const std::size_t row : copy_present(requested, lines.data(), false))
-            missing.add(batch.tables[row], batch.hashes[row], lines[row]);
+        for (const std::size_t row : copy_present(rows, lines.data(), false))
+            missing.add(rows.tables[row], rows.hashes[row], lines[row]);
     }
-    std::copy(lines.begin(), lines.end(), batch.lines.data());
+    std::copy(lines.begin(), lines.end(), rows.lines);
+    requested.set_lines();
     read_below(missing.rows(), false);
 }
 
@@ -197,7 +227,7 @@ constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
 constexpr std::size_t GRAIN = 512, AHEAD = 4;
 
 RequestedRows requested_rows(const RowSpan& rows, u64* lines) {
-    RequestedRows requested{rows.tables, rows.hashes, lines, nullptr, nullptr, {}};
+    RequestedRows requested{rows.tables, rows.hashes, lines, nullptr, {}};
     std::size_t at = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
         requested.begin[bucket] = at;

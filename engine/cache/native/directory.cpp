@@ -43,14 +43,12 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const std::size_t end = batch.begin[b + 1];
-        for (std::size_t k = batch.begin[b]; k < end; ++k) {
-            if (k + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[batch.row(k + 2 * AHEAD)]);
-            if (k + AHEAD < end) {
-                const u64 ahead = batch.hashes[batch.row(k + AHEAD)];
-                sets.prefetch_way(ahead);
-                window.prefetch_slot(bucket, ahead);
+        for (std::size_t i = batch.begin[b]; i < end; ++i) {
+            if (i + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[i + 2 * AHEAD]);
+            if (i + AHEAD < end) {
+                sets.prefetch_way(batch.hashes[i + AHEAD]);
+                window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
-            const std::size_t i = batch.row(k);
             if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs it
             const Location location = find(batch.hashes[i], batch.tables[i]);
             if (location.way) location.way->next = number;
@@ -80,14 +78,12 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
         std::vector<Miss>& misses = misses_[b];
         misses.clear();
         const std::size_t end = batch.begin[b + 1];
-        for (std::size_t k = batch.begin[b]; k < end; ++k) {
-            if (k + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[batch.row(k + 2 * AHEAD)]);
-            if (k + AHEAD < end) {
-                const u64 ahead = batch.hashes[batch.row(k + AHEAD)];
-                sets.prefetch_way(ahead);
-                if (looks_ahead_) window.prefetch_slot(bucket, ahead);
+        for (std::size_t i = batch.begin[b]; i < end; ++i) {
+            if (i + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[i + 2 * AHEAD]);
+            if (i + AHEAD < end) {
+                sets.prefetch_way(batch.hashes[i + AHEAD]);
+                if (looks_ahead_) window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
-            const std::size_t i = batch.row(k);
             if (batch.own_lines && batch.own_lines[i]) {
                 batch.lines[i] = batch.own_lines[i];
                 if (pins) next_of(batch, bucket, i, number);
@@ -113,9 +109,8 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
 void Directory::count_hits(const RequestedRows& batch, TableCounts& counts) const {
     parallel_for(BUCKETS, batch.size(), [&](std::size_t b) {
         TableCounts::Share hits(counts, batch.begin[b] < batch.begin[b + 1]);
-        for (std::size_t k = batch.begin[b]; k < batch.begin[b + 1]; ++k)
-            if (const std::size_t i = batch.row(k); !batch.own_lines || !batch.own_lines[i])
-                hits.add(batch.tables[i], true);
+        for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
+            if (!batch.own_lines || !batch.own_lines[i]) hits.add(batch.tables[i], true);
         for (const Miss& miss : misses_[b])
             if (miss.from == NONE) hits.missed(batch.tables[miss.row]);
     });
@@ -124,8 +119,8 @@ void Directory::count_hits(const RequestedRows& batch, TableCounts& counts) cons
 void Directory::pin(const RequestedRows& batch, u32 number) {
     begin(number);
     parallel_for(BUCKETS, [&](std::size_t b) {
-        for (std::size_t k = batch.begin[b]; k < batch.begin[b + 1]; ++k)
-            if (const std::size_t i = batch.row(k); batch.lines[i])
+        for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
+            if (batch.lines[i])
                 touch(sets.way(sets.slot(batch.lines[i])), number, next_of(batch, static_cast<u32>(b), i, number));
         for (const Miss& miss : misses_[b])
             if (miss.from != NONE) overflow.at(miss.from).way.last = number;

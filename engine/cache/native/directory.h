@@ -152,10 +152,8 @@ struct RequestedRows {
     const u64* hashes;
     u64* lines;            // [n], out
     const u64* own_lines;  // [n], lines outside of the cache, 0 for rows that have none; or null
-    const u32* order;      // [n], the rows by bucket; null if they are in that order
     std::array<std::size_t, BUCKETS + 1> begin;
 
-    std::size_t row(std::size_t k) const { return order ? order[k] : k; }
     std::size_t size() const { return begin[BUCKETS]; }
 };
 

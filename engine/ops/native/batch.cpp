@@ -238,10 +238,10 @@ std::vector<std::vector<Run>> runs_of(const std::vector<Segment>& segments, cons
 //
 // A radix sort in as few passes as its counts, about as many as numbers, allow.
 u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
-    constexpr u32 LEAST = 4, MOST = 11;  // bits of a digit
-    const u32 most = std::clamp<u32>(31 - static_cast<u32>(__builtin_clz(n | 1)), LEAST, MOST);
+    constexpr u32 MIN_DIGIT = 4, MAX_DIGIT = 11;  // bits of a digit
+    const u32 most = std::clamp<u32>(31 - static_cast<u32>(__builtin_clz(n | 1)), MIN_DIGIT, MAX_DIGIT);
     const u32 passes = (bits + most - 1) / most, digit = (bits + passes - 1) / passes, mask = (1u << digit) - 1;
-    u32 counts[(32 / MOST + 1) << MOST];
+    u32 counts[(32 / MAX_DIGIT + 1) << MAX_DIGIT];
     std::fill_n(counts, passes << digit, 0u);
     for (u32 i = 0; i < n; ++i)
         for (u32 pass = 0; pass < passes; ++pass)

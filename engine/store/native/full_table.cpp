@@ -138,46 +138,64 @@ std::size_t FullTable::find(Batch& batch) {
     const u32 *const tables = batch.tables.data(), *const numbers = batch.numbers.data();
     u64* const found = batch.lines.data();
     std::atomic<std::size_t> missing{0}, present{0};
-    // Finds rows [begin, end) of an order. prefetch_row(row), line_of(row) -> u32: line + 1, or 0.
-    const auto find_rows = [&](std::size_t begin, std::size_t end, const auto& row, const auto& prefetch_row,
-                               const auto& line_of) {
+    const NumberIndex* const numbered = index_.numbers_of(batch);
+    const auto find_numbers = [&](std::size_t begin, std::size_t end) {
         TableCounts::Share counted(hit_counts_, begin < end);
-        std::size_t misses = 0, hits = 0;
-        for (std::size_t k = begin; k < end; ++k) {
-            if (k + AHEAD < end) prefetch_row(row(k + AHEAD));
-            const std::size_t i = row(k);
+        u64 counts[2] = {0, 0};  // of the rows of one table, which come one after another
+        for (std::size_t i = begin; i < end; ++i) {
+            if (i + AHEAD < end) prefetch(&numbered->line(numbers[i + AHEAD]));
             if (own && own[i]) {
                 found[i] = own[i];
-                continue;
+            } else {
+                const u32 line = numbered->line(numbers[i]);
+                found[i] = line ? line_of(bucket_of(hashes[i]), line) : 0;
+                ++counts[line != 0];
             }
-            const u32 line = line_of(i);
-            found[i] = line ? lines_[bucket_of(hashes[i])].address(line - 1, shape_.line_bytes) : 0;
-            misses += line == 0;
-            hits += line != 0;
-            counted.add(tables[i], line != 0);
+            if (i + 1 < end && tables[i + 1] == tables[i]) continue;
+            for (const bool hit : {false, true}) {
+                counted.add(tables[i], hit, counts[hit]);
+                (hit ? present : missing) += std::exchange(counts[hit], 0);
+            }
         }
-        missing += misses;
-        present += hits;
     };
-    if (const NumberIndex* const numbered = index_.numbers_of(batch)) {
-        const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // no more tasks than counts
-        parallel_ranges(batch.unique, grain, [&](std::size_t begin, std::size_t end) {
-            find_rows(
-                begin, end, [](std::size_t k) { return k; },
-                [&](std::size_t i) { prefetch(&numbered->line(numbers[i])); },
-                [&](std::size_t i) { return numbered->line(numbers[i]); });
-        });
-    } else {
-        const BucketOrder& order = batch.buckets();
-        parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
+    // row(k) -> the row of the batch that is number k by bucket; line_of(index, hash, table) -> its line + 1.
+    const auto find_hashes = [&](const std::size_t* bucket_begin, const auto& row, const auto& line_of) {
+        parallel_for(BUCKETS, batch.unique, [&, own, hashes, tables, found](std::size_t b) {
             const Index::Reader index = index_.reader(static_cast<u32>(b));
-            find_rows(
-                order.begin[b], order.begin[b + 1], [&](std::size_t k) { return order.row(k); },
-                [&](std::size_t i) { index.prefetch_slot(hashes[i]); },
-                [&](std::size_t i) { return index.find(hashes[i], tables[i]); });
-            index_.move(static_cast<u32>(b), std::max(MOVES, static_cast<u32>(order.begin[b + 1] - order.begin[b])));
+            const Lines& lines = lines_[b];
+            const std::size_t begin = bucket_begin[b], end = bucket_begin[b + 1];
+            TableCounts::Share counted(hit_counts_, begin < end);
+            std::size_t misses = 0, hits = 0;
+            for (std::size_t k = begin; k < end; ++k) {
+                if (k + AHEAD < end) index.prefetch_slot(hashes[row(k + AHEAD)]);
+                const std::size_t i = row(k);
+                if (own && own[i]) {
+                    found[i] = own[i];
+                    continue;
+                }
+                const u32 line = line_of(index, hashes[i], tables[i]);
+                found[i] = line ? lines.address(line - 1, shape_.line_bytes) : 0;
+                misses += line == 0;
+                hits += line != 0;
+                counted.add(tables[i], line != 0);
+            }
+            missing += misses;
+            present += hits;
+            index_.move(static_cast<u32>(b), std::max(MOVES, static_cast<u32>(end - begin)));
         });
         index_.drop_moved();
+    };
+    if (numbered) {
+        const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // no more tasks than counts
+        parallel_ranges(batch.unique, grain, find_numbers);
+    } else if (const BucketOrder& order = batch.buckets(); order.rows.size() || index_.has_numbers()) {
+        find_hashes(
+            order.begin, [&](std::size_t k) { return order.row(k); },
+            [](const Index::Reader& index, u64 hash, u32 table) { return index.find(hash, table); });
+    } else {
+        find_hashes(
+            order.begin, [](std::size_t k) { return k; },
+            [](const Index::Reader& index, u64 hash, u32 table) { return index.find_hashed(hash, table); });
     }
     counts_.hits += present;
     counts_.misses += missing;
@@ -221,7 +239,7 @@ void FullTable::read(const RowSpan& rows, bool* found, bool) {
         const Index::Reader index = index_.reader(bucket);
         TableCounts::Share counted(hit_counts_, begin < end);
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) index.prefetch_slot(rows.hashes[i + AHEAD]);
+            if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             found[i] = row != 0 && record(line_of(bucket, row), shape_)->updates > 0;
             counted.add(rows.tables[i], found[i]);
@@ -251,7 +269,7 @@ void FullTable::write(const RowSpan& rows) {
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) index.prefetch_slot(rows.hashes[i + AHEAD]);
+            if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             copy_line(THREAD, row ? line_of(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
                       rows.lines[i], shape_);
@@ -269,7 +287,7 @@ void FullTable::erase(const RowSpan& rows) {
         const Index::Reader index = index_.reader(bucket);
         std::vector<u32> erased;
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) index.prefetch_slot(rows.hashes[i + AHEAD]);
+            if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index_.erase(bucket, rows.hashes[i], rows.tables[i]);
             if (row == 0) continue;
             prefetch_to_write(line_of(bucket, row), shape_.line_bytes);

@@ -55,6 +55,7 @@ class Index {
 public:
     explicit Index(const Numbering& numbering) : numbered_(numbering), current_(SMALLEST) {}
 
+    bool has_numbers() const { return numbered_.numbering.size() > 0; }
     // The array, if it has the rows of the batch; else null.
     const NumberIndex* numbers_of(const Batch& batch) const {
         return batch.numbers.size() && batch.shared()->numbering == numbered_.numbering ? &numbered_ : nullptr;
@@ -64,13 +65,17 @@ public:
     struct Reader {
         IndexView current, old;
         bool moving;
-        const NumberIndex& numbered;
+        const NumberIndex* numbered;  // null if no ids have numbers
 
         // The row's number + 1, or 0.
         u32 find(u64 hash, u32 table) const {
-            if (const Numbering& numbering = numbered.numbering; numbering.size())
-                if (const u64 key = key_of(table, hash); numbering.has(table, key))
-                    return numbered.line(numbering.number(table, key));
+            if (numbered)
+                if (const u64 key = key_of(table, hash); numbered->numbering.has(table, key))
+                    return numbered->line(numbered->numbering.number(table, key));
+            return find_hashed(hash, table);
+        }
+        // The same for an id without a number.
+        u32 find_hashed(u64 hash, u32 table) const {
             u32 row = find_row(THREAD, current, hash, table);
             if (row || !moving) return row;
             row = find_row(THREAD, old, hash, table);
@@ -78,7 +83,13 @@ public:
         }
         // Whether a hash table would take a slot for the row.
         bool needs_slot(u64 hash, u32 table) const {
-            return !numbered.numbering.has(table, key_of(table, hash)) && find(hash, table) == 0;
+            return !(numbered && numbered->numbering.has(table, key_of(table, hash))) && find(hash, table) == 0;
+        }
+        TIERBED_INLINE void prefetch_row(u64 hash, u32 table) const {
+            if (numbered)
+                if (const u64 key = key_of(table, hash); numbered->numbering.has(table, key))
+                    return prefetch(&numbered->line(numbered->numbering.number(table, key)));
+            prefetch_slot(hash);
         }
         TIERBED_INLINE void prefetch_slot(u64 hash) const {
             prefetch(&current.slots[home_slot(current, hash)]);
@@ -86,7 +97,8 @@ public:
         }
     };
     Reader reader(u32 bucket) const {
-        return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size, numbered_};
+        const NumberIndex* const numbered = numbered_.numbering.size() ? &numbered_ : nullptr;
+        return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size, numbered};
     }
 
     // Whether there is room for more[b] rows in each bucket b.

@@ -51,37 +51,20 @@ public:
     public:
         // any: whether there is a row to add; else no part is taken.
         Share(TableCounts& all, bool any) : counts_(any ? all.take(lock_) : nullptr), tables_(all.tables_) {}
-        ~Share() { add_run(); }
-        // Rows of one table after another are added together: a sum in memory is slow.
-        TIERBED_INLINE void add(u32 table, bool hit) {
-            if (table != table_) {
-                add_run();
-                table_ = table;
-            }
-            ++run_;
-            run_hits_ += hit;
+        void add(u32 table, bool hit, u64 rows = 1) {
+            if (table < tables_) counts_[2 * std::size_t{table} + hit] += rows;
         }
         // Turns a hit that was added into a miss.
         void missed(u32 table) {
             if (table >= tables_) return;
-            add_run();
             --counts_[2 * std::size_t{table} + 1];
             ++counts_[2 * std::size_t{table}];
         }
 
     private:
-        void add_run() {
-            if (table_ < tables_ && counts_) {
-                counts_[2 * std::size_t{table_}] += run_ - run_hits_;
-                counts_[2 * std::size_t{table_} + 1] += run_hits_;
-            }
-            run_ = run_hits_ = 0;
-        }
-
         std::unique_lock<std::mutex> lock_;
         u64* counts_;
-        u32 tables_, table_ = 0;
-        u64 run_ = 0, run_hits_ = 0;
+        u32 tables_;
     };
 
     // [tables, 2], hits and misses. No thread may add meanwhile.
