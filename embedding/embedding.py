@@ -18,7 +18,7 @@ from ..distributed.sharded_table import ShardedTable
 from ..distributed.world import World
 from ..engine.checks import as_int
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
-from ..engine.ops.batch import check_legal, segment
+from ..engine.ops.batch import check_legal, check_offsets, segment
 from ..engine.ops.rows_contract import TRACED, Pinned
 from ..engine.optim.row_optimizer import RowOptimizer, row_optimizer
 from ..engine.optim.row_state import RowState
@@ -437,6 +437,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             for lookup in lookups:
                 if lookup.ids.device.type == "cpu":
                     segment(self.spec, lookup)
+                    check_offsets(self.spec, lookup)
         table.announce(lookups)
 
     def forget_announced(self) -> None:

@@ -50,12 +50,13 @@ private:
     std::size_t size_ = 0;
 };
 
-// Pages of zeros.
+// Pages of zeros, huge ones if there are many. may_be_huge: false for sparse data, of which a huge page would be mostly
+// unused memory.
 class Pages {
 public:
     Pages() = default;
-    explicit Pages(std::size_t bytes) {
-        const bool huge = bytes >= 2 * HUGE_PAGE;
+    explicit Pages(std::size_t bytes, bool may_be_huge = true) {
+        const bool huge = may_be_huge && bytes >= 2 * HUGE_PAGE;
         size_ = bytes;
         mapped_ = bytes + (huge ? HUGE_PAGE : 0);
         base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

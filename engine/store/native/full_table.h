@@ -19,7 +19,7 @@ namespace tierbed {
 class NumberIndex {
 public:
     explicit NumberIndex(const Numbering& all) : numbering(all) {
-        if (all.size()) lines_ = Pages(all.size() * sizeof(u32));
+        if (all.size()) lines_ = Pages(all.size() * sizeof(u32), false);
     }
 
     const Numbering numbering;
