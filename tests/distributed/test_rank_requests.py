@@ -163,6 +163,7 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
         assert request_prune(stores[0], 1, None) == ([], ["asked"])
         (tmp_path / "stop").touch()
         steps = [answer(pipe) for _, pipe in group]
+        assert [child.wait() for child, _ in group] == [0, 0]  # they hold their shards until then
     assert steps[0] == steps[1]
     assert snapshots[0].description["step"] == snapshots[1].description["step"] >= 2
     assert rows[0]["key"] == some[0]
