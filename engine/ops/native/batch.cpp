@@ -381,8 +381,9 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Run>>& runs, std
                     return;
                 }
                 *end = key << 32 | position;
-                end += part.first <= key && key <= part.last;
-                if (out.pooled) sources[position] = static_cast<u32>(row);
+                const bool is_in_part = part.first <= key && key <= part.last;
+                end += is_in_part;
+                if (out.pooled && is_in_part) sources[position] = static_cast<u32>(row);
             });
         }
         part.entries = static_cast<u32>(end - part.memory.data());
