@@ -77,11 +77,10 @@ def make_batches(shape: Shape, count: int = BATCHES) -> list[Batch]:
     """
     random = np.random.default_rng(0)
     renumber = [random.permutation(shape.rows) for _ in shape.lengths]
-    bags = np.repeat(shape.lengths, shape.batch)
+    lengths = np.repeat(shape.lengths, shape.batch)
     batches = []
     for _ in range(count):
-        if shape.ragged:
-            bags = random.integers(1, 2 * np.repeat(shape.lengths, shape.batch))
+        bags = random.integers(1, 2 * lengths) if shape.ragged else lengths
         offsets = torch.from_numpy(np.concatenate([[0], bags.cumsum()]))
         ids = bags.reshape(shape.tables, shape.batch).sum(1)
         parts = [order[_drawn(random, shape, n)] for order, n in zip(renumber, ids, strict=True)]

@@ -1,4 +1,4 @@
-"""Steps of rows in bags of dense ids, against FBGEMM on the same tables, by optimizer, dim, bag and number of rows."""
+"""Steps of rows in bags of dense ids, against FBGEMM on the same tables, by dim, bag and number of rows."""
 
 from __future__ import annotations
 

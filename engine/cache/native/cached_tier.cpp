@@ -13,19 +13,20 @@ namespace {
 class BatchRows {
 public:
     BatchRows(Batch& batch, bool own_lines) : batch_(batch) {
-        const Buffer<u32>& order = batch.buckets().rows;
+        const auto& [order, begin] = batch.buckets();
         const u64* const own = own_lines && batch.own_lines.size() ? batch.own_lines.data() : nullptr;
-        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, {}};
-        std::copy_n(batch.buckets().begin, BUCKETS + 1, rows.begin.begin());
+        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, begin};
         if (order.size() == 0) return;
         tables_ = Buffer<u32>(batch.unique);
-        for (Buffer<u64>* words : {&hashes_, &lines_, &own_}) *words = Buffer<u64>(batch.unique);
+        hashes_ = Buffer<u64>(batch.unique);
+        lines_ = Buffer<u64>(batch.unique);
+        if (own) own_ = Buffer<u64>(batch.unique);
         for (std::size_t k = 0; k < order.size(); ++k) {
             tables_[k] = batch.tables[order[k]];
             hashes_[k] = batch.hashes[order[k]];
-            own_[k] = own ? own[order[k]] : 0;
+            if (own) own_[k] = own[order[k]];
         }
-        rows = {tables_.data(), hashes_.data(), lines_.data(), own ? own_.data() : nullptr, rows.begin};
+        rows = {tables_.data(), hashes_.data(), lines_.data(), own_.data(), begin};
     }
 
     RequestedRows rows;

@@ -83,8 +83,6 @@ template <class Beyond>
 Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
                    i32* inverse, bool pooled, const LegalIds& legal, const Beyond& beyond)
     : chunks_(chunks), entry_counts_(chunks.size()), ends_(chunks.size() * BUCKETS) {
-    if (n >= NONE / 4)
-        throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
     hashed_ = Buffer<Entry>(n);
     Buffer<u32> source_of(pooled ? n : 0);
     const u64* const last = legal.last.empty() ? nullptr : legal.last.data();
@@ -166,10 +164,9 @@ void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size
         chunks.push_back({&segment, first, source, begin, std::min(end, begin + CHUNK), column});
 }
 
-// Calls body(column, offsets) for the features that are looked up, in memory order. `inverse` is set to -1 for the
-// others.
-template <class Body>
-void for_each_feature(const Segment& segment, i32* inverse, const Body& body) {
+// Appends the positions of features that are looked up, in memory order. `inverse` is set to -1 for the others.
+void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
+                     i32* inverse) {
     const Bags& bags = segment.bags;
     std::vector<u32> columns(bags.columns);
     std::iota(columns.begin(), columns.end(), u32{0});
@@ -177,64 +174,31 @@ void for_each_feature(const Segment& segment, i32* inverse, const Body& body) {
     std::size_t done = 0;
     for (const u32 column : columns) {
         const i64* const offsets = bags.offsets + static_cast<u64>(bags.features[column]) * bags.batch;
-        std::fill(inverse + done, inverse + offsets[0], -1);
-        body(column, offsets);
-        done = static_cast<std::size_t>(offsets[bags.batch]);
+        const auto begin = static_cast<std::size_t>(offsets[0]), end = static_cast<std::size_t>(offsets[bags.batch]);
+        std::fill(inverse + done, inverse + begin, -1);
+        append_chunks(chunks, segment, first, source, begin, end, column);
+        done = end;
     }
     std::fill(inverse + done, inverse + segment.n, -1);
 }
 
-// Neighbouring bags of one table: a whole segment, or a feature.
-struct Run {
-    const Segment* segment;
-    std::size_t position, source;  // the segment's first ones in the batch
-    std::size_t bags;
-    const i64* offsets;  // of the bags; null for bags of one length
-    u32 column, columns;
-
-    std::size_t length() const { return segment->pooled ? segment->bags.length : 1; }
-    std::size_t ids() const {
-        return offsets ? static_cast<std::size_t>(offsets[bags] - offsets[0]) : bags * length();
-    }
-    // Calls body(i, row) for each position of the segment, in order, and the output row of its bag in the batch.
-    template <class Body>
-    void for_each(const Body& body) const {
-        const std::size_t n = length();
-        for (std::size_t bag = 0; bag < bags; ++bag) {
-            const std::size_t row = source + bag * columns + column;
-            std::size_t i = offsets ? static_cast<std::size_t>(offsets[bag]) : bag * n;
-            for (const std::size_t end = offsets ? static_cast<std::size_t>(offsets[bag + 1]) : i + n; i < end; ++i)
-                body(i, row);
-        }
-    }
-};
-
-// The runs of each table, in the order of their positions. Empty if neighbouring bags are of different tables.
-std::vector<std::vector<Run>> runs_of(const std::vector<Segment>& segments, const Deduplicated& batch, u32 tables,
-                                      i32* inverse) {
-    std::vector<std::vector<Run>> runs(tables);
-    for (const Segment& segment : segments)
+// The chunks of each table, in the order of their positions. Empty if neighbouring bags are of different tables.
+std::vector<std::vector<Chunk>> by_table(const std::vector<Chunk>& chunks, u32 tables) {
+    std::vector<std::vector<Chunk>> all(tables);
+    for (const Chunk& chunk : chunks) {
+        const Segment& segment = *chunk.segment;
         if (!segment.bags.features && (segment.tables || tables > 1)) return {};
-    for (std::size_t k = 0; k < segments.size(); ++k) {
-        const Segment& segment = segments[k];
-        const Deduplicated::LookupSpan& span = batch.lookups[k];
-        if (segment.bags.features)
-            for_each_feature(segment, inverse + span.begin, [&](u32 column, const i64* offsets) {
-                if (const u32 table = segment.tables[column]; table < tables)
-                    runs[table].push_back({&segment, span.begin, span.source, segment.bags.batch, offsets, column,
-                                           segment.bags.columns});
-                else
-                    throw std::out_of_range("table id " + std::to_string(table) + " of column " +
-                                            std::to_string(column));
-            });
-        else
-            runs[0].push_back({&segment, span.begin, span.source, segment.count, segment.bags.offsets, 0, 1});
+        const u32 table = segment.bags.features ? segment.tables[chunk.column] : 0;
+        if (table >= tables)
+            throw std::out_of_range("table id " + std::to_string(table) + " of column " +
+                                    std::to_string(chunk.column));
+        all[table].push_back(chunk);
     }
-    return runs;
+    return all;
 }
 
-// Sorts n numbers below 2^bits, which are in the high words, and are followed by n words of memory. Equal numbers stay in
-// their order. Returns where the result is: one of the two halves.
+// Sorts n numbers below 2^bits, which are in the high words, and are followed by n words of memory. Equal numbers stay
+// in their order. Returns where the result is: one of the two halves.
 //
 // A radix sort in as few passes as its counts, about as many as numbers, allow.
 u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
@@ -264,17 +228,17 @@ struct Part {
     Buffer<u64> memory;
     const u64* sorted = nullptr;  // ids in the high words, their positions in the low words
     u32 entries = 0, rows = 0;
+    u32 first_place = 0, first_row = 0;  // among all occurrences and rows
 };
 
 // Several parts of a table if there are few tables, so that threads share them.
-std::vector<Part> parts_of(const std::vector<std::vector<Run>>& runs, const Numbering& numbering) {
+std::vector<Part> parts_of(const std::vector<std::vector<Chunk>>& chunks, const Numbering& numbering) {
     constexpr std::size_t PARTS = 4;
-    const auto used = static_cast<std::size_t>(std::count_if(runs.begin(), runs.end(), [](const auto& of_table) {
-        return std::any_of(of_table.begin(), of_table.end(), [](const Run& run) { return run.ids() > 0; });
-    }));
+    const auto used = static_cast<std::size_t>(
+        std::count_if(chunks.begin(), chunks.end(), [](const auto& of_table) { return !of_table.empty(); }));
     const u64 count = used < PARTS && used > 0 ? (PARTS + used - 1) / used : 1;
     std::vector<Part> parts;
-    for (u32 table = 0; table < runs.size(); ++table)
+    for (u32 table = 0; table < chunks.size(); ++table)
         for (u64 p = 0; p < count; ++p) {
             const u64 ids = numbering.ids(table);
             if (const u64 first = ids * p / count, end = ids * (p + 1) / count; first < end)
@@ -299,6 +263,12 @@ Deduplicated::LookupSpan span_of(const Segment& segment, std::size_t begin, std:
     return span;
 }
 
+void refuse_large(std::size_t n, const char* what) {
+    if (n >= NONE / 4)
+        throw std::invalid_argument("a batch of " + std::to_string(n) + " " + what +
+                                    " is too large; split it below 2^30");
+}
+
 u32 power_of_two_at_least(std::size_t n) {
     u32 p = 1;
     while (p < n) p *= 2;
@@ -317,7 +287,7 @@ void allocate(Deduplicated& out, std::size_t unique, std::size_t entries) {
 }
 
 // Unique rows by bucket, those of a bucket in the order of their first occurrence.
-void by_hash(Deduplicated& out, const Grouping& grouping, std::size_t (&bucket_begin)[BUCKETS + 1]) {
+void by_hash(Deduplicated& out, const Grouping& grouping, std::array<std::size_t, BUCKETS + 1>& bucket_begin) {
     const Grouped& grouped = grouping.grouped;
     const std::size_t n = grouped.entries.size();
     Buffer<u32> local(n);
@@ -351,29 +321,29 @@ void by_hash(Deduplicated& out, const Grouping& grouping, std::size_t (&bucket_b
             if (out.pooled) out.occurrence_sources[place] = grouping.sources[i];
         }
     });
-    grouping.invert(bucket_begin, local.data(), out.inverse.data());
+    grouping.invert(bucket_begin.data(), local.data(), out.inverse.data());
 }
 
-// Unique rows by number. One thread does all of a table, or of a part of it, since its core's cache has the entries then.
+// Unique rows by number. One thread does all of a table, or of a part of it: its core's cache then has the entries.
 template <class Beyond>
-void by_number(Deduplicated& out, const std::vector<std::vector<Run>>& runs, std::optional<u64> padding,
+void by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                const LegalIds& legal, const Beyond& beyond) {
-    std::vector<Part> parts = parts_of(runs, out.numbering);
+    std::vector<Part> parts = parts_of(chunks, out.numbering);
     Buffer<u32> sources(out.pooled ? out.size : 0);  // the output row of each position
     parallel_for(parts.size(), out.size, [&](std::size_t p) {
         Part& part = parts[p];
         std::size_t most = 0;
-        for (const Run& run : runs[part.table]) most += run.ids();
+        for (const Chunk& chunk : chunks[part.table]) most += chunk.end - chunk.begin;
         if (most == 0) return;
         part.memory = Buffer<u64>(2 * most);
         u64* end = part.memory.data();
         const u64 last = legal.last[part.table];
         const bool first_part = part.first == 0;
-        for (const Run& run : runs[part.table]) {
-            const u64* const keys = run.segment->keys;
-            run.for_each([&](std::size_t i, std::size_t row) {
+        for (const Chunk& chunk : chunks[part.table]) {
+            const u64* const keys = chunk.segment->keys;
+            for_each_position(chunk, 1, [&](std::size_t i, u32, std::size_t row) {
                 const u64 key = keys[i];
-                const u32 position = static_cast<u32>(run.position + i);
+                const u32 position = static_cast<u32>(chunk.first + i);
                 if ((padding && key == *padding) || key > last) {
                     if (!first_part) return;
                     out.inverse[position] = -1;
@@ -383,7 +353,7 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Run>>& runs, std
                 *end = key << 32 | position;
                 const bool is_in_part = part.first <= key && key <= part.last;
                 end += is_in_part;
-                if (out.pooled && is_in_part) sources[position] = static_cast<u32>(row);
+                if (out.pooled && is_in_part) sources[position] = static_cast<u32>(chunk.source + row);
             });
         }
         part.entries = static_cast<u32>(end - part.memory.data());
@@ -394,25 +364,17 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Run>>& runs, std
         for (u32 k = 1; k < part.entries; ++k) rows += part.sorted[k] >> 32 != part.sorted[k - 1] >> 32;
         part.rows = rows;
     });
-    std::size_t unique = 0, entries = 0;
-    for (const Part& part : parts) {
-        unique += part.rows;
-        entries += part.entries;
+    u32 unique = 0, entries = 0;
+    for (Part& part : parts) {
+        part.first_row = std::exchange(unique, unique + part.rows);
+        part.first_place = std::exchange(entries, entries + part.entries);
     }
     allocate(out, unique, entries);
     out.numbers = Buffer<u32>(unique);
-    std::vector<std::pair<u32, u32>> begins;  // row and occurrence
-    unique = entries = 0;
-    for (const Part& part : parts) {
-        begins.push_back({static_cast<u32>(unique), static_cast<u32>(entries)});
-        unique += part.rows;
-        entries += part.entries;
-    }
     parallel_for(parts.size(), out.size, [&](std::size_t p) {
         const Part& part = parts[p];
-        auto [row, place] = begins[p];
+        u32 row = part.first_row - 1, place = part.first_place;
         u64 before = ~u64{0};
-        --row;
         for (u32 k = 0; k < part.entries; ++k, ++place) {  // without a branch, which would often be mispredicted
             const u64 key = part.sorted[k] >> 32;
             const u32 position = static_cast<u32>(part.sorted[k]);
@@ -425,7 +387,7 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Run>>& runs, std
             out.occurrences[place] = position;
             if (out.pooled) out.occurrence_sources[place] = sources[position];
         }
-        for (u32 i = begins[p].first; i < begins[p].first + part.rows; ++i) {
+        for (u32 i = part.first_row; i < part.first_row + part.rows; ++i) {
             out.tables[i] = part.table;
             out.hashes[i] = hash_row(part.table, out.numbering.key_of(out.numbers[i], part.table));
         }
@@ -435,6 +397,7 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Run>>& runs, std
 }  // namespace
 
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
+    refuse_large(n, "ids");
     const Segment all{keys, tables, n, n, {}, 0, false};
     std::vector<Chunk> chunks;
     append_chunks(chunks, all, 0, 0, 0, n);
@@ -444,18 +407,15 @@ Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
 
 Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
                            const LegalIds& legal)
-    : dropped(legal.last.size()), numbering(legal.numbering) {
+    : dropped(legal.last.size()), numbering(legal.last) {
     for (const Segment& segment : segments) {
         lookups.push_back(span_of(segment, size, sources));
         size += segment.n;
         sources += segment.count;
-        if (sources >= NONE / 4)
-            throw std::invalid_argument("a batch of " + std::to_string(sources) +
-                                        " bags is too large; split it below 2^30");
+        refuse_large(sources, "bags");
         pooled = pooled || segment.pooled;
     }
-    if (size >= NONE / 4)
-        throw std::invalid_argument("a batch of " + std::to_string(size) + " ids is too large; split it below 2^30");
+    refuse_large(size, "ids");
     inverse = Buffer<i32>(size);
     std::mutex mutex;
     u32 earliest = NONE;  // position of an id that is an error
@@ -468,24 +428,22 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
             illegal.emplace(table, key);
         }
     };
-    if (numbering.size())
-        if (const auto runs = runs_of(segments, *this, num_tables, inverse.data()); !runs.empty()) {
-            by_number(*this, runs, padding, legal, beyond);
-            return;
-        }
     std::vector<Chunk> chunks;
     for (std::size_t k = 0; k < segments.size(); ++k) {
         const Segment& segment = segments[k];
         const LookupSpan& span = lookups[k];
         if (segment.bags.features)
-            for_each_feature(segment, inverse.data() + span.begin, [&](u32 column, const i64* offsets) {
-                append_chunks(chunks, segment, span.begin, span.source, static_cast<std::size_t>(offsets[0]),
-                              static_cast<std::size_t>(offsets[segment.bags.batch]), column);
-            });
+            append_features(chunks, segment, span.begin, span.source, inverse.data() + span.begin);
         else
             append_chunks(chunks, segment, span.begin, span.source, 0, segment.n);
     }
-    by_hash(*this, Grouping(chunks, size, num_tables, padding, inverse.data(), pooled, legal, beyond), buckets_.begin);
+    std::vector<std::vector<Chunk>> of_tables;
+    if (numbering.size()) of_tables = by_table(chunks, num_tables);
+    if (of_tables.empty())
+        by_hash(*this, Grouping(chunks, size, num_tables, padding, inverse.data(), pooled, legal, beyond),
+                buckets_.begin);
+    else
+        by_number(*this, of_tables, padding, legal, beyond);
 }
 
 const BucketOrder& Deduplicated::buckets() const {

@@ -1,5 +1,6 @@
 // A batch: the unique rows of one or several lookups, in an order that depends on the ids alone.
 #pragma once
+#include <array>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,7 +29,6 @@ struct Segment {
 struct LegalIds {
     std::vector<u64> last;    // [tables] the last legal id; empty if all ids are legal
     std::vector<bool> drops;  // [tables] whether an id beyond `last` is padding rather than an error
-    Numbering numbering;      // of the ids up to `last`
 };
 
 // Rows grouped by bucket, in the order of their positions within one.
@@ -43,7 +43,7 @@ Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 // The unique rows of a batch by bucket.
 struct BucketOrder {
     Buffer<u32> rows;                       // [unique], buckets ascending; empty for all in their order
-    std::size_t begin[BUCKETS + 1] = {};
+    std::array<std::size_t, BUCKETS + 1> begin{};
 
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
 };

@@ -78,8 +78,7 @@ void bind_batch(nb::module_& m) {
                 LegalIds legal;
                 if (last_ids) {
                     if (drops.empty()) drops.resize(num_tables);
-                    const std::vector<u64> last(last_ids->data(), last_ids->data() + last_ids->size());
-                    legal = {last, std::move(drops), Numbering(last)};
+                    legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops)};
                     require(legal.last.size() == num_tables && legal.drops.size() == num_tables,
                             "last_ids and drops must be [num_tables]");
                 }

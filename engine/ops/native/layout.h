@@ -22,7 +22,7 @@ public:
 
     u32 ids(u32 table) const { return first_[table + 1] - first_[table]; }
     u32 size() const { return first_.empty() ? 0 : first_.back(); }
-    bool has(u32 table, u64 key) const { return table + 1 < first_.size() && key < first_[table + 1] - first_[table]; }
+    bool has(u32 table, u64 key) const { return table + 1 < first_.size() && key < ids(table); }
     u32 number(u32 table, u64 key) const { return first_[table] + static_cast<u32>(key); }
     // The table of a number, from table `from` on.
     u32 table_of(u32 number, u32 from = 0) const {

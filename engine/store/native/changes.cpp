@@ -67,7 +67,7 @@ void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
         tables_of[i] = grouped.entries[i].table;
     }
     BucketOrder order;
-    std::copy_n(grouped.begin, BUCKETS + 1, order.begin);
+    std::copy_n(grouped.begin, BUCKETS + 1, order.begin.begin());
     add(hashes.data(), tables_of.data(), nullptr, order);
 }
 

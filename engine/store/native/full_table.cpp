@@ -10,11 +10,11 @@
 
 namespace tierbed {
 
-void NumberIndex::insert(u32 bucket, u32 number, u32 line) {
+void NumberIndex::insert(u32 bucket, u32* place, u32 line) {
     std::vector<u32>& numbers = numbers_[bucket];
     if (line > numbers.size()) numbers.resize(line, NONE);
-    numbers[line - 1] = number;
-    this->line(number) = line;
+    numbers[line - 1] = static_cast<u32>(place - &this->line(0));
+    *place = line;
 }
 
 std::size_t NumberIndex::bytes() const {
@@ -43,16 +43,14 @@ void Index::reserve(const std::array<std::size_t, BUCKETS>& more) {
 }
 
 void Index::insert(u32 bucket, const Slot& slot) {
-    if (const u64 key = key_of(slot.table, slot.hash); numbered_.numbering.has(slot.table, key))
-        return numbered_.insert(bucket, numbered_.numbering.number(slot.table, key), slot.row);
+    if (u32* const place = numbered_.line_of(slot.hash, slot.table)) return numbered_.insert(bucket, place, slot.row);
     ++hashed_[bucket];
     insert_row(current_.view(bucket), slot);
     move(bucket, MOVES);
 }
 
 u32 Index::erase(u32 bucket, u64 hash, u32 table) {
-    if (const u64 key = key_of(table, hash); numbered_.numbering.has(table, key))
-        return std::exchange(numbered_.line(numbered_.numbering.number(table, key)), 0u);
+    if (u32* const place = numbered_.line_of(hash, table)) return std::exchange(*place, 0u);
     u32 row = erase_row(current_.view(bucket), hash, table);
     if (moved_[bucket] == old_.size) {
         hashed_[bucket] -= row != 0;
@@ -138,16 +136,16 @@ std::size_t FullTable::find(Batch& batch) {
     const u32 *const tables = batch.tables.data(), *const numbers = batch.numbers.data();
     u64* const found = batch.lines.data();
     std::atomic<std::size_t> missing{0}, present{0};
-    const NumberIndex* const numbered = index_.numbers_of(batch);
+    const NumberIndex& numbered = index_.numbered();
     const auto find_numbers = [&](std::size_t begin, std::size_t end) {
         TableCounts::Share counted(hit_counts_, begin < end);
         u64 counts[2] = {0, 0};  // of the rows of one table, which come one after another
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) prefetch(&numbered->line(numbers[i + AHEAD]));
+            if (i + AHEAD < end) prefetch(&numbered.line(numbers[i + AHEAD]));
             if (own && own[i]) {
                 found[i] = own[i];
             } else {
-                const u32 line = numbered->line(numbers[i]);
+                const u32 line = numbered.line(numbers[i]);
                 found[i] = line ? line_of(bucket_of(hashes[i]), line) : 0;
                 ++counts[line != 0];
             }
@@ -158,17 +156,17 @@ std::size_t FullTable::find(Batch& batch) {
             }
         }
     };
-    // row(k) -> the row of the batch that is number k by bucket; line_of(index, hash, table) -> its line + 1.
-    const auto find_hashes = [&](const std::size_t* bucket_begin, const auto& row, const auto& line_of) {
+    // line_of(index, hash, table) -> line + 1, or 0.
+    const auto find_hashes = [&](const auto& line_of) {
+        const auto& begins = batch.buckets().begin;
         parallel_for(BUCKETS, batch.unique, [&, own, hashes, tables, found](std::size_t b) {
             const Index::Reader index = index_.reader(static_cast<u32>(b));
             const Lines& lines = lines_[b];
-            const std::size_t begin = bucket_begin[b], end = bucket_begin[b + 1];
+            const std::size_t begin = begins[b], end = begins[b + 1];
             TableCounts::Share counted(hit_counts_, begin < end);
             std::size_t misses = 0, hits = 0;
-            for (std::size_t k = begin; k < end; ++k) {
-                if (k + AHEAD < end) index.prefetch_slot(hashes[row(k + AHEAD)]);
-                const std::size_t i = row(k);
+            for (std::size_t i = begin; i < end; ++i) {
+                if (i + AHEAD < end) index.prefetch_slot(hashes[i + AHEAD]);
                 if (own && own[i]) {
                     found[i] = own[i];
                     continue;
@@ -185,17 +183,15 @@ std::size_t FullTable::find(Batch& batch) {
         });
         index_.drop_moved();
     };
-    if (numbered) {
+    if (batch.numbers.size()) {
+        if (!(batch.shared()->numbering == numbered.numbering))
+            throw std::invalid_argument("the batch has other numbers of ids than the table");
         const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // no more tasks than counts
         parallel_ranges(batch.unique, grain, find_numbers);
-    } else if (const BucketOrder& order = batch.buckets(); order.rows.size() || index_.has_numbers()) {
-        find_hashes(
-            order.begin, [&](std::size_t k) { return order.row(k); },
-            [](const Index::Reader& index, u64 hash, u32 table) { return index.find(hash, table); });
+    } else if (numbered.numbering.size()) {
+        find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find(hash, table); });
     } else {
-        find_hashes(
-            order.begin, [](std::size_t k) { return k; },
-            [](const Index::Reader& index, u64 hash, u32 table) { return index.find_hashed(hash, table); });
+        find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find_hashed(hash, table); });
     }
     counts_.hits += present;
     counts_.misses += missing;
@@ -219,7 +215,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
         for (std::size_t k = order.begin[bucket]; k < order.begin[bucket + 1]; ++k)
             missing[bucket] += batch.lines[order.row(k)] == 0;
-    if (!index_.numbers_of(batch)) index_.reserve(missing);
+    if (batch.numbers.size() == 0) index_.reserve(missing);
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k) {

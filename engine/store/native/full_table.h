@@ -24,9 +24,15 @@ public:
 
     const Numbering numbering;
 
-    u32& line(u32 number) { return reinterpret_cast<u32*>(lines_.start())[number]; }
-    const u32& line(u32 number) const { return reinterpret_cast<const u32*>(lines_.start())[number]; }
-    void insert(u32 bucket, u32 number, u32 line);
+    u32& line(u32 number) const { return reinterpret_cast<u32*>(lines_.start())[number]; }
+    // That of a row's number; null if the row's id has none.
+    u32* line_of(u64 hash, u32 table) const {
+        if (numbering.size() == 0) return nullptr;
+        const u64 key = key_of(table, hash);
+        return numbering.has(table, key) ? &line(numbering.number(table, key)) : nullptr;
+    }
+    // place: what `line_of` returned.
+    void insert(u32 bucket, u32* place, u32 line);
 
     // Calls body(table, key, line + 1) for every row of a bucket, in no order.
     template <class Body>
@@ -55,24 +61,18 @@ class Index {
 public:
     explicit Index(const Numbering& numbering) : numbered_(numbering), current_(SMALLEST) {}
 
-    bool has_numbers() const { return numbered_.numbering.size() > 0; }
-    // The array, if it has the rows of the batch; else null.
-    const NumberIndex* numbers_of(const Batch& batch) const {
-        return batch.numbers.size() && batch.shared()->numbering == numbered_.numbering ? &numbered_ : nullptr;
-    }
+    const NumberIndex& numbered() const { return numbered_; }
 
     // The slots of a bucket, valid until it changes. Several threads may use it.
     struct Reader {
         IndexView current, old;
         bool moving;
-        const NumberIndex* numbered;  // null if no ids have numbers
+        const NumberIndex& numbered;
 
         // The row's number + 1, or 0.
         u32 find(u64 hash, u32 table) const {
-            if (numbered)
-                if (const u64 key = key_of(table, hash); numbered->numbering.has(table, key))
-                    return numbered->line(numbered->numbering.number(table, key));
-            return find_hashed(hash, table);
+            const u32* const line = numbered.line_of(hash, table);
+            return line ? *line : find_hashed(hash, table);
         }
         // The same for an id without a number.
         u32 find_hashed(u64 hash, u32 table) const {
@@ -83,13 +83,13 @@ public:
         }
         // Whether a hash table would take a slot for the row.
         bool needs_slot(u64 hash, u32 table) const {
-            return !(numbered && numbered->numbering.has(table, key_of(table, hash))) && find(hash, table) == 0;
+            return !numbered.line_of(hash, table) && find_hashed(hash, table) == 0;
         }
         TIERBED_INLINE void prefetch_row(u64 hash, u32 table) const {
-            if (numbered)
-                if (const u64 key = key_of(table, hash); numbered->numbering.has(table, key))
-                    return prefetch(&numbered->line(numbered->numbering.number(table, key)));
-            prefetch_slot(hash);
+            if (const u32* const line = numbered.line_of(hash, table))
+                prefetch(line);
+            else
+                prefetch_slot(hash);
         }
         TIERBED_INLINE void prefetch_slot(u64 hash) const {
             prefetch(&current.slots[home_slot(current, hash)]);
@@ -97,8 +97,7 @@ public:
         }
     };
     Reader reader(u32 bucket) const {
-        const NumberIndex* const numbered = numbered_.numbering.size() ? &numbered_ : nullptr;
-        return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size, numbered};
+        return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size, numbered_};
     }
 
     // Whether there is room for more[b] rows in each bucket b.
