@@ -38,11 +38,13 @@ def in_turns(
     warm_up: int,
     check: Callable[[dict[str, Any]], None] | None = None,
     before: Callable[[], object] | None = None,
+    calls: int = 1,
 ) -> Times:
-    """Times of all sides, each called with the number of the turn, in an order that rotates.
+    """Times of all sides, each called with the number of the call, in an order that rotates.
 
     warm_up: turns before the first that counts. check: gets what all sides returned in a turn. before: is called
-    before each side's clock starts.
+    before each side's clock starts. calls: of a side in one turn, as a training loop makes them one after another; the
+    time is the median of those after the first third, in which threads of the other sides may still spin.
     """
     times = Times({name: [] for name in sides})
     names = list(sides)
@@ -51,13 +53,16 @@ def in_turns(
             first = turn % len(names)
             results = {}
             for name in names[first:] + names[:first]:
-                if before is not None:
-                    before()
-                begin = time.perf_counter()
-                out = sides[name](turn)
-                times[name].append(time.perf_counter() - begin)
-                results[name] = out if check else None
-                del out  # freeing the output is no part of a step
+                taken = []
+                for call in range(turn * calls, (turn + 1) * calls):
+                    if before is not None:
+                        before()
+                    begin = time.perf_counter()
+                    out = sides[name](call)
+                    taken.append(time.perf_counter() - begin)
+                    results[name] = out if check else None
+                    del out  # freeing the output is no part of a step
+                times[name].append(median(taken[calls // 3 :]))
             if check is not None:
                 check(results)
     return Times({name: taken[warm_up:] for name, taken in times.items()})

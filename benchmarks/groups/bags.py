@@ -10,13 +10,13 @@ from statistics import median
 from contenders import Collection, Fbgemm, check
 from report import Figure
 from timing import in_turns
-from traces import ALPHA, BATCHES, Shape, make_batches
+from traces import ALPHA, Shape, make_batches
 from workload import figure, workload
 
 ONE_HOT, BAGS, ALL = 1.0, 1.2, 1.3  # the least times of FBGEMM's step, of ours: the worst of each, the median
 
 
-@workload({"dims": [8], "lengths": [1, 3], "rows": [500], "tables": 3, "ids": 200, "repeats": 2}, passive=False)
+@workload({"dims": [8], "lengths": [1, 3], "rows": [500], "tables": 3, "ids": 200, "repeats": 2, "calls": 2}, passive=False)
 def rowwise(
     folder: Path,
     dims: Sequence[int] = (16, 32, 64, 128),
@@ -26,11 +26,12 @@ def rowwise(
     tables: int = 8,
     ids: int = 10_240,
     optimizer: str = "rowwise_adagrad",
-    repeats: int = 24,
+    repeats: int = 12,
+    calls: int = 12,
 ) -> Iterator[Figure]:
     """A step of an EmbeddingBagCollection under row-wise Adagrad, of the time of FBGEMM's, which is the same rule.
 
-    lengths: ids in a bag, on average. ids: of a table in a batch, about. alphas: of zipf laws, None for uniform ids.
+    lengths: ids in a bag, on average. ids: of a table in a batch, about. alphas: of zipf laws, None for uniform ids. calls: steps of a turn.
     """
     ratios: dict[int, list[float]] = {length: [] for length in lengths}
     for dim, length, count, alpha in product(dims, lengths, rows, alphas):
@@ -38,7 +39,7 @@ def rowwise(
         batches = make_batches(shape)
         ours, peer = Collection(shape, batches), Fbgemm(shape, batches)
         check(ours, [peer])
-        times = in_turns({side.name: side.step for side in (ours, peer)}, repeats, BATCHES)
+        times = in_turns({side.name: side.step for side in (ours, peer)}, repeats, 1, calls=calls)
         ratios[length].append(times.ratio(peer.name, ours.name))
         law = "uniform" if alpha is None else f"zipf {alpha}"
         what = f"time of FBGEMM, of ours: D={dim}, {length} ids, {count:,} rows, {law}"

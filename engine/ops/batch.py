@@ -35,7 +35,11 @@ def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
         return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(lookup)
     assert lookup.offsets is not None
     batch, columns = lookup.shape
-    tables = _in_order(columns, spec.num_tables) if lookup.table_ids is None else _tables(spec, lookup.table_ids)
+    if lookup.table_ids is None:
+        tables = _in_order(columns, spec.num_tables)
+    else:
+        listed = tuple(lookup.table_ids.tolist())
+        tables = _listed(listed) if _are_legal(spec.num_tables, listed) else _tables(spec, lookup.table_ids)
     return keys, tables, _offsets(lookup.offsets), features_of(feature_columns), batch
 
 
@@ -50,6 +54,17 @@ def features_of(feature_columns: tuple[int, ...]) -> NDArray[np.uint32]:
 def _in_order(columns: int, num_tables: int) -> NDArray[np.uint32]:
     """The tables of columns [columns] that are given without table ids: the one table, or all in order."""
     return np.zeros(columns, np.uint32) if num_tables == 1 else np.arange(columns, dtype=np.uint32)
+
+
+@cache
+def _are_legal(num_tables: int, table_ids: tuple[int, ...]) -> bool:
+    return all(0 <= table < num_tables for table in table_ids)
+
+
+@cache
+def _listed(table_ids: tuple[int, ...]) -> NDArray[np.uint32]:
+    """The tables of columns [columns] that have these table ids."""
+    return np.array(table_ids, np.uint32)
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup]) -> _core.Batch:

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...engine.checks import as_int
 from ...engine.errors import GraphError, InputError, OptimizerError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
 LookupGrads = tuple[EmbeddingBase, list[Lookup], list[Tensor], list[Tensor | None]]
 
+_NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
+
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
     """`optimizer.step()` with these gradients. Its learning rates, schedulers and step counts are live.
@@ -42,6 +45,8 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        if not params and _does_nothing(optimizer):
+            return
         try:
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad
@@ -49,6 +54,16 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
         finally:
             for parameter in params:
                 parameter.grad = None
+
+
+def _does_nothing(optimizer: Optimizer) -> bool:
+    """Whether `step()` without a gradient has no effect: it is torch's or ours, without hooks and schedulers."""
+    return (
+        type(optimizer).__module__.startswith(_NO_EFFECT_WITHOUT_GRADIENTS)
+        and "step" not in vars(optimizer)  # a scheduler counts steps there
+        and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+        and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    )
 
 
 def numbers_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
