@@ -23,14 +23,15 @@ struct Chunk {
     u32 column;
 };
 
-// Calls body(i, table, row) for each position i of a chunk and the output row of its bag, counted within the segment.
+// Calls body(begin, end, table, row) for the positions [begin, end) of each bag in a chunk, and the output row of the bag,
+// counted within the segment.
 template <class Body>
-void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
+void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
     const Segment& segment = *chunk.segment;
     if (!segment.pooled) {
         u32 turn = static_cast<u32>(chunk.begin % num_tables);
         for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
-            body(i, segment.tables ? segment.tables[i] : turn, i);
+            body(i, i + 1, segment.tables ? segment.tables[i] : turn, i);
             if (++turn == num_tables) turn = 0;
         }
         return;
@@ -49,8 +50,9 @@ void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
     for (std::size_t i = chunk.begin; i < chunk.end; ++bag) {
         const u32 table = bags.features ? segment.tables[chunk.column] : segment.tables ? segment.tables[bag] : turn;
         const std::size_t last = offsets ? static_cast<std::size_t>(offsets[bag + 1]) : (bag + 1) * bags.length;
-        for (const std::size_t end = std::min(chunk.end, last); i < end; ++i)
-            body(i, table, bag * columns + chunk.column);
+        const std::size_t end = std::min(chunk.end, last);
+        body(i, end, table, bag * columns + chunk.column);
+        i = end;
         if (++turn == num_tables) turn = 0;
     }
 }
@@ -114,8 +116,8 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
             ++counts[bucket_of(hash)];
         };
         const auto with = [&](auto limited) {
-            for_each_position(chunk, num_tables, [&](std::size_t i, u32 table, std::size_t row) {
-                hash_id(limited, i, table, row);
+            for_each_bag(chunk, num_tables, [&](std::size_t i, std::size_t end, u32 table, std::size_t row) {
+                for (; i < end; ++i) hash_id(limited, i, table, row);
             });
         };
         last ? with(std::true_type{}) : with(std::false_type{});
@@ -341,20 +343,23 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks,
         const bool first_part = part.first == 0;
         for (const Chunk& chunk : chunks[part.table]) {
             const u64* const keys = chunk.segment->keys;
-            for_each_position(chunk, 1, [&](std::size_t i, u32, std::size_t row) {
+            for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
                 const u64 key = keys[i];
                 const u32 position = static_cast<u32>(chunk.first + i);
                 if ((padding && key == *padding) || key > last) {
-                    if (!first_part) return;
+                    if (!first_part) continue;
                     out.inverse[position] = -1;
                     if (!padding || key != *padding) beyond(part.table, key, position);
-                    return;
+                    continue;
                 }
                 *end = key << 32 | position;
-                const bool is_in_part = part.first <= key && key <= part.last;
-                end += is_in_part;
-                if (out.pooled && is_in_part) sources[position] = static_cast<u32>(chunk.source + row);
-            });
+                end += part.first <= key && key <= part.last;
+            }
+            if (out.pooled && first_part)
+                for_each_bag(chunk, 1, [&](std::size_t i, std::size_t bag_end, u32, std::size_t row) {
+                    std::fill(&sources[chunk.first + i], &sources[chunk.first + bag_end],
+                              static_cast<u32>(chunk.source + row));
+                });
         }
         part.entries = static_cast<u32>(end - part.memory.data());
         if (part.entries == 0) return;
