@@ -16,7 +16,10 @@ from workload import figure, workload
 ONE_HOT, BAGS, ALL = 1.0, 1.2, 1.3  # the least times of FBGEMM's step, of ours: the worst of each, the median
 
 
-@workload({"dims": [8], "lengths": [1, 3], "rows": [500], "tables": 3, "ids": 200, "repeats": 2, "calls": 2}, passive=False)
+TINY = {"dims": [8], "lengths": [1, 3], "rows": [500], "tables": 3, "ids": 200, "repeats": 2, "calls": 2}
+
+
+@workload(TINY, passive=False)
 def rowwise(
     folder: Path,
     dims: Sequence[int] = (16, 32, 64, 128),
@@ -31,7 +34,8 @@ def rowwise(
 ) -> Iterator[Figure]:
     """A step of an EmbeddingBagCollection under row-wise Adagrad, of the time of FBGEMM's, which is the same rule.
 
-    lengths: ids in a bag, on average. ids: of a table in a batch, about. alphas: of zipf laws, None for uniform ids. calls: steps of a turn.
+    lengths: ids in a bag, on average. ids: of a table in a batch, about. alphas: of zipf laws, None for uniform ids.
+    calls: steps of a turn.
     """
     ratios: dict[int, list[float]] = {length: [] for length in lengths}
     for dim, length, count, alpha in product(dims, lengths, rows, alphas):

@@ -120,6 +120,11 @@ class EmbeddingBase(nn.Module):
         """End the pin that a failed step left."""
         raise NotImplementedError
 
+    @property
+    def gains_by_prefetch(self) -> bool:
+        """Whether a thread can hide work of a step: reads of the disk, or work of a GPU."""
+        return self.store_options.store == "cached_ssd" or self.device.type != "cpu"
+
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce the checked lookups of a future step, so that its rows may be prefetched. In the order of steps."""
         raise NotImplementedError

@@ -94,7 +94,7 @@ class Announcer:
 
     def __init__(self, root: nn.Module, end: StepEpilogue, world: World) -> None:
         self._end, self._world = end, world
-        self._embeddings: list[Any] = [module for module in root.modules() if isinstance(module, EmbeddingBase)]
+        self._embeddings: list[Any] = embeddings_of(root)
         self._accumulated: dict[EmbeddingBase, list[Lookup]] = defaultdict(list)
         self._unknown: set[EmbeddingBase] = set()  # embeddings with lookups of this update that are unknown
         self._count = 0  # of accumulated calls
@@ -191,23 +191,28 @@ class Run(Iterator[Any]):
         rank_state: RankStepState,
         end: StepEpilogue,
         batches: Iterable[Any],
-        ahead: int,
+        ahead: int | None,
         uneven: str,
         known_lookups: Callable[..., KnownLookups | None],
         progress: RunProgress,
         abandoned: list[None],
     ) -> None:
-        """known_lookups: returns what a call with these arguments looks up.
+        """ahead: None for `AHEAD` if a thread can hide reads of rows, else 0.
+
+        known_lookups: returns what a call with these arguments looks up.
 
         abandoned: gets an item if the run is collected before its end, which may be at any time, in any thread.
         """
         if uneven not in UNEVEN:
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")
-        most = as_int(ahead, 0, WINDOW)
-        if most is None:
-            raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
-        self._graph, self._known_lookups, self._num_ahead = graph, known_lookups, most
         self._world, self._uneven, self._rank_state = world_of(graph) or World.of_one(), uneven, rank_state
+        gains = self._world.size > 1 or any(e.gains_by_prefetch for e in embeddings_of(graph))
+        most = as_int(AHEAD * gains if ahead is None else ahead, 0, WINDOW)
+        if most is None:
+            raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}, or None")
+        if most and not gains:
+            log.warning("%s: ahead=%d makes steps slower, since all rows are in memory", type(graph).__name__, most)
+        self._graph, self._known_lookups, self._num_ahead = graph, known_lookups, most
         self._announcer = Announcer(graph, end, self._world)
         self.left: list[Any] = []  # batches that were drawn and will not have a step
         self._batches = iterate(batches)
@@ -387,11 +392,14 @@ def _counted(batch: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_inference()]
 
 
+def embeddings_of(root: nn.Module) -> list[EmbeddingBase]:
+    return [module for module in root.modules() if isinstance(module, EmbeddingBase)]
+
+
 def forget_announced(root: nn.Module) -> None:
     """Let the embeddings under `root` forget what was announced, and end their prefetch threads."""
-    for module in root.modules():
-        if isinstance(module, EmbeddingBase):
-            module.forget_announced()
+    for embedding in embeddings_of(root):
+        embedding.forget_announced()
 
 
 def _abandon(abandoned: list[None], progress: RunProgress) -> None:

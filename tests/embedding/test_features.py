@@ -152,7 +152,8 @@ def test_a_graph_trains_features_as_a_plain_loop_does_and_knows_them_ahead(store
         rows = contents(eager).tobytes()
     with make(options(store, tmp_path), padding_idx=-1) as embedding:
         graph = Step(embedding)
-        outputs = list(graph.run((batch.ids, batch.offsets, batch.weights) for batch in batches))
+        given = ((batch.ids, batch.offsets, batch.weights) for batch in batches)
+        outputs = list(graph.run(given, ahead=8))
         assert all(map(torch.equal, outputs, expected))
         assert contents(embedding).tobytes() == rows
         assert embedding.metrics()["table"]["prefetch_misses"] == 0

@@ -105,7 +105,7 @@ def test_a_step_for_many_sizes_that_fails_trains_once_and_keeps_nothing_meanwhil
             if how == "called":
                 losses = [graph(*batch) for batch in drawn]
             elif how == "run":
-                losses = list(graph.run(drawn))
+                losses = list(graph.run(drawn, ahead=8))
             else:
                 assert graph.profile(drawn).steps == len(drawn)
             state = [*losses, *graph.norm.state_dict().values(), *graph.layer.state_dict().values()]

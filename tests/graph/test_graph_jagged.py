@@ -87,7 +87,7 @@ def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(positions: bool
                 patched.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", 99)
             graph = Bags(rows, positions)
             torch.manual_seed(5)
-            results = list(graph.run(batches(totals, weighted=not positions)))
+            results = list(graph.run(batches(totals, weighted=not positions), ahead=8))
             found.append((results, contents(rows).tobytes(), torch.cat([p.detach().flatten() for p in graph.own()])))
             assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
             assert compiled_steps(graph) == (len(set(totals)) if own else 1)
@@ -190,7 +190,7 @@ def test_what_has_known_sizes_is_compiled_and_the_rest_runs_as_recorded(caplog: 
         if compiled:
             graph.compile_dense()
         torch.manual_seed(1)
-        results.append(torch.stack([loss for loss, _ in graph.run(batches([30, 40, 0, 1, 50]))]))
+        results.append(torch.stack([loss for loss, _ in graph.run(batches([30, 40, 0, 1, 50]), ahead=8)]))
         states.append([rows.get(torch.arange(300).view(100, FEATURES)), *graph.own()])
         assert ("self.dense_0" in str(graph)) == compiled
         assert compiled_steps(graph) == 1
@@ -235,7 +235,7 @@ def test_on_a_gpu_one_step_has_the_bits_of_a_step_for_each(
                 graph.cuda_graph()
             given = [jagged(total, weighted=True).to(place) for total in totals]
             grad = torch.rand(18, rows.spec.dim, generator=torch.Generator().manual_seed(1)).to(place)
-            results = [result.cpu() for result in graph.run([(features, grad) for features in given])]
+            results = [result.cpu() for result in graph.run([(features, grad) for features in given], ahead=8)]
             assert compiled_steps(graph) == (1 if name == "shared" else len(totals))
             found.append((results, contents(rows).tobytes()))
             assert rows.metrics()["table"]["prefetch_hits"] == len(totals)

@@ -119,7 +119,7 @@ def test_a_run_that_begins_amid_accumulated_steps_announces_from_the_next_update
     graph.accumulate_grads(3)
     batches = list(loader())
     graph(*batches[0])
-    assert len(list(graph.run(batches))) == 8
+    assert len(list(graph.run(batches, ahead=8))) == 8
     figures = graph.rows.metrics()["table"]
     assert (figures["step"], figures["prefetch_hits"]) == (3, 2)
 
@@ -132,7 +132,7 @@ def run_over_workers(path: Path, start: str) -> bool:
     torch.manual_seed(2)
     expected = [plain(*batch) for _ in range(2) for batch in loader()]
     torch.manual_seed(2)
-    losses = [loss for _ in range(2) for loss in piped.run(workers)]
+    losses = [loss for _ in range(2) for loss in piped.run(workers, ahead=8)]
     same = torch.equal(torch.stack(losses), torch.stack(expected))
     return same and contents(piped.rows).tobytes() == contents(plain.rows).tobytes()
 
@@ -155,7 +155,7 @@ def test_ids_that_are_computed_are_announced_as_the_step_makes_them() -> None:
     graph = graph_of(build, torch.optim.SGD([*rows.parameters(), *layers.parameters()], lr=0.1), rows=rows, mlp=layers)
     graph.register_buffer("map", table)
     batches = [{"user": torch.arange(i, i + 8), "items": torch.arange(i, i + 16).view(8, 2)} for i in range(6)]
-    list(graph.run(batches))
+    list(graph.run(batches, ahead=8))
     assert hits(rows) == 6
 
 
@@ -173,7 +173,7 @@ def test_ids_that_depend_on_rows_or_draws_are_not_announced() -> None:
         build, torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1), first=first, second=second
     )
     torch.manual_seed(3)
-    piped = list(graph.run(list(IDS[:6, :, 0])))
+    piped = list(graph.run(list(IDS[:6, :, 0]), ahead=8))
     assert hits(first) == 6
     assert hits(second) == 0
     assert len(piped) == 6
@@ -189,7 +189,7 @@ def test_arguments_that_the_step_changes_are_changed_once() -> None:
 
     graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
     batches = list(IDS[:4, :, 0].clone())
-    list(graph.run(batches))
+    list(graph.run(batches, ahead=8))
     assert torch.equal(torch.stack(batches), IDS[:4, :, 0] + 1)
 
 
@@ -202,7 +202,7 @@ def test_an_exception_of_the_loader_comes_after_the_steps_of_its_batches() -> No
     torch.manual_seed(2)
     expected = [plain(*batch) for batch in zip(IDS[:5], LABELS[:5], strict=True)]
     torch.manual_seed(2)
-    run = graph.run(failing())
+    run = graph.run(failing(), ahead=8)
     losses = [next(run) for _ in range(5)]
     with pytest.raises(OSError, match="no more data"):
         next(run)
@@ -220,7 +220,7 @@ def test_a_step_that_raises_takes_its_batch_and_no_other() -> None:
     for i in (0, 1, 3, 4, 5):
         plain(*batches[i])
     torch.manual_seed(2)
-    run = graph.run(batches)
+    run = graph.run(batches, ahead=8)
     assert next(run) is not None
     next(run)
     with pytest.raises(InputError, match=r"torch\.int64"):
@@ -233,7 +233,7 @@ def test_a_store_that_is_full_raises_at_its_step() -> None:
     rows = make(options("device", capacity=100), None, tables=2)
     graph = Rating(rows)
     small = (torch.arange(40).view(20, 2), torch.zeros(20))
-    run = graph.run([small, (IDS[0] + 1000, LABELS[0]), (IDS[1] + 2000, LABELS[1]), small])
+    run = graph.run([small, (IDS[0] + 1000, LABELS[0]), (IDS[1] + 2000, LABELS[1]), small], ahead=8)
     next(run)
     with pytest.raises(CapacityError, match="capacity=100"):
         next(run)
@@ -245,7 +245,7 @@ def test_a_store_that_is_full_raises_at_its_step() -> None:
 
 def test_leaving_a_loop_forgets_what_was_announced() -> None:
     graph = rating("cached_host")
-    for _ in graph.run(zip(IDS, LABELS, strict=True)):
+    for _ in graph.run(zip(IDS, LABELS, strict=True), ahead=8):
         break
     graph(IDS[5], LABELS[5])
     assert threads() == 0
@@ -262,7 +262,7 @@ def test_a_run_that_is_collected_anywhere_disturbs_no_step() -> None:
     gc.set_threshold(20)  # collects runs in the middle of steps, in any thread
     try:
         for _ in range(10):
-            run: Any = graph.run(pairs)
+            run: Any = graph.run(pairs, ahead=8)
             run.itself = run
             losses += [next(run) for _ in range(4)]
             del run
@@ -299,9 +299,22 @@ def test_a_loader_that_raises_and_goes_on_is_gone_on_with() -> None:
 
 def test_an_evaluation_announces_nothing() -> None:
     graph = rating("cached_host").eval()
-    assert len(list(graph.run(loader()))) == len(loader())
+    assert len(list(graph.run(loader(), ahead=8))) == len(loader())
     assert graph.rows.metrics()["table"]["rows"] == 0
     assert threads() == 0
+
+
+def test_rows_in_memory_are_announced_only_if_a_number_is_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for store, announced in (("device", False), ("cached_host", False), ("ssd", True)):
+        graph = rating(store, tmp_path / store)
+        assert len(list(graph.run(loader()))) == len(loader())
+        assert hits(graph.rows) == len(loader()) * announced
+    slower = "ahead=2 makes steps slower, since all rows are in memory"
+    assert slower not in caplog.text
+    list(rating("device").run(loader(), ahead=2))
+    assert slower in caplog.text
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -124,7 +124,7 @@ def interrupted_runs(path: Path) -> bool:
     plain, graph = Two(), Two()
     for ids in batches:
         plain(ids)
-    run, interrupts, done = graph.run(batches), 0, False
+    run, interrupts, done = graph.run(batches, ahead=8), 0, False
     ready, stop, random = threading.Event(), threading.Event(), np.random.default_rng(1)
 
     def interrupt() -> None:

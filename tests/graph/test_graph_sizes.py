@@ -50,7 +50,7 @@ def test_one_step_for_many_sizes_has_the_bits_of_one_for_each() -> None:
             patched.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", own)
             graph = Bags(rows)
             torch.manual_seed(5)
-            losses = torch.stack(list(graph.run([bags(*size) for size in sizes])))
+            losses = torch.stack(list(graph.run([bags(*size) for size in sizes], ahead=8)))
             found.append((losses, contents(rows).tobytes(), rows.metrics()["table"]["prefetch_hits"]))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]

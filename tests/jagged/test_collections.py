@@ -123,7 +123,7 @@ def test_a_graph_trains_collections_as_a_plain_loop_on_every_store(store: str, t
     plain = [*in_a_loop(STORE)]
     assert [*in_a_loop(at(tmp_path / "loop"))] == plain
     graph = Step(Model(at(tmp_path / "graph")))
-    losses = [loss.item() for loss in graph.run(batch(seed) for seed in range(6))]
+    losses = [loss.item() for loss in graph.run((batch(seed) for seed in range(6)), ahead=8)]
     assert [*losses, graph.model.rows_of()] == plain
     assert not graph.why_recompiled()  # batches of any number of ids share a step
     for embedding in graph.model.bags.embeddings.values():

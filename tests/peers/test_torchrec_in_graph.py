@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,9 @@ def keyed(total: int, weighted: bool) -> KeyedJaggedTensor:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(weighted: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(
+    weighted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def build(graph: Any, features: KeyedJaggedTensor, scale: KeyedTensor) -> tuple[KeyedTensor, KeyedJaggedTensor]:
         bags = pooled(graph.rows, features.values(), features.lengths(), features.weights_or_none())
         found = bags.view(len(KEYS), BATCH, -1).transpose(0, 1).reshape(BATCH, -1) * scale.values()
@@ -40,7 +43,8 @@ def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(weighted: bool, cap
         return KeyedTensor(features.keys(), [bags.shape[1]] * len(KEYS), found), features
 
     totals = [0, 40, 1, 17, 300]
-    with make(options("cached_host"), None, tables=1) as rows, make(options("cached_host"), None, tables=1) as other:
+    ours, others = (options("ssd", tmp_path / name) for name in ("ours", "others"))
+    with make(ours, tables=1) as rows, make(others, tables=1) as other:
         dim = rows.spec.dim
         scale = KeyedTensor(list(KEYS), [dim] * len(KEYS), torch.full((BATCH, dim * len(KEYS)), 0.5))
         graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)

@@ -89,7 +89,6 @@ class Plain:
         self.coming[number] = set(rows)
 
     def admit(self, rows: list[Row], number: int, done: int, ahead: bool) -> bool:
-        self.take_back(done)
         up = {row: way for row in rows if (way := self.find(row))}
         if ahead and len(self.overflow) + len(rows) - len(up) > self.overflow_rows:
             self.counts["prefetch_waits"] += 1
@@ -136,22 +135,6 @@ class Plain:
                 break
             self.reached["further groups"] += begin + GROUP < WAYS
         return min(order, key=order.__getitem__, default=None)
-
-    def take_back(self, done: int) -> None:
-        """Rows of the overflow that are needed sooner than those of their set get the slots of these."""
-        if not self.coming:
-            return
-        for row, way in list(self.overflow.items()):
-            at = self.victim(row, done, done) if way.last <= done else None
-            if at is None:
-                continue
-            there = self.ways(row)[at]
-            if until(there.next if there else 0, done) <= until(way.next, done):
-                continue
-            gone = self.place(self.overflow.pop(row), at)
-            self.reached["taken back"] += 1
-            if gone and gone.dirty:
-                self.overflow[gone.row] = gone
 
     def sweep(self, done: int) -> None:
         """Rows leave the overflow, but for the pinned, and while half of it is free those that are needed."""

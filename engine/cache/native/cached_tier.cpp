@@ -247,7 +247,6 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
     Overflow& overflow = directory_.overflow;
     if (writer) writer->raise();
     overflow.trim();
-    directory_.promote(last_completed());
     directory_.probe(requested, number, purpose != Purpose::prefetch);
     const std::size_t demand = directory_.overflow_demand();
     const auto fits = [&] { return overflow.rows() + demand <= overflow_rows_; };

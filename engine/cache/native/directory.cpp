@@ -133,26 +133,6 @@ std::size_t Directory::overflow_demand() const {
     return rows;
 }
 
-void Directory::promote(u32 last_completed) {
-    if (!window.looks_past(last_completed) || overflow.empty()) return;
-    overflow.reserve(1);  // one row is added for each that is removed
-    overflow.for_each_needed([&](u32 entry) {
-        if (!overflow.is_idle(entry, last_completed)) return;
-        const Way row = overflow.at(entry).way;
-        const u32 needed = batches_until(row.next, last_completed);
-        if (needed == NEVER) return overflow.set_evictable(entry);
-        const u32 slot = sets.victim_slot(row.hash, last_completed, last_completed);
-        if (slot == NONE || sets.needed_in(slot, last_completed) <= needed) return;
-        if (!sets.is_free(slot) && sets.is_dirty(slot)) {
-            const u32 victim = overflow.add(sets.way(slot), sets.needed_in(slot, last_completed) == NEVER);
-            copy_line(THREAD, overflow.line(victim), sets.line(slot), shape_);
-        }
-        copy_line(THREAD, sets.line(slot), overflow.line(entry), shape_);
-        sets.take(slot, row);
-        overflow.remove(entry);
-    });
-}
-
 void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_completed) {
     std::array<CacheCounts, BUCKETS> parts;
     const auto choose_in = [&](std::size_t b) {
@@ -175,7 +155,7 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
             miss.way = way;
             const bool must_stay = miss.from != NONE && is_after(miss.before, last_completed);
             miss.slot = must_stay ? NONE : sets.victim_slot(hash, number, last_completed);
-            // a row that an announced batch needs stays: victims of this set are chosen by `promote` after this batch
+            // a row that an announced batch needs stays
             if (miss.slot != NONE && sets.needed_in(miss.slot, number) != NEVER) miss.slot = NONE;
             if (miss.slot == NONE) {
                 ++parts[b].overflows;

@@ -192,8 +192,6 @@ public:
     // The number of entries of the overflow area that the batch may still need.
     std::size_t overflow_demand() const;
 
-    // Moves rows that announced batches need from the overflow area to slots, if the victims are needed later or never.
-    void promote(u32 last_completed);
     // Takes a slot for each miss; rows that are needed soonest come first.
     void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
     void undo_victims();

@@ -15,7 +15,7 @@ struct OverflowEntry {
     Way way;
     bool writing;       // a thread is writing the line to the tier below
     bool erased;        // the row was removed during that write: the entry is freed when the write ends
-    bool evictable;     // no batch needed the row at its last check: it only waits for write-back
+    bool evictable;     // no batch needed the row when it left its set: it only waits for write-back
     bool evicted;       // the row comes from a set, whose eviction was counted
     u32 before, after;  // neighbours in the chain, which is in the order of arrival; free entries are linked by `after`
 };
@@ -37,8 +37,6 @@ public:
     // Frees the memory beyond the capacity if no row is in it.
     void trim();
 
-    // Records that no batch needs the row.
-    void set_evictable(u32 entry) { move(entry, true); }
     // How many rows may stay in the overflow area: rows of any kind, and rows that announced batches need.
     struct Limits {
         std::size_t rows, needed_rows;
@@ -53,13 +51,7 @@ public:
     // Calls body(entry) for each row that is in the overflow area at the start. The body may remove the row.
     template <class Body>
     void for_each(const Body& body) {
-        for_each_needed(body);
-        for_each_of(chains_[true], body);
-    }
-    // The same for rows that are not evictable; the body may make the row evictable.
-    template <class Body>
-    void for_each_needed(const Body& body) {
-        for_each_of(chains_[false], body);
+        for (const Chain& chain : chains_) for_each_of(chain, body);
     }
 
     // Whether no batch pins the row and no thread is writing it.

@@ -21,7 +21,7 @@ public:
     WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& last_completed,
                 Histogram& latency, std::size_t threads);
 
-    // Starts the thread, which writes rows back until the limits hold. Rows that stay are promoted without a read.
+    // Starts the thread, which writes rows back until the limits hold.
     void wake(const Overflow::Limits& limits);
     // The same, and waits until `enough`, or until no row can be written back now.
     void wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
