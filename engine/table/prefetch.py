@@ -54,9 +54,14 @@ class _AnnouncedLookups:
 
 def copied(lookup: Lookup) -> Lookup:
     """A lookup of copies of its tensors."""
-    ids, table_ids, offsets = (None if part is None else part.detach().clone() for part in lookup.tensors)
+    ids, table_ids, offsets = (None if part is None else _copy(part.detach()) for part in lookup.tensors)
     assert ids is not None
     return lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
+
+
+def _copy(part: Tensor) -> Tensor:
+    """A copy. Torch makes a large one on its threads, which would wait here for cores that fetch rows."""
+    return torch.from_numpy(part.numpy().copy()) if part.device.type == "cpu" else part.clone()
 
 
 def _memory(lookup: Lookup) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
         for (std::size_t i = batch.begin[b]; i < end; ++i) {
             if (i + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[i + 2 * AHEAD]);
             if (i + AHEAD < end) {
-                sets.prefetch_way(batch.hashes[i + AHEAD]);
+                if (!sets.prefetch_way(batch.hashes[i + AHEAD])) overflow.prefetch_slot(batch.hashes[i + AHEAD]);
                 window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
             if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs it
@@ -81,7 +81,7 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
         for (std::size_t i = batch.begin[b]; i < end; ++i) {
             if (i + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[i + 2 * AHEAD]);
             if (i + AHEAD < end) {
-                sets.prefetch_way(batch.hashes[i + AHEAD]);
+                if (!sets.prefetch_way(batch.hashes[i + AHEAD])) overflow.prefetch_slot(batch.hashes[i + AHEAD]);
                 if (looks_ahead_) window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
             if (batch.own_lines && batch.own_lines[i]) {
@@ -190,9 +190,16 @@ void Directory::undo_victims() {
     });
 }
 
+void Directory::prefetch_lines(const Miss& miss) const {
+    if (miss.slot != NONE) prefetch_to_write(sets.line(miss.slot), shape_.line_bytes);
+    if (miss.slot != NONE && miss.from != NONE) prefetch_bytes(overflow.line(miss.from), shape_.line_bytes);
+}
+
 void Directory::place_misses(const RequestedRows& batch, bool keep_victims) {
     for (std::vector<Miss>& of_bucket : misses_) {
-        for (Miss& miss : of_bucket) {
+        for (std::size_t k = 0; k < of_bucket.size(); ++k) {
+            if (k + AHEAD < of_bucket.size()) prefetch_lines(of_bucket[k + AHEAD]);
+            Miss& miss = of_bucket[k];
             u64& line = batch.lines[miss.row];
             if (miss.slot != NONE) {
                 line = sets.line(miss.slot);

@@ -52,11 +52,13 @@ public:
     // These prefetch the memory that later calls for the row read, in the order of those calls. They are inlined, since
     // GCC drops a call of a function that only prefetches.
     TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
-    TIERBED_INLINE void prefetch_way(u64 hash) const {
+    // Returns whether the row seems to be in the set.
+    TIERBED_INLINE bool prefetch_way(u64 hash) const {
         const SetView view = set(set_of(hash, sets_));
         const u32 home = home_of(hash);
-        if (const u32 matches = tag_matches(view.tags + home, tag_of(hash)))
-            prefetch(&view.ways[home + lowest_bit(matches)]);
+        const u32 matches = tag_matches(view.tags + home, tag_of(hash));
+        if (matches) prefetch(&view.ways[home + lowest_bit(matches)]);
+        return matches != 0;
     }
     TIERBED_INLINE void prefetch_ways(u64 hash) const {
         prefetch_bytes(reinterpret_cast<u64>(set(set_of(hash, sets_)).ways + home_of(hash)), GROUP * sizeof(Way));
@@ -242,6 +244,8 @@ private:
         way.uses += way.uses != 0xFFFFFFFFu;
     }
     void begin(u32 number);
+    // Fetches what `place_misses` copies.
+    void prefetch_lines(const Miss& miss) const;
     void count(const std::array<CacheCounts, BUCKETS>& parts);
 
     LineShape shape_;

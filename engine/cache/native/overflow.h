@@ -28,6 +28,7 @@ public:
 
     // The row's entry, or NONE.
     u32 find(u64 hash, u32 table) const { return index_.find(hash, table) - 1; }
+    TIERBED_INLINE void prefetch_slot(u64 hash) const { index_.prefetch_slot(hash); }
     // Allocates memory for that many more rows. Only this and `trim` can fail for lack of memory.
     void reserve(std::size_t rows);
     // Adds a row and returns its entry, whose line the caller fills. evictable: no batch needs the row. evicted: its
