@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -211,7 +211,11 @@ class Fbgemm:
             SplitTableBatchedEmbeddingBagsCodegen,
         )
 
-        optimizers = {"adagrad": EmbOptimType.EXACT_ADAGRAD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+        optimizers = {  # all that it has on the CPU, but for one that it calls experimental
+            "adagrad": EmbOptimType.EXACT_ADAGRAD,
+            "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "sgd": EmbOptimType.EXACT_SGD,
+        }
         self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
             [(shape.rows, shape.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * shape.tables,
             optimizer=optimizers[shape.optimizer],
@@ -388,22 +392,29 @@ class Collection:
 
     name = "tierbed"
 
-    def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
+    def __init__(self, shape: Shape, batches: Sequence[Batch], options: Any = None) -> None:
+        """options: of the store, device_mem by default."""
         keys = [f"f{table}" for table in range(shape.tables)]
         tables = [EmbeddingBagConfig(shape.rows, shape.dim, f"t{key}", feature_names=[key]) for key in keys]
-        bags = EmbeddingBagCollection(tables, tierbed.make_device_mem_store_options())
-        self._embedding = bags.embedding_of(tables[0].name)  # of all tables
+        self.bags = bags = EmbeddingBagCollection(tables, options or tierbed.make_device_mem_store_options())
+        self.embedding = bags.embedding_of(tables[0].name)  # of all tables
         for table, rows in enumerate(initial_rows(shape)):
-            self._embedding.put(torch.arange(shape.rows), rows, table)
+            self.embedding.put(torch.arange(shape.rows), rows, table)
         self._graph = RowsStep(bags, shape.optimizer, lambda features: bags(features).values())
         self._batches = batches
-        self._features = [KeyedJaggedTensor(keys, batch.flat, offsets=batch.offsets) for batch in batches]
+        self.features = [KeyedJaggedTensor(keys, batch.flat, offsets=batch.offsets) for batch in batches]
         self._grads = [batch.grad.flatten(1) for batch in batches]
 
     def step(self, index: int) -> Tensor:
         number = index % len(self._batches)
-        out: Tensor = self._graph(self._features[number], self._grads[number])
+        out: Tensor = self._graph(self.features[number], self._grads[number])
         return out.view_as(self._batches[0].grad)
 
     def rows(self, index: int) -> Tensor:
-        return self._embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
+        return self.embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
+
+    def steps(self, first: int, count: int, ahead: int | None = None) -> Iterator[Tensor]:
+        """These steps, by calls, or by a run with so many batches ahead."""
+        numbers = (index % len(self._batches) for index in range(first, first + count))
+        given = ((self.features[number], self._grads[number]) for number in numbers)
+        return (self._graph(*each) for each in given) if ahead is None else self._graph.run(given, ahead=ahead)

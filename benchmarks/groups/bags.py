@@ -1,4 +1,4 @@
-"""Steps of rows in bags of dense ids, against FBGEMM on the same tables, by dim, bag and number of rows."""
+"""Steps of bags of dense ids, against FBGEMM and TorchRec on the same tables, by dim, bag and number of rows."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from contenders import Collection, Fbgemm, check
+import torch
+from contenders import CHECKED_STEPS, EPS, LR, OPTIMIZERS, Collection, Fbgemm, check, initial_rows
+from models import cycle
 from report import Figure
 from timing import in_turns
+from torch import Tensor, nn
 from traces import ALPHA, Shape, make_batches
-from workload import figure, workload
+from workload import check_losses, figure, workload
 
-ONE_HOT, BAGS, ALL = 1.0, 1.2, 1.3  # the least times of FBGEMM's step, of ours: the worst of each, the median
+from tierbed import Graph
+
+BARS = (1.0, 1.2, 1.3)  # the least times of FBGEMM's step, of ours: the worst of one id, of bags, the median of all
 
 
 TINY = {"dims": [8], "lengths": [1, 3], "rows": [500], "tables": 3, "ids": 200, "repeats": 2, "calls": 2}
 
 
-@workload(TINY, passive=False)
-def rowwise(
+def dense_ids(
     folder: Path,
     dims: Sequence[int] = (16, 32, 64, 128),
     lengths: Sequence[int] = (1, 10, 40),
@@ -31,8 +36,9 @@ def rowwise(
     optimizer: str = "rowwise_adagrad",
     repeats: int = 12,
     calls: int = 12,
+    bars: tuple[float | None, ...] = (None, None, None),
 ) -> Iterator[Figure]:
-    """A step of an EmbeddingBagCollection under row-wise Adagrad, of the time of FBGEMM's, which is the same rule.
+    """A step of an EmbeddingBagCollection, of the time of FBGEMM's with the same rule.
 
     lengths: ids in a bag, on average. ids: of a table in a batch, about. alphas: of zipf laws, None for uniform ids.
     calls: steps of a turn.
@@ -50,7 +56,102 @@ def rowwise(
         yield figure(what, ratios[length][-1], "x", notes=str(times))
     one_hot = ratios.get(1, [])
     bags = [ratio for length, of_length in ratios.items() if length > 1 for ratio in of_length]
-    for what, worst, bar in (("one id", one_hot, ONE_HOT), ("bags", bags, BAGS)):
-        if worst:
-            yield figure(f"worst of {what}", min(worst), "x", bar=bar)
-    yield figure("median of all", median(one_hot + bags), "x", bar=ALL)
+    for what, some, bar in zip(("one id", "bags"), (one_hot, bags), bars, strict=False):
+        if some:
+            yield figure(f"worst of {what}", min(some), "x", bar=bar)
+    yield figure("median of all", median(one_hot + bags), "x", bar=bars[2])
+
+
+workload(TINY, passive=False, name="rowwise", bars=BARS)(dense_ids)
+FEWER = {"dims": (16, 32, 128), "lengths": (1, 10), "rows": (100_000,)}
+workload(TINY, passive=False, name="adagrad", optimizer="adagrad", **FEWER)(dense_ids)
+workload(TINY, passive=False, name="sgd", optimizer="sgd", **FEWER)(dense_ids)
+
+
+class Linear(nn.Module):
+    """The loss of a linear layer on the pooled rows of a collection."""
+
+    def __init__(self, rows: nn.Module, width: int) -> None:
+        super().__init__()
+        self.rows, self.top = rows, nn.Linear(width, 1)
+        nn.init.constant_(self.top.weight, 0.1)
+        nn.init.zeros_(self.top.bias)
+
+    def forward(self, features: Any, labels: Tensor) -> Tensor:
+        pooled = self.rows(features).values()
+        return nn.functional.binary_cross_entropy_with_logits(self.top(pooled).flatten(), labels)
+
+
+class GraphStep(Graph):
+    """A step of tierbed."""
+
+    def __init__(self, rows: nn.Module, width: int) -> None:
+        super().__init__()
+        self.model = Linear(rows, width)
+        self.add_optimizer(OPTIMIZERS["rowwise_adagrad"](rows.parameters()))
+        self.add_optimizer(OPTIMIZERS["sgd"](self.model.top.parameters()))
+
+    def build(self, features: Any, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(features, labels)
+        loss.backward()
+        return loss
+
+
+class FusedStep:
+    """A step of TorchRec's FusedEmbeddingBagCollection, whose backward pass updates the rows."""
+
+    def __init__(self, shape: Shape, keys: list[str]) -> None:
+        from torchrec import EmbeddingBagConfig
+        from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+        from torchrec.optim import RowWiseAdagrad
+
+        configs = [EmbeddingBagConfig(shape.rows, shape.dim, f"t{key}", feature_names=[key]) for key in keys]
+        rows = FusedEmbeddingBagCollection(configs, RowWiseAdagrad, {"lr": LR, "eps": EPS})
+        with torch.no_grad():
+            for key, initial in zip(keys, initial_rows(shape), strict=True):
+                rows.embedding_bags[f"t{key}"].weight.copy_(initial)
+        self._model = Linear(rows, shape.tables * shape.dim)
+        self._sgd = OPTIMIZERS["sgd"](self._model.top.parameters())
+
+    def __call__(self, features: Any, labels: Tensor) -> Tensor:
+        self._sgd.zero_grad()
+        loss: Tensor = self._model(features, labels)
+        loss.backward()
+        self._sgd.step()
+        return loss.detach()
+
+
+@workload({"rows": 500, "batch": 32, "length": 3, "repeats": 2, "calls": 2}, passive=False)
+def fused(
+    folder: Path,
+    rows: int = 100_000,
+    tables: int = 8,
+    dim: int = 32,
+    batch: int = 1024,
+    length: int = 10,
+    repeats: int = 16,
+    calls: int = 12,
+) -> Iterator[Figure]:
+    """A whole step with a linear layer and its loss, of the time of TorchRec's fused collection, row-wise Adagrad.
+
+    calls: steps of a turn.
+    """
+    from torchrec import KeyedJaggedTensor
+
+    for alpha in (None, ALPHA):
+        shape = Shape(tables, rows, dim, batch, length, alpha, "rowwise_adagrad", ragged=True)
+        batches, keys = make_batches(shape), [f"f{table}" for table in range(tables)]
+        labels = [(each.grad[:, 0, 0] > 1).float() for each in batches]
+        collection = Collection(shape, batches)
+        theirs = [KeyedJaggedTensor(keys, each.flat, offsets=each.offsets) for each in batches]
+        sides = {
+            "tierbed": cycle(
+                GraphStep(collection.bags, tables * dim), [*zip(collection.features, labels, strict=True)]
+            ),
+            "TorchRec": cycle(FusedStep(shape, keys), [*zip(theirs, labels, strict=True)]),
+        }
+        for index in range(CHECKED_STEPS):
+            check_losses("tierbed and TorchRec", *([step(index)] for step in sides.values()), tolerance=1e-5)
+        times = in_turns(sides, repeats, 1, calls=calls)
+        what = f"time of TorchRec, of ours: {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
+        yield figure(what, times.ratio("TorchRec", "tierbed"), "x", bar=1.3, notes=str(times))

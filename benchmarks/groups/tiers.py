@@ -5,19 +5,22 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from contenders import DIM, STORED_ROW, RowsStep, fill, make_embedding, make_options
+from contenders import DIM, STORED_ROW, Collection, RowsStep, fill, make_embedding, make_options
 from models import GraphStep, Model, keyed, make_batches
 from report import Figure, listed
 from timing import Turn, io_bytes, split, top_tier, turn_of, wait_until_idle, without_garbage_collection
 from torch import Tensor
-from traces import Cycles, Trace, Zipf, hashed, ids
+from traces import ALPHA, Cycles, Shape, Trace, Zipf, hashed, ids
+from traces import make_batches as make_bags
 from workload import Mismatch, NotMeasured, check_losses, check_same, figure, workload
 
+import tierbed
 from tierbed import MultiTableEmbedding
 
 # of cached_ssd, the best of those tried: this trace has no drift, and its table is in the page cache
@@ -136,6 +139,56 @@ def memory(
             notes = f"hit rate {rates[name]:.2%}, {ms}"
             speed = seconds["device_mem"] / seconds[name]
             yield figure(f"steps/s of device_mem, {name}", speed, bar=bars.get(name), notes=notes)
+
+
+SLOWER = 1.02  # the most that a run with batches ahead may take, of plain calls
+
+
+@workload({"shapes": ((32, 1), (8, 3)), "ahead": (0, 2), "rows": 400, "cache_mb": 0.2, "turn": 3, "repeats": 2})
+def lookahead(
+    folder: Path,
+    shapes: Sequence[tuple[int, int]] = ((4096, 1), (1024, 10)),
+    reads: Sequence[str] = ("buffered", "direct"),
+    ahead: Sequence[int] = (0, 8, 15, 31),
+    rows: int = 100_000,
+    tables: int = 8,
+    dim: int = 32,
+    cache_mb: float = 16,
+    turn: int = 20,
+    repeats: int = 9,
+) -> Iterator[Figure]:
+    """Steps of rows alone on cached_ssd: `graph.run` with batches ahead, of the time of plain calls.
+
+    shapes: samples of a batch, and ids of a bag, of zipf laws. reads: from files that the page cache has, or from the
+    disk. turn: steps of one side before the next.
+    """
+    for (batch, length), read_mode in product(shapes, reads):
+        shape = Shape(tables, rows, dim, batch, length, ALPHA, "rowwise_adagrad", ragged=length > 1)
+        batches = make_bags(shape, 64)
+        turns: dict[int | None, list[Turn]] = {None: [], **{number: [] for number in ahead}}
+        with ExitStack() as stack, without_garbage_collection():
+            sides = {}
+            for number in turns:
+                place = folder / f"{length} {read_mode} {number}"
+                store = tierbed.make_cached_ssd_store_options(cache_mb, place, read_mode=read_mode)
+                sides[number] = Collection(shape, batches, store)
+                stack.enter_context(sides[number].embedding)
+            for turn_number in range(repeats + 1):  # the first warms up
+                first = turn_number % len(turns)
+                for number in [*turns][first:] + [*turns][:first]:
+                    steps = enumerate(sides[number].steps(turn_number * turn, turn, number), 1)
+                    outputs = (out if count == turn else torch.empty(0) for count, out in steps)  # the last alone
+                    turns[number].append(turn_of(sides[number].embedding, outputs))
+                for taken in turns.values():
+                    check_same("outputs", turns[None][-1].results[-1], taken[-1].results[-1])
+        for number in ahead:
+            mine, plain = turns[number][1:], turns[None][1:]
+            ratio = median(one.seconds / other.seconds for one, other in zip(mine, plain, strict=True))
+            misses = [f"{median(each.misses for each in taken) / turn:,.0f}" for taken in (mine, plain)]
+            what = f"{number} ahead, of plain calls, {length} ids, {read_mode} reads"
+            parts = [("ahead", split(mine, turn)), ("plain", split(plain, turn)), ("misses", " and ".join(misses))]
+            notes = listed(parts)
+            yield figure(what, ratio, "x", bar=SLOWER, at_most=True, notes=notes)
 
 
 def gradient(trace: Trace) -> Tensor:
