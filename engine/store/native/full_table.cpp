@@ -84,6 +84,7 @@ void Index::drop_moved() {
 namespace {
 
 constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before they are probed
+constexpr std::size_t NUMBERS_AHEAD = 64;  // the same for numbered rows, whose place takes less work
 constexpr std::size_t ROWS = 1024;  // of a task
 constexpr u32 MOVES = 256;         // minimum of slots that a batch moves in each bucket while the index grows
 
@@ -141,7 +142,7 @@ std::size_t FullTable::find(Batch& batch) {
         TableCounts::Share counted(hit_counts_, begin < end);
         u64 counts[2] = {0, 0};  // of the rows of one table, which come one after another
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) prefetch(&numbered.line(numbers[i + AHEAD]));
+            if (i + NUMBERS_AHEAD < end) prefetch(&numbered.line(numbers[i + NUMBERS_AHEAD]));
             if (own && own[i]) {
                 found[i] = own[i];
             } else {

@@ -19,7 +19,8 @@ namespace tierbed {
 class NumberIndex {
 public:
     explicit NumberIndex(const Numbering& all) : numbering(all) {
-        if (all.size()) lines_ = Pages(all.size() * sizeof(u32), false);
+        const std::size_t bytes = all.size() * sizeof(u32);
+        if (bytes) lines_ = Pages(bytes, bytes <= MAX_HUGE);
     }
 
     const Numbering numbering;
@@ -47,6 +48,8 @@ public:
     std::size_t bytes() const;
 
 private:
+    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // bytes that few rows may make resident
+
     Pages lines_;                                    // of u32 [numbers]
     std::array<std::vector<u32>, BUCKETS> numbers_;  // of each line of a bucket, that of its latest row
 };
