@@ -191,7 +191,7 @@ using Body = void (*)(const Step&, Team&);
 
 template <class Rule>
 Body body_for(int32_t dim) {
-    return dim == 16 ? run<16, Rule> : dim == 128 ? run<128, Rule> : nullptr;
+    return dim == 16 ? run<16, Rule> : dim == 32 ? run<32, Rule> : dim == 128 ? run<128, Rule> : nullptr;
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from contenders import CHECKED_STEPS, EPS, LR, OPTIMIZERS, Collection, Fbgemm, check, initial_rows
+from floor import Floor
 from models import cycle
 from report import Figure
 from timing import in_turns
@@ -66,6 +67,33 @@ workload(TINY, passive=False, name="rowwise", bars=BARS)(dense_ids)
 FEWER = {"dims": (16, 32, 128), "lengths": (1, 10), "rows": (100_000,)}
 workload(TINY, passive=False, name="adagrad", optimizer="adagrad", **FEWER)(dense_ids)
 workload(TINY, passive=False, name="sgd", optimizer="sgd", **FEWER)(dense_ids)
+
+
+@workload({"dims": [128], "rows": 500, "batch": 32, "length": 3, "repeats": 2, "calls": 2}, passive=False)
+def floor(
+    folder: Path,
+    dims: Sequence[int] = (32, 128),
+    rows: int = 100_000,
+    tables: int = 8,
+    batch: int = 1024,
+    length: int = 10,
+    repeats: int = 16,
+    calls: int = 12,
+) -> Iterator[Figure]:
+    """A step of rows alone, row-wise Adagrad, bags of one length, of the time of the memory floor.
+
+    calls: steps of a turn.
+    """
+    for dim, alpha in product(dims, (None, ALPHA)):
+        shape = Shape(tables, rows, dim, batch, length, alpha, "rowwise_adagrad")
+        batches = make_batches(shape)
+        ours, least = Collection(shape, batches), Floor(shape, batches)
+        check(ours, [least])
+        times = in_turns({side.name: side.step for side in (ours, least)}, repeats, 1, calls=calls)
+        what = (
+            f"time of tierbed, of the floor's: D={dim}, {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
+        )
+        yield figure(what, times.ratio(ours.name, least.name), "x", bar=1.7, at_most=True, notes=str(times))
 
 
 class Linear(nn.Module):
