@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from threading import Condition, current_thread
@@ -35,7 +35,8 @@ class _AnnouncedLookups:
     """The lookups of an announced step, and its batch. They are copies, since the caller may reuse its tensors."""
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
-        self.lookups = [copied(lookup) for lookup in lookups]
+        copy = torch.clone if processor.defers_errors else _copy
+        self.lookups = [copied(lookup, copy) for lookup in lookups]
         self.copied = processor.record_event()
         # if comparing ids would wait for a device, the same memory counts as equal; `adopt` checks it asynchronously
         self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
@@ -52,16 +53,16 @@ class _AnnouncedLookups:
         return same_lookups(self.lookups, lookups)
 
 
-def copied(lookup: Lookup) -> Lookup:
+def copied(lookup: Lookup, copy: Callable[[Tensor], Tensor] = torch.clone) -> Lookup:
     """A lookup of copies of its tensors."""
-    ids, table_ids, offsets = (None if part is None else _copy(part.detach()) for part in lookup.tensors)
+    ids, table_ids, offsets = (None if part is None else copy(part.detach()) for part in lookup.tensors)
     assert ids is not None
     return lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
 
 
 def _copy(part: Tensor) -> Tensor:
-    """A copy. Torch makes a large one on its threads, which would wait here for cores that fetch rows."""
-    return torch.from_numpy(part.numpy().copy()) if part.device.type == "cpu" else part.clone()
+    """A copy on the CPU. Torch makes a large one on its threads, which would wait for cores that fetch rows."""
+    return torch.from_numpy(part.numpy().copy())
 
 
 def _memory(lookup: Lookup) -> tuple[Any, ...]:
