@@ -121,7 +121,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(_core.scratch(size)).view(dtype).view(shape)
+    memory = _core.scratch(size)  # NumPy's views take less time than torch's
+    if dtype == torch.float32:
+        return torch.from_numpy(memory.view(np.float32).reshape(shape))
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
@@ -171,7 +174,9 @@ def _bags(lookup: Lookup) -> int | NDArray[np.int64] | None:
 
 
 def _offsets(offsets: Tensor) -> NDArray[np.int64]:
-    return offsets.detach().to(torch.int64).contiguous().numpy()
+    if offsets.dtype != torch.int64 or not offsets.is_contiguous():
+        offsets = offsets.to(torch.int64).contiguous()
+    return offsets.numpy()
 
 
 def check_offsets(spec: TableSpec, lookup: Lookup) -> None:

@@ -86,6 +86,8 @@ def check_lookup(
     _check_device(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
     lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
+    if lookup.feature_columns is not None and isinstance(table_ids, list) and table_ids == [*range(spec.num_tables)]:
+        return lookup  # all tables in order
     table_ids = _table_ids_from(spec, table_ids, ids.device)
     if table_ids is None:
         _check_tables_in_order(spec, lookup)

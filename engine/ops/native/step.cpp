@@ -40,6 +40,11 @@ GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
     return job;
 }
 
+// Bags of a task: about ROWS ids.
+std::size_t bags_of_a_task(const Segment& segment) {
+    return std::max<std::size_t>(ROWS * segment.count / std::max<std::size_t>({segment.n, segment.count, 1}), 1);
+}
+
 }  // namespace
 
 void FirstWrites::add(std::size_t begin, std::size_t end, std::size_t count) {
@@ -58,7 +63,8 @@ void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const 
     job.weights = pooling.weights;
     job.out = out;
     const auto run = loops().gather[static_cast<u32>(pooling.type)];
-    parallel_ranges(batch.lookups[lookup].segment.count, ROWS,
+    const Segment& segment = batch.lookups[lookup].segment;
+    parallel_ranges(segment.count, bags_of_a_task(segment),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
@@ -67,7 +73,8 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
     WeightsGradJob job{job_of(batch, layout, lookup), grads, out};
     job.lookup.mean = pooling.mean;
     const auto run = loops().weights_grad[static_cast<u32>(pooling.type)];
-    parallel_ranges(batch.lookups[lookup].segment.count, ROWS,
+    const Segment& segment = batch.lookups[lookup].segment;
+    parallel_ranges(segment.count, bags_of_a_task(segment),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
