@@ -373,7 +373,8 @@ FeatureSegment = tuple[U64, U32, I64, U32, int]  # with features and their batch
 class Batch:
     """The unique rows of one or several lookups.
 
-    Positions number the ids of all segments in order. Unique rows are sorted by bucket, then by first occurrence.
+    Positions number the ids of all segments in order. Unique rows are sorted by bucket, then by first occurrence; or by
+    number, if all ids have one and neighbouring bags are of one table.
     Arrays that depend on the ids alone are read-only.
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,8 @@ def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
     if lookup.table_ids is None:
         tables = _in_order(columns, spec.num_tables)
     else:
-        listed = tuple(lookup.table_ids.tolist())
-        tables = _listed(listed) if _are_legal(spec.num_tables, listed) else _tables(spec, lookup.table_ids)
+        known = _listed(spec.num_tables, tuple(lookup.table_ids.tolist()))
+        tables = _tables(spec, lookup.table_ids) if known is None else known
     return keys, tables, _offsets(lookup.offsets), features_of(feature_columns), batch
 
 
@@ -56,15 +56,10 @@ def _in_order(columns: int, num_tables: int) -> NDArray[np.uint32]:
     return np.zeros(columns, np.uint32) if num_tables == 1 else np.arange(columns, dtype=np.uint32)
 
 
-@cache
-def _are_legal(num_tables: int, table_ids: tuple[int, ...]) -> bool:
-    return all(0 <= table < num_tables for table in table_ids)
-
-
-@cache
-def _listed(table_ids: tuple[int, ...]) -> NDArray[np.uint32]:
-    """The tables of columns [columns] that have these table ids."""
-    return np.array(table_ids, np.uint32)
+@lru_cache(maxsize=64)
+def _listed(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint32] | None:
+    """The tables of columns [columns] that have these table ids; None if one is out of range."""
+    return np.array(table_ids, np.uint32) if all(0 <= table < num_tables for table in table_ids) else None
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup]) -> _core.Batch:

@@ -86,8 +86,8 @@ def check_lookup(
     _check_device(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
     lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
-    if lookup.feature_columns is not None and isinstance(table_ids, list) and table_ids == [*range(spec.num_tables)]:
-        return lookup  # all tables in order
+    if features is not None and _are_in_order(spec, lookup, table_ids):
+        return lookup
     table_ids = _table_ids_from(spec, table_ids, ids.device)
     if table_ids is None:
         _check_tables_in_order(spec, lookup)
@@ -286,6 +286,16 @@ def keys_from(spec: TableSpec, keys: Any) -> Tensor:
     if expected is None or (expected.astype(object) != given.astype(object)).any():
         raise InputError(error)
     return torch.from_numpy(expected)
+
+
+def _are_in_order(spec: TableSpec, lookup: Lookup, table_ids: Any) -> bool:
+    """Whether the columns of a lookup of features are all tables in order, which needs no table ids."""
+    return (
+        isinstance(table_ids, list)
+        and lookup.shape[-1] == spec.num_tables
+        and set(map(type, table_ids)) == {int}
+        and table_ids == [*range(spec.num_tables)]
+    )
 
 
 def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:

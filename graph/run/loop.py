@@ -206,12 +206,13 @@ class Run(Iterator[Any]):
         if uneven not in UNEVEN:
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")
         self._world, self._uneven, self._rank_state = world_of(graph) or World.of_one(), uneven, rank_state
-        gains = self._world.size > 1 or any(e.gains_by_prefetch for e in embeddings_of(graph))
+        embeddings, name = embeddings_of(graph), type(graph).__name__
+        gains = self._world.size > 1 or any(e.gains_by_prefetch for e in embeddings)
         most = as_int(AHEAD * gains if ahead is None else ahead, 0, WINDOW)
         if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}, or None")
-        if most and not gains:
-            log.warning("%s: ahead=%d makes steps slower, since all rows are in memory", type(graph).__name__, most)
+        if most and embeddings and not gains:
+            log.warning("%s: ahead=%d makes steps slower, since all rows are in memory; leave it out", name, most)
         self._graph, self._known_lookups, self._num_ahead = graph, known_lookups, most
         self._announcer = Announcer(graph, end, self._world)
         self.left: list[Any] = []  # batches that were drawn and will not have a step

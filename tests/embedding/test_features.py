@@ -186,6 +186,9 @@ def test_an_announced_batch_of_other_features_is_not_taken() -> None:
         ({"offsets": None, "pooling": None}, r"features of embedding 'rows': features are ranges of offsets"),
         ({"table_ids": [0, 1]}, r"shape \(2,\) does not broadcast to that of features, \(3,\)"),
         ({"table_ids": None, "features": [0, 1]}, r"give table_ids, one for each of the features"),
+        ({"table_ids": [0, 1, 2], "features": [0, 1]}, r"shape \(3,\) does not broadcast to that of features, \(2,\)"),
+        ({"table_ids": [0, 1, 2], "features": [3, 0, 2, 1]}, r"shape \(3,\) does not broadcast to that of features"),
+        ({"table_ids": [0.0, 1.0, 2.0]}, r"give whole numbers, or names of tables"),
         ({"table_ids": [0, 3, 0]}, r"table id 3 at position 1; they run from 0 to 2"),
     ],
 )

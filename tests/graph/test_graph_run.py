@@ -311,7 +311,7 @@ def test_rows_in_memory_are_announced_only_if_a_number_is_given(
         graph = rating(store, tmp_path / store)
         assert len(list(graph.run(loader()))) == len(loader())
         assert hits(graph.rows) == len(loader()) * announced
-    slower = "ahead=2 makes steps slower, since all rows are in memory"
+    slower = "ahead=2 makes steps slower, since all rows are in memory; leave it out"
     assert slower not in caplog.text
     list(rating("device").run(loader(), ahead=2))
     assert slower in caplog.text

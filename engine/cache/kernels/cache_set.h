@@ -114,29 +114,27 @@ TIERBED_FN u32 batches_until(u32 next, u32 number) {
     return next != 0 && is_after(next, number) ? next - number : NEVER;
 }
 
-// The way to replace for batch `number`, searched from `home` on; NONE if all ways are pinned. A free way comes first.
-// Then rows that are neither pinned nor needed by an announced batch are victims: the least recently used one, or the
-// one with the fewest uses, of the first group that has any. Else the victim is the row that is needed last.
+// The way to replace for batch `number`, searched from `home` on; NONE if all rows are pinned or needed by an announced
+// batch. A free way comes first. Else the victim is the least recently used row, or the one with the fewest uses, of
+// the first group that has a row to replace.
 TIERBED_FN u32 victim_way(const SetView& set, u32 home, u32 number, u32 done, Replacement replacement) {
     for (u32 turn = 0; turn < WAYS; turn += GROUP) {
         const u32 first = (home + turn) % WAYS, free = first_free(set.tags + first);
         if (free != NONE) return first + free;
     }
-    u32 victim = NONE, farthest = 0;
+    u32 victim = NONE;
     for (u32 turn = 0; turn < WAYS; ++turn) {
-        if (turn % GROUP == 0 && farthest == NEVER) break;
+        if (turn % GROUP == 0 && victim != NONE) break;
         const u32 w = (home + turn) % WAYS;
         const Way& way = set.ways[w];
-        if (is_after(way.last, done)) continue;
-        const u32 needed = batches_until(way.next, number);
+        if (is_after(way.last, done) || batches_until(way.next, number) != NEVER) continue;
         if (victim != NONE) {
             const Way& other = set.ways[victim];
             const bool older = is_after(other.last, way.last);
             const bool rarer = way.uses != other.uses ? way.uses < other.uses : older;
-            if (needed != farthest ? needed < farthest : replacement == LFU ? !rarer : !older) continue;
+            if (replacement == LFU ? !rarer : !older) continue;
         }
         victim = w;
-        farthest = needed;
     }
     return victim;
 }

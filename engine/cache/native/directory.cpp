@@ -155,8 +155,6 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
             miss.way = way;
             const bool must_stay = miss.from != NONE && is_after(miss.before, last_completed);
             miss.slot = must_stay ? NONE : sets.victim_slot(hash, number, last_completed);
-            // a row that an announced batch needs stays
-            if (miss.slot != NONE && sets.needed_in(miss.slot, number) != NEVER) miss.slot = NONE;
             if (miss.slot == NONE) {
                 ++parts[b].overflows;
                 continue;

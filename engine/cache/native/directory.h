@@ -33,8 +33,6 @@ public:
         const u32 way = victim_way(set(number), home_of(hash), batch, last_completed, replacement_);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // The number of batches from `batch` until the row of a slot is needed, NEVER for a free slot.
-    u32 needed_in(u32 slot, u32 batch) const { return is_free(slot) ? NEVER : batches_until(way(slot).next, batch); }
     void take(u32 slot, const Way& row) {
         tags()[slot] = tag_of(row.hash);
         way(slot) = row;

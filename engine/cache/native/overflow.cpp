@@ -66,9 +66,9 @@ void Overflow::unlink(u32 entry) {
     if (resume_at_ == entry) resume_at_ = after;
 }
 
-void Overflow::move(u32 entry, bool evictable) {
+void Overflow::keep(u32 entry) {
     unlink(entry);
-    at(entry).evictable = evictable;
+    at(entry).evictable = false;
     link(entry);
 }
 
@@ -106,7 +106,7 @@ std::vector<u32> Overflow::take_dirty(u32 last_completed, std::size_t max_rows, 
     for (u32 entry = chains_[true].first, after; entry != NONE && over_limit(); entry = after) {
         after = at(entry).after;
         if (at(entry).writing) continue;
-        must_stay(entry) ? move(entry, false) : evict_or_take(entry);
+        must_stay(entry) ? keep(entry) : evict_or_take(entry);
     }
     for (std::size_t rest = chains_[false].rows; rest > 0 && over_limit(); --rest) {
         const u32 entry = resume_at_ == NONE ? chains_[false].first : resume_at_;

@@ -101,7 +101,7 @@ private:
     }
     void link(u32 entry);
     void unlink(u32 entry);
-    void move(u32 entry, bool evictable);
+    void keep(u32 entry);  // an evictable row, which is needed now
     void evict(u32 entry);
     void release(u32 entry);
 

@@ -23,7 +23,7 @@ struct Chunk {
     u32 column;
 };
 
-// Calls body(begin, end, table, row) for the positions [begin, end) of each bag in a chunk, and the output row of the bag,
+// Calls body(begin, end, table, row) for the positions [begin, end) of each bag in a chunk, and the bag's output row,
 // counted within the segment.
 template <class Body>
 void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
@@ -227,25 +227,27 @@ u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
 struct Part {
     u32 table;
     u64 first, last;
+    std::size_t positions;  // of the table
     Buffer<u64> memory;
     const u64* sorted = nullptr;  // ids in the high words, their positions in the low words
     u32 entries = 0, rows = 0;
     u32 first_place = 0, first_row = 0;  // among all occurrences and rows
 };
 
-// Several parts of a table if there are few tables, so that threads share them.
-std::vector<Part> parts_of(const std::vector<std::vector<Chunk>>& chunks, const Numbering& numbering) {
+// Several parts of a table that has a large share of the ids, so that threads share them.
+std::vector<Part> parts_of(const std::vector<std::vector<Chunk>>& chunks, std::size_t size,
+                           const Numbering& numbering) {
     constexpr std::size_t PARTS = 4;
-    const auto used = static_cast<std::size_t>(
-        std::count_if(chunks.begin(), chunks.end(), [](const auto& of_table) { return !of_table.empty(); }));
-    const u64 count = used < PARTS && used > 0 ? (PARTS + used - 1) / used : 1;
     std::vector<Part> parts;
-    for (u32 table = 0; table < chunks.size(); ++table)
-        for (u64 p = 0; p < count; ++p) {
-            const u64 ids = numbering.ids(table);
+    for (u32 table = 0; table < chunks.size(); ++table) {
+        std::size_t positions = 0;
+        for (const Chunk& chunk : chunks[table]) positions += chunk.end - chunk.begin;
+        if (positions == 0) continue;
+        const u64 ids = numbering.ids(table), count = (positions * PARTS + size - 1) / size;
+        for (u64 p = 0; p < count; ++p)
             if (const u64 first = ids * p / count, end = ids * (p + 1) / count; first < end)
-                parts.push_back({table, first, end - 1, {}});
-        }
+                parts.push_back({table, first, end - 1, positions, {}});
+    }
     return parts;
 }
 
@@ -330,14 +332,11 @@ void by_hash(Deduplicated& out, const Grouping& grouping, std::array<std::size_t
 template <class Beyond>
 void by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                const LegalIds& legal, const Beyond& beyond) {
-    std::vector<Part> parts = parts_of(chunks, out.numbering);
+    std::vector<Part> parts = parts_of(chunks, out.size, out.numbering);
     Buffer<u32> sources(out.pooled ? out.size : 0);  // the output row of each position
     parallel_for(parts.size(), out.size, [&](std::size_t p) {
         Part& part = parts[p];
-        std::size_t most = 0;
-        for (const Chunk& chunk : chunks[part.table]) most += chunk.end - chunk.begin;
-        if (most == 0) return;
-        part.memory = Buffer<u64>(2 * most);
+        part.memory = Buffer<u64>(2 * part.positions);
         u64* end = part.memory.data();
         const u64 last = legal.last[part.table];
         const bool first_part = part.first == 0;

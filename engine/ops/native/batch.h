@@ -49,8 +49,8 @@ struct BucketOrder {
 };
 
 // The part of a batch that depends on the ids alone. It is immutable, and batches of several embeddings share it. Rows
-// are in the order of their numbers, if ids have numbers and neighbouring bags have one table; else by bucket, and within
-// one in the order of their first occurrence.
+// are in the order of their numbers, if ids have numbers and neighbouring bags have one table; else by bucket, and
+// within one in the order of their first occurrence.
 struct Deduplicated {
     Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
                  const LegalIds& legal);

@@ -1,5 +1,6 @@
 // The shape and the initial values of a table's lines. The layout owns the arrays that kernels get views of.
 #pragma once
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -24,10 +25,8 @@ public:
     u32 size() const { return first_.empty() ? 0 : first_.back(); }
     bool has(u32 table, u64 key) const { return table + 1 < first_.size() && key < ids(table); }
     u32 number(u32 table, u64 key) const { return first_[table] + static_cast<u32>(key); }
-    // The table of a number, from table `from` on.
-    u32 table_of(u32 number, u32 from = 0) const {
-        while (number >= first_[from + 1]) ++from;
-        return from;
+    u32 table_of(u32 number) const {
+        return static_cast<u32>(std::upper_bound(first_.begin(), first_.end(), number) - first_.begin()) - 1;
     }
     u64 key_of(u32 number, u32 table) const { return number - first_[table]; }
     bool operator==(const Numbering& other) const { return first_ == other.first_; }

@@ -157,8 +157,8 @@ std::size_t FullTable::find(Batch& batch) {
             }
         }
     };
-    // line_of(index, hash, table) -> line + 1, or 0.
-    const auto find_hashes = [&](const auto& line_of) {
+    // line_of(index, hash, table) -> line + 1, or 0; prefetch_place(index, hash, table) of where that is.
+    const auto find_hashes = [&](const auto& line_of, const auto& prefetch_place) {
         const auto& begins = batch.buckets().begin;
         parallel_for(BUCKETS, batch.unique, [&, own, hashes, tables, found](std::size_t b) {
             const Index::Reader index = index_.reader(static_cast<u32>(b));
@@ -167,7 +167,7 @@ std::size_t FullTable::find(Batch& batch) {
             TableCounts::Share counted(hit_counts_, begin < end);
             std::size_t misses = 0, hits = 0;
             for (std::size_t i = begin; i < end; ++i) {
-                if (i + AHEAD < end) index.prefetch_slot(hashes[i + AHEAD]);
+                if (i + AHEAD < end) prefetch_place(index, hashes[i + AHEAD], tables[i + AHEAD]);
                 if (own && own[i]) {
                     found[i] = own[i];
                     continue;
@@ -190,9 +190,11 @@ std::size_t FullTable::find(Batch& batch) {
         const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // no more tasks than counts
         parallel_ranges(batch.unique, grain, find_numbers);
     } else if (numbered.numbering.size()) {
-        find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find(hash, table); });
+        find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find(hash, table); },
+                    [](const Index::Reader& index, u64 hash, u32 table) { index.prefetch_row(hash, table); });
     } else {
-        find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find_hashed(hash, table); });
+        find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find_hashed(hash, table); },
+                    [](const Index::Reader& index, u64 hash, u32) { index.prefetch_slot(hash); });
     }
     counts_.hits += present;
     counts_.misses += missing;
@@ -213,10 +215,16 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
     const std::lock_guard lock(mutex_);
     const BucketOrder& order = batch.buckets();
     std::array<std::size_t, BUCKETS> missing{};
+    const NumberIndex& numbered = index_.numbered();
+    std::size_t all = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
-        for (std::size_t k = order.begin[bucket]; k < order.begin[bucket + 1]; ++k)
-            missing[bucket] += batch.lines[order.row(k)] == 0;
-    if (batch.numbers.size() == 0) index_.reserve(missing);
+        for (std::size_t k = order.begin[bucket]; k < order.begin[bucket + 1]; ++k) {
+            const std::size_t row = order.row(k);
+            if (batch.lines[row]) continue;
+            ++all;
+            missing[bucket] += batch.numbers.size() == 0 && !numbered.line_of(batch.hashes[row], batch.tables[row]);
+        }
+    index_.reserve(missing);  // those of the array need no slot
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k) {
@@ -226,7 +234,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
             layout.initialise(batch.lines[i], batch.tables[i], batch.key(i));
         }
     });
-    for (const std::size_t m : missing) counts_.insertions += m;
+    counts_.insertions += all;
 }
 
 void FullTable::read(const RowSpan& rows, bool* found, bool) {
