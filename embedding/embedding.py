@@ -440,6 +440,13 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     check_offsets(self.spec, lookup)
         table.announce(lookups)
 
+    def hit_counts(self) -> tuple[int, int]:
+        """How many rows the top tier was asked for that it had, and that it did not have, on this rank."""
+        table = self._local_table()
+        with table.lock:
+            hits, misses = table.ready().hit_counts().sum(axis=0).tolist()
+        return hits, misses
+
     def forget_announced(self) -> None:
         """Forget what was announced, and end the prefetch thread."""
         if self._handle is not None:

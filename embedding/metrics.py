@@ -59,7 +59,11 @@ METRICS: dict[str, Metric] = {
     ),
     "bytes_out": Metric("counter", "bytes of rows copied from here, in the other direction", "out_bytes"),
     "resident_rows": Metric("gauge", "rows that are here now; of `ssd` an estimate, high until compaction"),
-    "bytes": Metric("gauge", "memory and metadata, 4 bytes of each id of `ids=n` included; without `overflow_bytes`, `window_bytes`", "memory_bytes"),
+    "bytes": Metric(
+        "gauge",
+        "memory and metadata, 4 bytes of each id of `ids=n` included; without `overflow_bytes`, `window_bytes`",
+        "memory_bytes",
+    ),
     **_latencies("fetch", "fetches"),
     **_latencies("write", "writes"),
     # of caches

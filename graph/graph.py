@@ -221,8 +221,8 @@ class Graph(ModelSnapshots, HasBuild):
         A batch that is a list or a tuple gives the arguments of `build`; any other batch is its one argument. While a
         step runs, up to `ahead` batches (0 to 31) are drawn, their ids deduplicated, and their rows fetched and pinned
         in the cache. The cache evicts by the ids of these batches. Results are those of
-        `for batch in loader: graph(*batch)`. ahead: by default 8 over SSD, on a GPU and over ranks; else 0, since there
-        is nothing to hide if all rows are in memory.
+        `for batch in loader: graph(*batch)`. ahead: by default 8 on a GPU, over ranks, and over SSD while caches miss
+        rows; else 0, since there is nothing to hide if rows are in memory.
         progress: whether to show a bar with the rate; a string is its label. InputError for wrong arguments.
         uneven: over ranks, whether all "stop" with the shortest loader, or ranks without a batch "join" the others.
         """

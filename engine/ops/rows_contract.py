@@ -125,6 +125,10 @@ class EmbeddingBase(nn.Module):
         """Whether a thread can hide work of a step: reads of the disk, or work of a GPU."""
         return self.store_options.store == "cached_ssd" or self.device.type != "cpu"
 
+    def hit_counts(self) -> tuple[int, int]:
+        """How many rows the top tier was asked for that it had, and that it did not have."""
+        raise NotImplementedError
+
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce the checked lookups of a future step, so that its rows may be prefetched. In the order of steps."""
         raise NotImplementedError

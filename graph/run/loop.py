@@ -35,6 +35,8 @@ from ..passes.step_epilogue import StepEpilogue
 from .rank_step import RankStepState, world_of
 
 AHEAD = 8
+JUDGED = 8  # steps after which a run judges whether it gains by looking ahead
+MISSES = 1 / 32  # the least share of rows that a cache over SSD misses for that; benchmarks/README.md has figures
 UNEVEN = ("stop", "join")
 # bits that a rank reports of a step: it has a batch, its ids are known, its loader raised
 _BATCH, _KNOWN, _FAILED = 1, 2, 4
@@ -197,7 +199,7 @@ class Run(Iterator[Any]):
         progress: RunProgress,
         abandoned: list[None],
     ) -> None:
-        """ahead: None for `AHEAD` if a thread can hide reads of rows, else 0.
+        """ahead: None for `AHEAD` if a thread can hide reads of rows, else 0; over SSD `_judge` follows the misses.
 
         known_lookups: returns what a call with these arguments looks up.
 
@@ -207,8 +209,14 @@ class Run(Iterator[Any]):
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")
         self._world, self._uneven, self._rank_state = world_of(graph) or World.of_one(), uneven, rank_state
         embeddings, name = embeddings_of(graph), type(graph).__name__
-        gains = self._world.size > 1 or any(e.gains_by_prefetch for e in embeddings)
-        most = as_int(AHEAD * gains if ahead is None else ahead, 0, WINDOW)
+        caches = [embedding for embedding in embeddings if embedding.gains_by_prefetch]
+        gains = self._world.size > 1 or bool(caches)
+        is_over_ssd = self._world.size == 1 and all(embedding.device.type == "cpu" for embedding in caches)
+        self._judged = caches if is_over_ssd else []
+        self._hits_and_misses: list[int] = []  # of these caches, when they were last judged
+        self._follows_misses = ahead is None and bool(self._judged)
+        default = AHEAD if gains and not self._follows_misses else 0
+        most = as_int(default if ahead is None else ahead, 0, WINDOW)
         if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}, or None")
         if most and embeddings and not gains:
@@ -241,6 +249,8 @@ class Run(Iterator[Any]):
             self._forget_planned()
         try:
             while True:
+                if self._judged and self._steps % JUDGED == 1:
+                    self._judge()
                 self._fill()
                 reports = self._planned[0].wait()
                 if any(has & _FAILED for has in reports):
@@ -267,6 +277,24 @@ class Run(Iterator[Any]):
     @property
     def _may_announce(self) -> bool:
         return not self._has_mismatch and self._world.failure is None
+
+    def _judge(self) -> None:
+        """Look ahead only while caches miss rows: if they have all, it takes time and saves none."""
+        before = self._hits_and_misses
+        counts = [embedding.hit_counts() for embedding in self._judged]
+        self._hits_and_misses = now = [sum(of_each) for of_each in zip(*counts, strict=True)]
+        if not before or now == before:  # a thread that fetches ahead counts rows in lumps
+            return
+        hits, misses = now[0] - before[0], now[1] - before[1]
+        gains = misses > MISSES * (hits + misses)
+        if self._follows_misses:
+            self._num_ahead = AHEAD * gains
+        elif self._num_ahead and not gains:
+            log.warning(
+                "%s: ahead=%d makes steps slower, since caches have %.0f %% of the rows; leave it out",
+                type(self._graph).__name__, self._num_ahead, 100 * hits / max(hits + misses, 1),
+            )  # fmt: skip
+            self._judged = []
 
     def _fill(self) -> None:
         """Draw batches, and report each. An exception of the loader waits for its turn."""

@@ -100,7 +100,8 @@ def test_a_small_cache_is_named_where_the_loop_prefetches(
 ) -> None:
     caplog.set_level("WARNING", "tierbed")
     generator = torch.Generator().manual_seed(0)
-    batches = [(torch.randint(0, 2000, (40,), generator=generator),) for _ in range(300)]
+    # more rows than the sets have room for: some are evicted from the overflow area, however far the thread is ahead
+    batches = [(torch.randint(0, 2000, (200,), generator=generator),) for _ in range(60)]
     with make(options(store, tmp_path, overflow_mb=0.02), tables=1) as rows:
         graph = graph_of(
             lambda graph, ids: graph.model(ids).sum().backward(), torch.optim.SGD(rows.parameters(), lr=0.1), model=rows

@@ -18,8 +18,9 @@ from support.embeddings import contents, make
 from support.forked import in_process
 from support.graph_runs import IDS, LABELS, STEPS, Rating, rating
 from support.graphs import embedding, graph_of, mlp
-from support.stores import STORES, options
+from support.stores import ONE_SET_MB, STORES, options
 from tierbed import CapacityError, InputError, MultiTableEmbedding
+from tierbed.graph.run.loop import JUDGED
 
 
 def hits(rows: MultiTableEmbedding) -> float:
@@ -304,16 +305,30 @@ def test_an_evaluation_announces_nothing() -> None:
     assert threads() == 0
 
 
-def test_rows_in_memory_are_announced_only_if_a_number_is_given(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for store, announced in (("device", False), ("cached_host", False), ("ssd", True)):
-        graph = rating(store, tmp_path / store)
+def test_rows_in_memory_are_announced_only_if_a_number_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    for store in ("device", "cached_host"):
+        graph = rating(store)
         assert len(list(graph.run(loader()))) == len(loader())
-        assert hits(graph.rows) == len(loader()) * announced
+        assert hits(graph.rows) == 0
     slower = "ahead=2 makes steps slower, since all rows are in memory; leave it out"
     assert slower not in caplog.text
     list(rating("device").run(loader(), ahead=2))
+    assert slower in caplog.text
+
+
+def test_rows_on_ssd_are_announced_while_the_cache_misses_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches, some = list(zip(IDS, LABELS, strict=True)), STEPS - JUDGED - 1  # after it judged
+    missing, holding = (Rating(make(options("ssd", tmp_path / str(mb), mb), None, tables=2)) for mb in (ONE_SET_MB, 1))
+    for graph, announced in ((missing, [some, some]), (holding, [some, 0])):  # all rows are new in the first run
+        torch.manual_seed(2)
+        found = [hits(graph.rows) for _ in range(2) if len(list(graph.run(batches))) == STEPS]
+        assert [found[0], found[1] - found[0]] == announced
+    assert contents(missing.rows).tobytes() == contents(holding.rows).tobytes()
+    slower = "ahead=2 makes steps slower, since caches have 100 % of the rows; leave it out"
+    assert slower not in caplog.text
+    list(holding.run(batches, ahead=2))
     assert slower in caplog.text
 
 

@@ -53,7 +53,7 @@ def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(
             torch.optim.SGD(other.parameters(), lr=0.1),
             rows=other,
         )
-        results = list(graph.run([(keyed(total, weighted), scale) for total in totals]))
+        results = list(graph.run([(keyed(total, weighted), scale) for total in totals], ahead=2))
         assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
         for total, (found, returned) in zip(totals, results, strict=True):
             features = keyed(total, weighted)
