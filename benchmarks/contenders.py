@@ -413,8 +413,10 @@ class Collection:
     def rows(self, index: int) -> Tensor:
         return self.embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
 
-    def steps(self, first: int, count: int, ahead: int | None = None) -> Iterator[Tensor]:
-        """These steps, by calls, or by a run with `ahead` batches announced."""
+    def steps(self, first: int, count: int, ahead: int | str | None = None) -> Iterator[Tensor]:
+        """These steps, by calls, or by a run with `ahead` batches announced, or as many as it likes ("default")."""
         numbers = (index % len(self._batches) for index in range(first, first + count))
         given = ((self.features[number], self._grads[number]) for number in numbers)
-        return (self._graph(*each) for each in given) if ahead is None else self._graph.run(given, ahead=ahead)
+        if ahead is None:
+            return (self._graph(*each) for each in given)
+        return self._graph.run(given, ahead=None if isinstance(ahead, str) else ahead)

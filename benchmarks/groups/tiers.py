@@ -144,12 +144,12 @@ def memory(
 SLOWER = 1.02  # the most that a run with batches ahead may take, of plain calls
 
 
-@workload({"shapes": ((32, 1), (8, 3)), "ahead": (0, 2), "rows": 400, "cache_mb": 0.2, "turn": 3, "repeats": 2})
+@workload({"shapes": ((32, 1), (8, 3)), "ahead": ("default", 2), "rows": 400, "cache_mb": 0.2, "turn": 3, "repeats": 2})
 def lookahead(
     folder: Path,
     shapes: Sequence[tuple[int, int]] = ((4096, 1), (1024, 10)),
     reads: Sequence[str] = ("buffered", "direct"),
-    ahead: Sequence[int] = (0, 8, 15, 31),
+    ahead: Sequence[int | str] = ("default", 0, 8, 15, 31),
     rows: int = 100_000,
     tables: int = 8,
     dim: int = 32,
@@ -157,20 +157,23 @@ def lookahead(
     turn: int = 20,
     repeats: int = 9,
 ) -> Iterator[Figure]:
-    """Steps of rows alone on cached_ssd: `graph.run` with batches ahead, of the time of plain calls.
+    """Steps of rows alone on a cache: `graph.run` with batches ahead, of the time of plain calls.
 
-    shapes: samples of a batch, and ids of a bag, of zipf laws. reads: from files that the page cache has, or from the
-    disk. turn: steps of one side before the next.
+    shapes: samples of a batch, and ids of a bag, of zipf laws. reads: of cached_ssd, from files that the page cache has
+    or from the disk; or from "memory", of cached_host_mem. turn: steps of one side before the next.
     """
     for (batch, length), read_mode in product(shapes, reads):
         shape = Shape(tables, rows, dim, batch, length, ALPHA, "rowwise_adagrad", ragged=length > 1)
         batches = make_bags(shape, 64)
-        turns: dict[int | None, list[Turn]] = {None: [], **{number: [] for number in ahead}}
+        turns: dict[int | str | None, list[Turn]] = {None: [], **{number: [] for number in ahead}}
         with ExitStack() as stack, without_garbage_collection():
             sides = {}
             for number in turns:
                 place = folder / f"{length} {read_mode} {number}"
-                store = tierbed.make_cached_ssd_store_options(cache_mb, place, read_mode=read_mode)
+                if read_mode == "memory":
+                    store = tierbed.make_cached_host_mem_store_options(cache_mb)
+                else:
+                    store = tierbed.make_cached_ssd_store_options(cache_mb, place, read_mode=read_mode)
                 sides[number] = Collection(shape, batches, store)
                 stack.enter_context(sides[number].embedding)
             for turn_number in range(repeats + 1):  # the first warms up
