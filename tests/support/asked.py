@@ -92,11 +92,10 @@ def dies_as_it_saves(embedding: MultiTableEmbedding, pipe: Connection) -> None:
 
 def forks(embedding: MultiTableEmbedding, pipe: Connection) -> None:
     """Has a child that outlives it by a while, then waits."""
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
         os.setpgid(0, 0)  # it is not ended with its parent's group
         signal.alarm(600)
+        pipe.send(os.getpid())  # once it has closed what a child does not keep
         pipe.close()
         signal.pause()
-    pipe.send(child)
     waits(embedding, pipe)
