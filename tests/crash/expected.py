@@ -133,6 +133,7 @@ class Expected:
         self._add(new)
 
     def _add(self, name: str) -> None:
+        self.going.discard(name)
         self.saved.pop(name, None)
         self.saved[name] = self.begun.pop(name)
         if name not in self.aside:
@@ -163,7 +164,7 @@ class Expected:
         pass
 
     def begin_prune(self, keep_last: int, keep_every: int | None) -> None:
-        self.going = set().union(*self._pruned(keep_last, keep_every))
+        self.going |= set().union(*self._pruned(keep_last, keep_every))
 
     def end_prune(self, keep_last: int, keep_every: int | None) -> None:
         for name in set.intersection(*self._pruned(keep_last, keep_every)):
@@ -171,10 +172,12 @@ class Expected:
         self.going &= self.saved.keys()
 
     def _pruned(self, keep_last: int, keep_every: int | None) -> list[set[str]]:
-        """What a prune removes, for each state that it may find: of the base, and of a snapshot that is begun."""
+        """What a prune removes, for each state that it may find: of the base, of snapshots that are begun or going."""
         bases = self.bases | (self.begun.keys() - self.aside)
         left = {name: saved for name, saved in self.saved.items() if name not in self.begun}
         states = [self.saved, {**left, **self.begun}]
+        # of those that an earlier prune may have removed, none or all are gone
+        states += [{name: saved for name, saved in state.items() if name not in self.going} for state in states]
         return [_pruned(state, keep_last, keep_every, base) for base in bases for state in states]
 
 
