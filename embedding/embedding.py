@@ -222,7 +222,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self._opening = Lock()
         self._accumulating = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
-        self._closed = self._has_warned = False
+        self._closed = self._has_warned = self.misses_rows = False
         self._awaited: list[RowsReference] = []
 
     @property

@@ -61,6 +61,7 @@ class EmbeddingBase(nn.Module):
     output_dtype: torch.dtype  # of the results of lookups, and of their gradients
     handle: int  # the number by which the ops find the module
     shadow: nn.Parameter  # [1] float32, through which optimizers and autograd reach the rows
+    misses_rows: bool  # whether the last run that judged its cache over SSD looked ahead
     row_optimizer: RowOptimizer | None  # the optimizer of the next update
     world: Any = None  # the ranks that own the rows
     group: Any = None  # of the embeddings that are trained together with this one

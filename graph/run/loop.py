@@ -215,8 +215,9 @@ class Run(Iterator[Any]):
         self._judged = caches if is_over_ssd else []
         self._hits_and_misses: list[int] = []  # of these caches, when they were last judged
         self._follows_misses = ahead is None and bool(self._judged)
-        default = AHEAD if gains and not self._follows_misses else 0
-        most = as_int(default if ahead is None else ahead, 0, WINDOW)
+        if self._follows_misses:
+            gains = any(cache.misses_rows for cache in caches)
+        most = as_int(AHEAD * gains if ahead is None else ahead, 0, WINDOW)
         if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}, or None")
         if most and embeddings and not gains:
@@ -287,12 +288,16 @@ class Run(Iterator[Any]):
             return
         hits, misses = now[0] - before[0], now[1] - before[1]
         gains = misses > MISSES * (hits + misses)
+        for cache in self._judged:
+            cache.misses_rows = gains  # the next run begins with it
         if self._follows_misses:
+            if self._num_ahead != AHEAD * gains:
+                log.info("%s: looks %d batches ahead, since caches %s", self._op, AHEAD * gains, _share(hits, misses))
             self._num_ahead = AHEAD * gains
         elif self._num_ahead and not gains:
             log.warning(
-                "%s: ahead=%d makes steps slower, since caches have %.0f %% of the rows; leave it out",
-                type(self._graph).__name__, self._num_ahead, 100 * hits / max(hits + misses, 1),
+                "%s: ahead=%d makes steps slower, since caches %s; leave it out",
+                type(self._graph).__name__, self._num_ahead, _share(hits, misses),
             )  # fmt: skip
             self._judged = []
 
@@ -413,6 +418,10 @@ class Run(Iterator[Any]):
         if self._finalizer.detach() is not None:
             self._progress.close()
             forget_announced(self._graph)
+
+
+def _share(hits: int, misses: int) -> str:
+    return f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
 
 
 def _counted(batch: Any) -> list[Tensor]:
