@@ -154,16 +154,18 @@ def lookahead(
     tables: int = 8,
     dim: int = 32,
     cache_mb: float = 16,
-    turn: int = 20,
-    repeats: int = 9,
+    alpha: float | None = ALPHA,
+    turn: int = 120,
+    repeats: int = 5,
 ) -> Iterator[Figure]:
     """Steps of rows alone on a cache: `graph.run` with batches ahead, of the time of plain calls.
 
-    shapes: samples of a batch, and ids of a bag, of zipf laws. reads: of cached_ssd, from files that the page cache has
-    or from the disk; or from "memory", of cached_host_mem. turn: steps of one side before the next.
+    shapes: samples of a batch, and ids of a bag. reads: of cached_ssd, from files that the page cache has or from the
+    disk; or from "memory", of cached_host_mem. alpha: of the zipf law of ids; None for uniform ones. turn: steps of one
+    side before the next, several times as many as are ahead, since the window is empty at the end of each.
     """
     for (batch, length), read_mode in product(shapes, reads):
-        shape = Shape(tables, rows, dim, batch, length, ALPHA, "rowwise_adagrad", ragged=length > 1)
+        shape = Shape(tables, rows, dim, batch, length, alpha, "rowwise_adagrad", ragged=length > 1)
         batches = make_bags(shape, 64)
         turns: dict[int | str | None, list[Turn]] = {None: [], **{number: [] for number in ahead}}
         with ExitStack() as stack, without_garbage_collection():
