@@ -189,7 +189,10 @@ def lookahead(
         for number in ahead:
             mine, plain = turns[number][1:], turns[None][1:]
             ratio = median(one.seconds / other.seconds for one, other in zip(mine, plain, strict=True))
-            misses = [f"{median(each.misses for each in taken) / turn:,.0f}" for taken in (mine, plain)]
+            missed = [
+                (median(one.misses for one in side), median(one.hit_rate for one in side)) for side in (mine, plain)
+            ]
+            misses = [f"{count / turn:,.0f} ({1 - hit_rate:.1%})" for count, hit_rate in missed]
             what = f"{number} ahead, of plain calls, {length} ids, {read_mode} reads"
             parts = [("ahead", split(mine, turn)), ("plain", split(plain, turn)), ("misses", " and ".join(misses))]
             notes = listed(parts)

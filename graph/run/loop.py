@@ -36,7 +36,9 @@ from .rank_step import RankStepState, world_of
 
 AHEAD = 8
 JUDGED = 8  # steps after which a run judges whether it gains by looking ahead
-MISSES = 1 / 32  # the least share of rows that a cache over SSD misses for that; benchmarks/README.md has figures
+# of its rows, which a cache over SSD misses at least for that; benchmarks/README.md has figures. Looking ahead, it
+# misses about half as many
+MISSES = 1 / 8
 UNEVEN = ("stop", "join")
 # bits that a rank reports of a step: it has a batch, its ids are known, its loader raised
 _BATCH, _KNOWN, _FAILED = 1, 2, 4
@@ -287,14 +289,15 @@ class Run(Iterator[Any]):
         if not before or now == before:  # a thread that fetches ahead counts rows in lumps
             return
         hits, misses = now[0] - before[0], now[1] - before[1]
-        gains = misses > MISSES * (hits + misses)
+        share = misses / max(hits + misses, 1)
+        gains = share > (MISSES / 2 if self._num_ahead else MISSES)
         for cache in self._judged:
             cache.misses_rows = gains  # the next run begins with it
         if self._follows_misses:
             if self._num_ahead != AHEAD * gains:
                 log.info("%s: looks %d batches ahead, since caches %s", self._op, AHEAD * gains, _share(hits, misses))
             self._num_ahead = AHEAD * gains
-        elif self._num_ahead and not gains:
+        elif self._num_ahead and share < MISSES / 4:
             log.warning(
                 "%s: ahead=%d makes steps slower, since caches %s; leave it out",
                 type(self._graph).__name__, self._num_ahead, _share(hits, misses),
