@@ -258,7 +258,7 @@ def check_output_dtype(dtype: Any) -> torch.dtype:
 
 
 def _check_device(where: str, name: str, values: Tensor, ids: Tensor) -> None:
-    if values.device.type not in DEVICES:
+    if values.device.type not in (*DEVICES, "meta"):
         raise InputError(
             f"{where} are on {values.device}; tables are on the CPU or on CUDA devices: give {name}.cpu() or "
             f"{name}.cuda()"

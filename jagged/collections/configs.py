@@ -185,6 +185,8 @@ def config_of(given: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
         )
     if isinstance(given, kind):
         return given
+    if not given.feature_names:
+        given.feature_names = [given.name]  # as TorchRec's collections do
     ours = {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
     if not isinstance(given, EmbeddingConfig):
         # if the user gives no init_fn, TorchRec makes one from weight_init_min and weight_init_max

@@ -42,12 +42,13 @@ class EmbeddingBagCollection(TableCollection):
     """TorchRec's collection of pooled tables, over tiered hashed tables.
 
     tables: an EmbeddingBagConfig, or TorchRec's, for each. store_options: from a `make_*_store_options`, divided
-    between the embeddings as `stores()` shows; or a mapping of such options by the name of an embedding.
+    between the embeddings as `stores()` shows; or a mapping of such options by the name of an embedding. None: all rows
+    in the memory of the device.
     name: embeddings are named `<name>-d<dim>`, one for all tables of a dim, or `<name>-d<dim>-<group>`.
     is_weighted: whether rows are weighted by the batch's weights. key_type: the dtype of ids; ids of other integer
     dtypes are converted. seed: of initial rows, with the name of the embedding. output_dtype: of results and gradients.
     share: a collection whose tables of the same name are looked up here as well; store_options are for the others.
-    device: TorchRec's argument, which is refused: store_options say where rows are.
+    device: where lookups run, as after `.to(device)`; "meta" computes shapes alone, and allocates nothing.
     world: a `World` of tierbed.distributed, over whose ranks the rows are spread; shared tables have their own.
     state_dtype: of the optimizer's state that every element has: torch.float32 or bfloat16.
 
@@ -64,7 +65,7 @@ class EmbeddingBagCollection(TableCollection):
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
         share: TableCollection | None = None,
-        device: None = None,
+        device: torch.device | str | None = None,
         world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -72,7 +73,7 @@ class EmbeddingBagCollection(TableCollection):
             tables, EmbeddingBagConfig, store_options, name, key_type, seed, output_dtype, share, device, world,
             state_dtype,
         )  # fmt: skip
-        self.is_weighted = is_weighted
+        self._is_weighted = is_weighted
         self._keys: list[str] = []
         self._lengths: list[int] = []
         self._lookups: list[_PooledLookup] = []
@@ -94,11 +95,17 @@ class EmbeddingBagCollection(TableCollection):
             batch = features_of(features)
             weights = self._weights_of(batch)
             rows = [self._rows(lookup, batch, weights) for lookup in self._lookups]
+        if not rows:
+            return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.values().device))
         return KeyedTensor(self._keys, self._lengths, self._columns.join(rows))
 
-    def embedding_bag_configs(self) -> list[EmbeddingConfig]:
-        """The config of each table; models of TorchRec call this."""
-        return list(self.configs)
+    def is_weighted(self) -> bool:
+        """Whether rows are weighted by the batch's weights."""
+        return self._is_weighted
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """The configs of the tables, as they were given; models of TorchRec call this."""
+        return self.embedding_configs()
 
     def prefetch(self, features: Any) -> None:
         """Announce the batch of a future step of a plain loop, as `MultiTableEmbedding.prefetch`.
@@ -133,7 +140,7 @@ class EmbeddingBagCollection(TableCollection):
 
     def _weights_of(self, batch: KeyedJagged) -> Tensor | None:
         """The weights of a batch, if the collection takes them. InputError."""
-        if not self.is_weighted:
+        if not self._is_weighted:
             return None
         weights = batch.weights_or_none()
         if weights is None:
@@ -169,7 +176,7 @@ class EmbeddingBagCollection(TableCollection):
         numbers = numbers_of(lookup.features, batch.keys())
         chosen = batch.permute(numbers)
         chosen.validate()
-        weights = chosen.weights().to(torch.float32) if self.is_weighted else None
+        weights = chosen.weights().to(torch.float32) if self._is_weighted else None
         strides = chosen.strides()
         tables = torch.tensor(lookup.tables, device=strides.device).repeat_interleave(strides)
         rows = self.embedding(lookup.embedding)(
@@ -231,7 +238,7 @@ class EmbeddingCollection(TableCollection):
         output_dtype: torch.dtype = torch.float32,
         share: TableCollection | None = None,
         padded: Mapping[str, int] | None = None,
-        device: None = None,
+        device: torch.device | str | None = None,
         world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -242,7 +249,7 @@ class EmbeddingCollection(TableCollection):
             tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, device, world,
             state_dtype, padding,
         )  # fmt: skip
-        self.need_indices = need_indices
+        self._need_indices = need_indices
         self._padded = dict(padded or {})
         self._names = output_names(self.configs)
         self._features = list(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
@@ -272,12 +279,23 @@ class EmbeddingCollection(TableCollection):
                 if given.mask is not None:
                     result[name] = Padded(rows, given.mask)
                 else:
-                    result[name] = JaggedTensor(rows, given.ids if self.need_indices else None, offsets=given.offsets)
+                    result[name] = JaggedTensor(rows, given.ids if self._need_indices else None, offsets=given.offsets)
         return result
 
-    def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The config of each table; models of TorchRec call this."""
-        return list(self.configs)
+    def need_indices(self) -> bool:
+        """Whether jagged results have ids as their weights."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """The dim of the tables. InputError if they differ; -1 if there are none."""
+        dims = {config.embedding_dim for config in self.configs}
+        if len(dims) > 1:
+            raise InputError(f"embedding_dim of {self.name!r}: tables have {sorted(dims)}; read it of a config")
+        return dims.pop() if dims else -1
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """The names of each table's features in a result."""
+        return [list(names) for names in self._names]
 
     def prefetch(self, features: Any) -> None:
         """Announce the batch of a future step of a plain loop, as `MultiTableEmbedding.prefetch`.

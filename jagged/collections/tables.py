@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast
@@ -20,7 +20,8 @@ from ...embedding.saved_rows import SavedRows
 from ...embedding.training_group import train_together
 from ...engine.errors import InputError, OptionError
 from ...engine.options.initializers import AnyTableOptions
-from ...engine.options.store_options import StoreOptions
+from ...engine.options.lookup import DEVICES
+from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
 from ...engine.options.table_names import choices, names_in, table_number
 from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
@@ -159,7 +160,7 @@ class TableModule(ModelSnapshots, nn.Module):
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """A block of a call that all ranks make: an exception on one rank is raised on every rank."""
-        return next(self.each()).raise_on_all_ranks()
+        return next((embedding.raise_on_all_ranks() for embedding in self.each()), nullcontext())
 
     def embedding_of(self, table: int | str) -> MultiTableEmbedding:
         """The embedding that has a table, by the table's name or number: for put, get, snapshots and optimizers.
@@ -214,16 +215,12 @@ class TableCollection(TableModule):
         seed: int,
         output_dtype: torch.dtype,
         share: TableCollection | None,
-        device: None,
+        device: torch.device | str | None,
         world: World | None,
         state_dtype: torch.dtype,
         padding_idx: int | None = None,
     ) -> None:
-        if device is not None:
-            raise OptionError(
-                f"device={device!r}: store_options say where rows are, and .to(device) where lookups run; leave it out"
-            )
-        if not isinstance(tables, (list, tuple)) or not tables:
+        if not isinstance(tables, (list, tuple)):
             raise OptionError(f"tables={tables!r}: give a list of {kind.__name__}")
         if share is not None and not isinstance(share, TableCollection):
             raise OptionError(f"share={type(share).__name__}: give a collection")
@@ -232,23 +229,55 @@ class TableCollection(TableModule):
         if repeated := next((one for one in names if names.count(one) > 1), None):
             raise OptionError(f"tables: {names.count(repeated)} have name={repeated!r}; give each its own name")
         super().__init__(name, names)
-        self.configs, self.key_type = configs, key_type
+        self.configs, self.key_type, self._given = configs, key_type, list(tables)
         for config in configs:
             if share is not None and config.name in share._locations:
                 self._adopt_shared(share, config, output_dtype, state_dtype)
         own = [config for config in configs if config.name not in self._locations]
-        if not own:
-            if store_options is not None:
-                raise OptionError("store_options: share has every table, with its store; leave store_options out")
-            return
-        if store_options is None:
-            raise OptionError(
-                f"store_options=None: nothing says where table {', '.join(one.name for one in own)} is; give store "
-                "options"
-            )
-        groups = group_tables(name, own)
-        stores = stores_of(store_options, store_requests(groups))
-        self._make_embeddings(groups, stores, key_type, padding_idx, seed, output_dtype, world, state_dtype)
+        if own:
+            groups = group_tables(name, own)
+            store = make_device_mem_store_options() if store_options is None else store_options
+            stores = stores_of(store, store_requests(groups))
+            self._make_embeddings(groups, stores, key_type, padding_idx, seed, output_dtype, world, state_dtype)
+        elif store_options is not None and configs:
+            raise OptionError("store_options: share has every table, with its store; leave store_options out")
+        if device is not None:
+            self._move_to(device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where lookups run; the CPU if there are no tables."""
+        return next((embedding.device for embedding in self.each()), torch.device("cpu"))
+
+    def embedding_configs(self) -> list[Any]:
+        """The configs of the tables, as they were given."""
+        return list(self._given)
+
+    def reset_parameters(self) -> None:
+        """Forget what all rows and their optimizer state learned, those of shared tables too.
+
+        On meta there are no rows.
+        """
+        for embedding in self.each():
+            if embedding.device.type != "meta":
+                for tables, keys in [(tables, keys) for tables, keys, _ in embedding.chunks()]:
+                    embedding.delete(keys, tables)
+
+    def _move_to(self, device: torch.device | str) -> None:
+        """Let lookups run on a device; on meta they only have shapes. OptionError."""
+        try:
+            wanted = torch.device(device)
+        except (RuntimeError, TypeError):
+            wanted = None
+        if wanted is None or wanted.type not in (*DEVICES, "meta"):
+            raise OptionError(f"device={device!r}: lookups run on 'cpu', 'cuda' or 'meta'; give one of them")
+        for embedding in self.each():
+            if embedding.name in self._shared and embedding.device.type != wanted.type:
+                raise OptionError(
+                    f"device={device!r}: the shared embedding {embedding.name!r} is on {embedding.device}; give that, or "
+                    "move both collections by .to(device)"
+                )
+        self.to(wanted)
 
     def ids_of(self, values: Tensor) -> Tensor:
         """Ids as `key_type`. InputError for values that are not integers, or wider than `key_type`."""

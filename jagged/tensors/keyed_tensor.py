@@ -106,17 +106,21 @@ def multi_remap_to_groups(
 def permute_multi_embedding(
     values: Sequence[Tensor],
     permutes: Tensor,
-    out_lengths_list: Sequence[int],
+    out_lengths_list: Sequence[int] | Tensor,
     in_lengths: Tensor,
-    out_lengths: Tensor,
+    out_lengths: Tensor | Sequence[int],
 ) -> list[Tensor]:
     """FBGEMM's op: tensors [batch, out_lengths[o]] of columns of `values`, which are [batch, in_lengths[i]] each.
 
+    The last three may also be in the order of FBGEMM 1.8: in_lengths, out_lengths, then the list of out_lengths.
     permutes: integers [moves, 6]. A move is (input, output, first column of the input, first column of the output,
     number of columns, jump); the jump is for FBGEMM's backward and is ignored. Moves may read the same columns, and
     have to fill each output. GraphError while a graph is traced, since it reads `permutes`. InputError.
     """
     refuse_trace("permute_multi_embedding", "use KeyedTensor.regroup")
+    if isinstance(out_lengths_list, Tensor):
+        in_lengths, out_lengths, out_lengths_list = out_lengths_list, in_lengths, out_lengths
+    assert isinstance(out_lengths, Tensor)
     if [tensor.shape[1] for tensor in values] != in_lengths.tolist() or list(out_lengths_list) != out_lengths.tolist():
         raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
     rows: list[list[int]] = permutes.tolist()

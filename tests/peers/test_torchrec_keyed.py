@@ -86,7 +86,9 @@ def test_moves_give_what_fbgemm_gives_and_the_gradients_of_plain_cat() -> None:
     values = tensors(requires_grad=True)
     permutes, in_lengths, out_lengths = multi_remap_to_groups(KEYS, LENGTHS, GROUPS)
     made = permute_multi_embedding(values, permutes, out_lengths.tolist(), in_lengths, out_lengths)
-    peer = torch.ops.fbgemm.permute_multi_embedding(values, permutes, in_lengths, out_lengths, out_lengths.tolist())
+    theirs = (values, permutes, in_lengths, out_lengths, out_lengths.tolist())
+    peer = torch.ops.fbgemm.permute_multi_embedding(*theirs)
+    assert all(map(torch.equal, made, permute_multi_embedding(*theirs)))
     expected = [torch.cat([features(values)[key] for key in group], 1) for group in GROUPS]
     for one, two, three in zip(made, peer, expected, strict=True):
         assert torch.equal(one, two)
