@@ -25,6 +25,7 @@ from ...engine.options.store_options import StoreOptions, make_device_mem_store_
 from ...engine.options.table_names import choices, names_in, table_number
 from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
+from ..tensors.validation import is_empty
 from .configs import EmbeddingConfig, config_of
 from .store_split import StoreRequest, stores_of, stores_text
 
@@ -281,6 +282,8 @@ class TableCollection(TableModule):
 
     def ids_of(self, values: Tensor) -> Tensor:
         """Ids as `key_type`. InputError for values that are not integers, or wider than `key_type`."""
+        if is_empty(values):
+            return values.to(self.key_type)
         if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
             raise InputError(f"values of {self.name!r}: {values.dtype}; give ids of an integer dtype")
         if values.dtype.itemsize > self.key_type.itemsize:

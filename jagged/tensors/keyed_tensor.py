@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...engine.errors import InputError
 from .jagged_tensor import TensorContainer
-from .validation import check_keys, refuse_trace, statically_true
+from .validation import check_keys, is_empty, refuse_trace, statically_true
 
 
 class ColumnOrder:
@@ -182,6 +182,8 @@ class KeyedTensor(TensorContainer):
     _lengths: tuple[int, ...]
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
+        if is_empty(values) and values.dim() == 1 and not keys:
+            values = values.view(0, 0)  # TorchRec's way to write a batch of nothing
         self._keys, self._lengths, self._values = check_keys(keys), tuple(length_per_key), values
         if len(self._lengths) != len(self._keys) or min(self._lengths, default=0) < 0:
             raise InputError(f"length_per_key={list(length_per_key)}: give one, 0 or more, for each of {self.keys()}")

@@ -34,6 +34,11 @@ def statically_true(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
+def is_empty(given: object) -> bool:
+    """Whether it is a tensor without elements, for all sizes of a trace."""
+    return isinstance(given, Tensor) and not given.is_nested and statically_true(given.numel() == 0)
+
+
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """Keys as a tuple of distinct strings. InputError."""
     if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
@@ -58,7 +63,16 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
 
 
 def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Offsets int64 [bags + 1], computed from lengths [bags] if None. InputError."""
+    """Offsets int64 [bags + 1], computed from lengths [bags] if None. InputError.
+
+    As in TorchRec, lengths may have two dimensions, and what is empty any shape and dtype: it is of no bags.
+    """
+    if is_empty(offsets) and (lengths is not None or is_empty(values)):
+        offsets = None
+    if is_empty(lengths) or (lengths is None and offsets is None and is_empty(values)):
+        lengths = torch.empty(0, dtype=torch.int64, device=values.device)
+    elif isinstance(lengths, Tensor) and lengths.dim() == 2:
+        lengths = lengths.flatten()
     for name, given in (("lengths", lengths), ("offsets", offsets)):
         if given is None:
             continue

@@ -72,7 +72,7 @@ CONSTRUCTORS: list[Refusal] = [
     (lambda: kjt(weights=torch.ones(3, device="meta")), InputError, "weights", "on meta", "move them to one device"),
     (lambda: kjt(lengths=torch.ones(3, dtype=INT)), InputError, "keys ['a', 'b']", "3 lengths, 4 offsets", "give one"),
     (lambda: kjt(lengths=torch.tensor([1.0, 2])), InputError, "lengths:", "[2] of torch.float32", INTEGERS),
-    (lambda: kjt(lengths=torch.tensor([[1], [2]])), InputError, "lengths:", "a tensor [2, 1]", INTEGERS),
+    (lambda: kjt(lengths=torch.tensor([[[1], [2]]])), InputError, "lengths:", "a tensor [1, 2, 1]", INTEGERS),
     (lambda: kjt(lengths=torch.tensor([True, True])), InputError, "lengths:", "[2] of torch.bool", INTEGERS),
     (lambda: kjt(lengths=[1, 2]), InputError, "lengths:", "a list", INTEGERS),
     (lambda: kjt(lengths=torch.ones(2, dtype=INT, device="meta")), InputError, "lengths", "on meta", "to one device"),

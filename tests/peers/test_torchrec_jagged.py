@@ -13,7 +13,14 @@ from torch.utils import _pytree as pytree
 from torchrec.sparse import jagged_tensor as torchrec
 
 from support.jagged import Features, check_same, check_same_parts, features
-from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
+from tierbed.jagged import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    VariableBatchKeyedJaggedTensor,
+)
 
 EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
 
@@ -168,3 +175,20 @@ def test_one_that_moves_has_all_of_its_parts_there() -> None:
         assert {leaf.device.type for leaf in leaves} == {"meta"}
         assert made.device().type == "cpu"
     assert weighted.to("meta").keys() == ["w"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_empty_batches_are_taken_in_every_shape_that_torchrec_takes(device: str) -> None:
+    none, ids = torch.tensor([], device=device), torch.empty(0, dtype=torch.int64, device=device)
+    with EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "a")], device=device) as bags:
+        for values, lengths, offsets in ((none, none, None), (ids, None, none), (ids, ids, ids), (none, None, None)):
+            for kind in (KeyedJaggedTensor, torchrec.KeyedJaggedTensor):
+                batch = kind(["a"], values, lengths=lengths, offsets=offsets)
+                assert batch.stride() == 0
+                assert batch.keys() == ["a"]
+                assert bags(batch).values().shape == (0, 4)
+        two = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.zeros(2, 3, dtype=torch.int32, device=device))
+        assert two.stride() == 3
+        assert bags(two).values().shape == (3, 4)
+    assert KeyedJaggedTensor([], none).stride() == torchrec.KeyedJaggedTensor([], none).stride() == 0
+    assert KeyedTensor([], [], none).values().numel() == 0
