@@ -230,7 +230,7 @@ class TableCollection(TableModule):
         if repeated := next((one for one in names if names.count(one) > 1), None):
             raise OptionError(f"tables: {names.count(repeated)} have name={repeated!r}; give each its own name")
         super().__init__(name, names)
-        self.configs, self.key_type, self._given = configs, key_type, list(tables)
+        self.configs, self.key_type, self._original_configs = configs, key_type, list(tables)
         for config in configs:
             if share is not None and config.name in share._locations:
                 self._adopt_shared(share, config, output_dtype, state_dtype)
@@ -252,7 +252,7 @@ class TableCollection(TableModule):
 
     def embedding_configs(self) -> list[Any]:
         """The configs of the tables, as they were given."""
-        return list(self._given)
+        return list(self._original_configs)
 
     def reset_parameters(self) -> None:
         """Forget what all rows and their optimizer state learned, those of shared tables too.
@@ -275,8 +275,8 @@ class TableCollection(TableModule):
         for embedding in self.each():
             if embedding.name in self._shared and embedding.device.type != wanted.type:
                 raise OptionError(
-                    f"device={device!r}: the shared embedding {embedding.name!r} is on {embedding.device}; give that, or "
-                    "move both collections by .to(device)"
+                    f"device={device!r}: the shared embedding {embedding.name!r} is on {embedding.device}; give that, "
+                    "or move both collections by .to(device)"
                 )
         self.to(wanted)
 

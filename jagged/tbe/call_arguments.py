@@ -39,8 +39,6 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
         "no optimizer clips by the norm of a row; give gradient_clipping=True with max_gradient",
     ),
     "uvm_non_rowwise_momentum": (False, "a row and its state are stored together; leave it out"),
-    "use_experimental_tbe": (False, "tierbed has one implementation; leave it out"),
-    "prefetch_pipeline": (False, _PREFETCH),
     "stats_reporter_config": (None, "read metrics(), or give MetricsCollector the module's embeddings"),
     "multipass_prefetch_config": (None, _PREFETCH),
     "global_weight_decay": (None, "only rows of a batch decay; give weight_decay_mode=WeightDecayMode.DECOUPLE"),
@@ -56,8 +54,13 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "preallocated_host_buffers": (None, _INTERNAL),
 }
 
+# those of FBGEMM that are taken whatever they are, and why they change nothing
+IDLE: dict[str, tuple[Any, str]] = {
+    "use_experimental_tbe": (False, "tierbed has one implementation"),
+    "prefetch_pipeline": (False, "a cache keeps the rows of announced batches by itself"),
+}
+
 CALL: dict[str, tuple[Any, str]] = {
-    "feature_requires_grad": (None, "weights get a gradient if they require it; detach those of other features"),
     "total_unique_indices": (None, "it is of OptimType.NONE, which is not supported; leave it out"),
     "forward_stream": (None, "a table synchronises its own streams with the caller's; leave it out"),
     "hash_zch_identities": (None, _INTERNAL),
@@ -65,6 +68,19 @@ CALL: dict[str, tuple[Any, str]] = {
     "vbe_output": (None, _OUTPUT),
     "vbe_output_offsets": (None, _OUTPUT),
 }
+
+
+def idle(given: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    """Takes arguments out that change nothing, and returns them with the reason. dtype: of stored rows."""
+    taken = []
+    for name, (default, reason) in IDLE.items():
+        if given.pop(name, default) != default:
+            taken.append(f"{name}: {reason}")
+    if given.get("stochastic_rounding") is False and dtype == torch.float32:
+        del given["stochastic_rounding"]
+    if given.get("preallocated_host_buffers") == {}:
+        del given["preallocated_host_buffers"]
+    return taken
 
 
 def refuse(given: Mapping[str, Any], known: Mapping[str, tuple[Any, str]], others: Iterable[str]) -> None:
@@ -105,6 +121,16 @@ class TBECall(NamedTuple):
         if self.sizes is None:
             return [self.batch * feature for feature in range(features + 1)]
         return [0, *accumulate(sum(of_ranks) for of_ranks in self.sizes)]
+
+    def with_gradients(self, wanted: Any, features: int) -> TBECall:
+        """The same call, whose weights get a gradient for the features that `wanted` [features] has as true."""
+        if not isinstance(wanted, Tensor) or wanted.shape != (features,):
+            raise InputError(f"feature_requires_grad={wanted!r}: give a tensor of {features} integers, one a feature")
+        if self.weights is None:
+            return self
+        ends = self.offsets[torch.tensor(self.bags(features), device=self.offsets.device)]
+        of_ids = wanted.to(self.offsets.device, torch.bool).repeat_interleave(ends.diff())
+        return self._replace(weights=torch.where(of_ids, self.weights, self.weights.detach()))
 
 
 def checked_call(

@@ -5,6 +5,7 @@ In FBGEMM a write into a tensor of rows is a write into the table. Here it would
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +25,13 @@ from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
 from ...engine.table.table_report import scan_caught_up
 from ..collections.tables import Table, TableModule, group_tables
-from .call_arguments import CONSTRUCTOR, TBECall, checked_call, refuse, refuse_call
+from .call_arguments import CONSTRUCTOR, IDLE, TBECall, checked_call, idle, refuse, refuse_call
 from .dispatch import CallSplitter, FusedUpdater
 from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, parse_dtype, parse_enum
 from .settings import DEFAULTS, Settings, ShiftedOptimizer, checked_state_dtype, checked_step
 from .specs import LOAD_FACTOR, Bounds, Caching, checked_features, checked_specs, device_of, stores_for
 
+log = logging.getLogger("tierbed")
 CHUNK = 1 << 16  # rows
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
 POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
@@ -200,8 +202,9 @@ class TableBatchedEmbeddingBags(TableModule):
         world: World | None = None,
         **unsupported: Any,
     ) -> None:
-        refuse(unsupported, CONSTRUCTOR, type(self).__init__.__kwdefaults__ or ())
         dtype = parse_dtype(weights_precision, "weights_precision")
+        unused = idle(unsupported, dtype)
+        refuse(unsupported, CONSTRUCTOR, [*IDLE, *(type(self).__init__.__kwdefaults__ or ())])
         bounds = Bounds(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), name)
         tables = checked_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
         super().__init__(check_name(name), [table.name for table in tables])
@@ -240,7 +243,7 @@ class TableBatchedEmbeddingBags(TableModule):
         of_state = check_state_dtype(state_dtype)
         widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
         groups = group_tables(name, tables)
-        stores = stores_for(groups, store_options, caching, widths)
+        stores = stores_for(groups, store_options, caching, widths, unused)
         self._make_embeddings(groups, stores, torch.int64, None, check_seed(seed), output, world, state_dtype)
         for embedding in self.each():
             embedding.shadow.requires_grad_(False)  # no EagerOptimizer and no graph trains it
@@ -254,6 +257,8 @@ class TableBatchedEmbeddingBags(TableModule):
             POOLING[self.pooling_mode],
         )
         self.to(run_on)
+        if unused := self._settings.idle() + unused:
+            log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", name, "; ".join(unused))
 
     def _seed_name(self, group: str, first: Table) -> str:
         return first.name  # initial rows do not depend on where they live
@@ -263,6 +268,7 @@ class TableBatchedEmbeddingBags(TableModule):
         indices: Tensor,
         offsets: Tensor,
         per_sample_weights: Tensor | None = None,
+        feature_requires_grad: Tensor | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         **unsupported: Any,
     ) -> Tensor:
@@ -270,6 +276,7 @@ class TableBatchedEmbeddingBags(TableModule):
 
         indices: int64 or int32 [n]. offsets: int64 or int32 [features * batch + 1], feature by feature.
         per_sample_weights: floats [n], for pooling: a bag is sum(w * row), and a mean divides by its number of indices.
+        feature_requires_grad: integers [features]: whether weights of each feature get a gradient; None: all do.
         batch_size_per_feature_per_rank: how many bags each feature has for each rank. Offsets are then
         [all bags + 1], and the result is 1-D: rank by rank, and feature by feature within a rank.
         unsupported: FBGEMM's other arguments, which are refused.
@@ -279,6 +286,8 @@ class TableBatchedEmbeddingBags(TableModule):
         anchor = self.anchor if self.training else self.anchor.detach()
         with self.raise_on_all_ranks():
             call = self._call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
+            if feature_requires_grad is not None:
+                call = call.with_gradients(feature_requires_grad, len(self.features))
             calls = self._splitter.split(call)
         results = [
             updater.look_up(anchor, one.lookup, one.weights) for updater, one in zip(self._updaters, calls, strict=True)

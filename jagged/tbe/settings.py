@@ -58,7 +58,7 @@ DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "m
 
 @dataclass(frozen=True)
 class Settings:
-    """An optimizer and its numbers, checked: numbers that it lacks must be FBGEMM's defaults."""
+    """An optimizer and its numbers, checked. Numbers that it lacks are `idle`."""
 
     optimizer: OptimType
     learning_rate: float
@@ -79,8 +79,6 @@ class Settings:
         for number, value in {"learning_rate": self.learning_rate, **self.numbers}.items():
             if as_number(value) is None:
                 raise OptionError(f"{number}={value!r}: give a number")
-            if number in DEFAULTS and number not in has and value != DEFAULTS[number]:
-                raise OptionError(f"{number}={value!r}: OptimType.{name} has no {number}; leave it out")
         norm = as_number(self.max_norm)
         if norm is None or (norm and not SMALLEST <= norm <= LARGEST):
             raise OptionError(f"max_norm={self.max_norm!r}: give a positive number of float32, or 0 for none")
@@ -90,15 +88,19 @@ class Settings:
                 f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} has "
                 f"{', '.join(f'WeightDecayMode.{one.name}' for one in modes)}"
             )
-        if self.optimizer is OptimType.EXACT_ROWWISE_ADAGRAD and mode is WeightDecayMode.NONE:
-            self._refuse_unused_decay(self.numbers["weight_decay"])
 
-    def _refuse_unused_decay(self, weight_decay: float) -> None:
-        if weight_decay:
-            raise OptionError(
-                f"weight_decay={weight_decay!r}: with weight_decay_mode=WeightDecayMode.NONE nothing decays; give "
-                "WeightDecayMode.L2 or WeightDecayMode.DECOUPLE"
-            )
+    @property
+    def _decays(self) -> bool:
+        mode = self.weight_decay_mode
+        return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
+
+    def idle(self) -> list[str]:
+        """The numbers that change nothing, with the reason."""
+        name, has = self.optimizer.name, _NUMBERS[self.optimizer]
+        given = {number: value for number, value in self.numbers.items() if value != DEFAULTS[number]}
+        lacks = [f"{number}: OptimType.{name} has none" for number in given if number not in has]
+        no_decay = "weight_decay" in given and "weight_decay" in has and not self._decays
+        return lacks + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * no_decay
 
     def make_optimizer(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these shadow parameters. OptionError for numbers that it refuses."""
@@ -136,8 +138,11 @@ class Settings:
                 )
             if as_number(value) is None or value < 0 or (name.startswith("beta") and value >= 1):
                 raise OptionError(f"{name}={value!r}: give a number >= 0{' and < 1' if 'beta' in name else ''}")
-        if self.weight_decay_mode is WeightDecayMode.NONE and self.optimizer is OptimType.EXACT_ROWWISE_ADAGRAD:
-            self._refuse_unused_decay(changes.get("weight_decay", 0.0))
+        if not self._decays and changes.get("weight_decay"):
+            raise OptionError(
+                f"weight_decay={changes['weight_decay']!r}: with WeightDecayMode.NONE nothing decays; give "
+                "WeightDecayMode.L2 or WeightDecayMode.DECOUPLE as the constructor's weight_decay_mode"
+            )
         if "betas" in group:
             beta1, beta2 = group["betas"]
             group["betas"] = (changes.get("beta1", beta1), changes.get("beta2", beta2))

@@ -99,12 +99,13 @@ class Caching:
         if factor is None or not 0 < factor <= 1:
             raise OptionError(f"cache_load_factor={self.load_factor!r}: give a number > 0 and <= 1")
 
-    def refuse(self, why: str) -> None:
-        """OptionError for an argument of the cache, if there is none. why: the reason and the remedy."""
-        if self.algorithm is not CacheAlgorithm.LRU:
-            raise OptionError(f"cache_algorithm=CacheAlgorithm.{self.algorithm.name}: {why}")
-        if self.load_factor != LOAD_FACTOR:
-            raise OptionError(f"cache_load_factor={self.load_factor!r}: {why}")
+    def idle(self, why: str) -> list[str]:
+        """The arguments that were given, with the reason why they change nothing."""
+        given = {
+            "cache_algorithm": self.algorithm is not CacheAlgorithm.LRU,
+            "cache_load_factor": self.load_factor != LOAD_FACTOR,
+        }
+        return [f"{name}: {why}" for name, is_given in given.items() if is_given]
 
     def budget_mb(self, rows: int, width: int) -> float:
         """MiB of a cache for `load_factor` of the rows. width: 4-byte words of a row, state included."""
@@ -169,16 +170,18 @@ def stores_for(
     store_options: Mapping[str, Any] | None,
     caching: Caching,
     widths: Mapping[int, int],
+    idle: list[str],
 ) -> dict[str, StoreOptions]:
     """The store of each embedding, by its name: of its location, or its part of `store_options`. OptionError.
 
-    groups: the tables of each embedding. widths: by dim, the 4-byte words of a row, state included.
+    groups: the tables of each embedding. widths: by dim, the 4-byte words of a row, state included. idle: gets the
+    arguments of the cache if they change nothing.
     """
     if store_options is not None:
-        caching.refuse("store_options replace all locations; give them cache_policy and a budget")
+        idle += caching.idle("store_options say what is cached, by cache_policy and a budget")
         return stores_of(store_options, store_requests(groups))
     if all(tables[0].location is not EmbeddingLocation.MANAGED_CACHING for tables in groups.values()):
-        caching.refuse("no table is in EmbeddingLocation.MANAGED_CACHING, and the others have no cache; leave it out")
+        idle += caching.idle("no table is in EmbeddingLocation.MANAGED_CACHING, and others have no cache")
     stores: dict[str, StoreOptions] = {}
     for name, tables in groups.items():
         if tables[0].location is EmbeddingLocation.DEVICE:

@@ -259,7 +259,7 @@ def test_features_of_several_embeddings_stand_in_their_order():
     sizes = [[1, 0], [1, 1], [2, 1]]
     bags = [rows[0][0], rows[1][1], rows[0][4], rows[0][5], rows[1][2] + rows[1][3]]
     bounds = torch.tensor([0, 1, 2, 4, 4, 5, 6])
-    output = pooled(indices, bounds, None, sizes)
+    output = pooled(indices, bounds, batch_size_per_feature_per_rank=sizes)
     empty = torch.zeros(3)
     torch.testing.assert_close(output, torch.cat([rows[0][0], rows[1][1], empty, rows[0][4], bags[4], rows[0][5]]))
 

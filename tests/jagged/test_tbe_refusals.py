@@ -40,8 +40,6 @@ def change(optimizer: OptimType = OptimType.EXACT_SGD, **numbers: Any) -> Callab
     [
         (tbe_of(max_norm=-1.0), OptionError, "max_norm=", "-1.0", "give a positive number"),
         (tbe_of(max_norm="x"), OptionError, "max_norm=", "'x'", "give a positive number"),
-        (tbe_of(momentum=0.5), OptionError, "momentum=", "0.5", "EXACT_SGD has no momentum; leave it out"),
-        (tbe_of(optimizer=LAMB, eta=0.5), OptionError, "eta=", "0.5", "LAMB has no eta; leave it out"),
         (tbe_of(optimizer=LARS, eta=-0.5), OptionError, "LARS_SGD: param group: eta=", "-0.5", ""),
         (tbe_of(optimizer=LAMB, beta1=1.0), OptionError, "LAMB: param group: betas=", "(1.0, 0.999)", ""),
         (tbe_of(optimizer=LAMB, weight_decay_mode=L2), OptionError, "weight_decay_mode=", "L2", "LAMB has WeightDecay"),

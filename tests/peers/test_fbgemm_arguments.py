@@ -22,7 +22,7 @@ from tierbed.jagged import (
     TableBatchedEmbeddingBags,
     WeightDecayMode,
 )
-from tierbed.jagged.tbe.call_arguments import CALL, CONSTRUCTOR
+from tierbed.jagged.tbe.call_arguments import CALL, CONSTRUCTOR, IDLE
 from tierbed.jagged.tbe.enums import parse_dtype, parse_enum
 
 ENUMS = [
@@ -67,7 +67,7 @@ def test_no_other_enum_is_taken_by_its_value(given):
 
 def test_every_argument_of_fbgemm_is_here_or_refused():
     peer, mine = SplitTableBatchedEmbeddingBagsCodegen, TableBatchedEmbeddingBags
-    assert set(parameters(peer.__init__)) == set(CONSTRUCTOR) | set(parameters(mine.__init__)) - {
+    assert set(parameters(peer.__init__)) == set(CONSTRUCTOR) | set(IDLE) | set(parameters(mine.__init__)) - {
         "store_options",
         "name",
         "seed",
@@ -80,7 +80,9 @@ def test_every_argument_of_fbgemm_is_here_or_refused():
 
 def test_defaults_are_fbgemms():
     peer, mine = parameters(SplitTableBatchedEmbeddingBagsCodegen), parameters(TableBatchedEmbeddingBags)
-    defaults = {name: one.default for name, one in mine.items()} | {name: was for name, (was, _) in CONSTRUCTOR.items()}
+    defaults = {name: one.default for name, one in mine.items()} | {
+        name: was for name, (was, _) in (CONSTRUCTOR | IDLE).items()
+    }
     for name, one in peer.items():
         if name == "weights_precision":
             assert parse_dtype(one.default) == defaults[name]
@@ -93,9 +95,60 @@ def test_an_argument_without_a_meaning_is_refused_by_name(name):
     default, reason = CONSTRUCTOR[name]
     given = not default if isinstance(default, bool) else "other"
     with pytest.raises(OptionError) as error:
-        ours(TABLES, [0, 1], **{name: given})
+        ours(TABLES, [0, 1], weights_precision=torch.float16, **{name: given})
     assert str(error.value) == f"{name}={given!r}: {reason}"
     ours(TABLES, [0, 1], **{name: default})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"eps": 0.1, "weight_decay": 0.1}, "eps: OptimType.EXACT_SGD has none; weight_decay: OptimType.EXACT_SGD has"),
+        ({"optimizer": OptimType.EXACT_ADAGRAD, "momentum": 0.1}, "momentum: OptimType.EXACT_ADAGRAD has none"),
+        (
+            {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "beta1": 0.5, "weight_decay": 0.1},
+            "beta1: OptimType.EXACT_ROWWISE_ADAGRAD has none; weight_decay: with WeightDecayMode.NONE nothing decays",
+        ),
+        ({"cache_load_factor": 0.5}, "cache_load_factor: no table is in EmbeddingLocation.MANAGED_CACHING"),
+        (
+            {"cache_algorithm": CacheAlgorithm.LFU, "store_options": make_host_mem_store_options()},
+            "cache_algorithm: sto",
+        ),
+        ({"use_experimental_tbe": True, "prefetch_pipeline": True}, "use_experimental_tbe: tierbed has one"),
+        ({"stochastic_rounding": False, "preallocated_host_buffers": {}, "optimizer_state_dtypes": {}}, ""),
+    ],
+)
+def test_an_argument_that_changes_nothing_is_taken_and_said_once(options, said, caplog):
+    asked, plain = (
+        ours(TABLES, [0, 1], **options),
+        ours(TABLES, [0, 1], optimizer=options.get("optimizer", "exact_sgd")),
+    )
+    lines = [record.message for record in caplog.records]
+    assert [
+        line.startswith("TableBatchedEmbeddingBags 'tbe': arguments that change nothing: " + said) for line in lines
+    ] == ([True] if said else [])
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
+    for _ in range(2):
+        rows = [tbe(ids, offsets) for tbe in (asked, plain)]
+        assert torch.equal(*rows)
+        for found in rows:
+            found.sum().backward()
+    assert len(caplog.records) == len(lines)
+
+
+def test_weights_of_features_get_a_gradient_as_in_fbgemm():
+    ids, offsets, wanted = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]), torch.tensor([0, 1])
+    tbe = ours(TABLES, [0, 1])
+    for table, (rows, dim) in zip(tbe.tables, TABLES, strict=True):
+        tbe.embedding_of(table.name).put(torch.arange(rows), torch.rand(rows, dim), table.name)
+    weights = torch.rand(3, requires_grad=True)
+    tbe(ids, offsets, weights, wanted).sum().backward()
+    assert weights.grad[:2].tolist() == [0, 0]
+    assert weights.grad[2] != 0
+    for given, message in ((torch.ones(3), "give a tensor of 2 integers"), ("ab", "give a tensor")):
+        with pytest.raises(InputError, match=message):
+            tbe(ids, offsets, weights, given)
+    assert torch.equal(tbe(ids, offsets, None, wanted), tbe(ids, offsets))
 
 
 @pytest.mark.parametrize("name", CALL)
@@ -134,11 +187,6 @@ ROWWISE = OptimType.EXACT_ROWWISE_ADAGRAD
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight_decay": 0.1}, "weight_decay=0.1: OptimType.EXACT_SGD has no weight_decay"),
-        ({"optimizer": OptimType.EXACT_ADAGRAD, "weight_decay": 0.1}, "EXACT_ADAGRAD has no weight_decay"),
-        ({"eps": 0.1}, "eps=0.1: OptimType.EXACT_SGD has no eps"),
-        ({"optimizer": ROWWISE, "beta1": 0.5}, "EXACT_ROWWISE_ADAGRAD has no beta1"),
-        ({"optimizer": ROWWISE, "weight_decay": 0.1}, "weight_decay=0.1: with weight_decay_mode=WeightDecayMode.NONE"),
         ({"optimizer": ROWWISE, "weight_decay_mode": WeightDecayMode.COUNTER}, "WeightDecayMode.COUNTER: Opt"),
         ({"optimizer": OptimType.ADAM, "weight_decay_mode": WeightDecayMode.L2}, "WeightDecayMode.L2: OptimType.ADAM"),
         ({"weight_decay_mode": WeightDecayMode.DECOUPLE}, "WeightDecayMode.DECOUPLE: OptimType.EXACT_SGD has"),
@@ -147,13 +195,7 @@ ROWWISE = OptimType.EXACT_ROWWISE_ADAGRAD
         ({"max_gradient": 0.5}, "max_gradient=0.5: nothing is clamped; give gradient_clipping=True"),
         ({"max_gradient": -1, "gradient_clipping": True}, "max_gradient=-1"),
         ({"gradient_clipping": 1}, "gradient_clipping=1"),
-        ({"cache_load_factor": 0.5}, "cache_load_factor=0.5: no table is in EmbeddingLocation.MANAGED_CACHING"),
         ({"cache_load_factor": 1.5}, "cache_load_factor=1.5: give a number > 0 and <= 1"),
-        ({"cache_algorithm": CacheAlgorithm.LFU}, "cache_algorithm=CacheAlgorithm.LFU: no table"),
-        (
-            {"cache_algorithm": CacheAlgorithm.LFU, "store_options": make_host_mem_store_options()},
-            "store_options replace all locations",
-        ),
         ({"table_names": ["one"]}, "table_names="),
         ({"table_names": ["one", "one"]}, "both have name='one'"),
         ({"table_names": ["one", None]}, "give a name for each table"),
@@ -248,10 +290,10 @@ def test_without_a_gpu_its_tables_are_looked_up_on_the_cpu(caplog):
         ((torch.tensor([1, 2]), torch.tensor([0, 2, 1])), "offsets of"),
         ((torch.tensor([1, 2]), torch.tensor([1, 1, 2])), "offsets of"),
         ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), torch.ones(3)), "per_sample_weights of 'tbe'"),
-        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, torch.ones(2)), "batch_size_per_feature_per_rank of"),
-        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [2]]), "3 bags, and offsets have 2"),
-        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [0, 1]]), "one batch size for each rank"),
-        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [1.5]]), "whole numbers"),
+        ((torch.tensor([1, 2]), torch.arange(3), None, None, torch.ones(2)), "batch_size_per_feature_per_rank of"),
+        ((torch.tensor([1, 2]), torch.arange(3), None, None, [[1], [2]]), "3 bags, and offsets have 2"),
+        ((torch.tensor([1, 2]), torch.arange(3), None, None, [[1], [0, 1]]), "one batch size for each rank"),
+        ((torch.tensor([1, 2]), torch.arange(3), None, None, [[1], [1.5]]), "whole numbers"),
     ],
 )
 def test_inputs_that_are_none_are_refused(call, message):

@@ -127,7 +127,9 @@ def test_a_collection_of_a_script_of_torchrec_needs_no_other_arguments() -> None
         if bags is EmbeddingBagCollection:  # TorchRec's cannot concatenate no tensors
             assert empty(features).values().shape == (2, 0)
         before = module(features).values().clone()
-        optimizer = EagerOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module) if bags is not TheirBags else None
+        optimizer = (
+            EagerOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module) if bags is not TheirBags else None
+        )
         if optimizer is not None:
             module(features).values().sum().backward()
             optimizer.step()
