@@ -56,6 +56,25 @@ class TensorContainer:
             if tensor is not None:
                 tensor.record_stream(stream)
 
+    def size_in_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors() if tensor is not None)
+
+    def copy_(self, other: Self, non_blocking: bool = False) -> Self:
+        """Copy the tensors of another container of the same shapes and dtypes into the tensors of this one."""
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs, non_blocking=non_blocking)
+        return self
+
+    def clear_storage(self) -> int:
+        """Free the memory of all tensors, which cannot be used any more. Returns its bytes."""
+        freed = self.size_in_bytes()
+        for tensor in self._tensors():
+            if tensor is not None:
+                tensor.untyped_storage().resize_(0)
+        return freed
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with every tensor changed."""
         changed = copy(self)
@@ -232,6 +251,26 @@ class JaggedTensor(Jagged):
         return cls(joined, None if weights is None else torch.cat(list(weights)), lengths)
 
     @classmethod
+    def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
+        """From values [batch, length, ...] and weights [batch, length], of which sample b has the first lengths[b]."""
+        refuse_trace("from_dense_lengths", "call it on the graph's arguments, before the call")
+        if values.dim() < 2 or lengths.shape != values.shape[:1] or values.shape[1] < max(lengths.tolist(), default=0):
+            raise InputError(
+                f"values {list(values.shape)}, lengths {list(lengths.shape)}: give values [batch, length, ...] and "
+                "lengths [batch] up to the second dimension"
+            )
+        kept = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
+        return cls(values[kept], None if weights is None else weights[kept], lengths)
+
+    @classmethod
+    def empty_like(cls, jt: Self, device: torch.device | str | None = None) -> Self:
+        """A feature without samples, of the same dtypes; or on a device, uninitialised tensors of the same shapes."""
+        if device is not None:
+            return jt._each(lambda tensor: torch.empty_like(tensor, device=device))
+        weights = jt._weights
+        return cls.empty(weights is not None, jt.device(), jt._values.dtype, None if weights is None else weights.dtype)
+
+    @classmethod
     def from_nested(cls, values: Tensor, weights: Tensor | None = None) -> Self:
         """From torch's nested tensors of layout torch.jagged, [batch, ragged, ...]. InputError for others."""
         flat, offsets = jagged_parts("values", values)
@@ -241,23 +280,37 @@ class JaggedTensor(Jagged):
 
     def to_dense(self) -> list[Tensor]:
         """The values of each sample, a list of views [length, ...]."""
+        return self._by_sample(self._values)
+
+    def to_dense_weights(self) -> list[Tensor] | None:
+        """The weights of each sample, a list of views [length]; None if there are none."""
+        return None if self._weights is None else self._by_sample(self._weights)
+
+    def _by_sample(self, tensor: Tensor) -> list[Tensor]:
         refuse_trace("to_dense", f"for a tensor of one shape, {_PAD}")
         lengths: list[int] = self.lengths().tolist()
-        if min(lengths, default=0) < 0 or sum(lengths) != self._values.shape[0]:
+        if min(lengths, default=0) < 0 or sum(lengths) != tensor.shape[0]:
             self.validate()
-        return list(self._values.split(lengths)) if lengths else []
+        return list(tensor.split(lengths)) if lengths else []
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Values as [batch, desired_length, ...]: the first ones of each sample, then `padding_value`.
 
         desired_length: None is the longest of the batch; while a graph is traced it raises GraphError.
         """
+        return self._padded(self._values, desired_length, padding_value)
+
+    def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
+        """Weights as [batch, desired_length], as `to_padded_dense`; None if there are none."""
+        return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
+
+    def _padded(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         if desired_length is None:
             refuse_trace("to_padded_dense()", _PAD)
             desired_length = max(self.lengths().tolist(), default=0)
         elif not isinstance(desired_length, int) or desired_length < 0:
             raise InputError(f"desired_length={desired_length!r}: give an integer from 0 on")
-        return padded(self._values, self._offsets, desired_length, padding_value)
+        return padded(tensor, self._offsets, desired_length, padding_value)
 
     def __repr__(self) -> str:
         return f"JaggedTensor(samples={self._offsets.shape[0] - 1}, {self._describe()})"

@@ -49,6 +49,10 @@ class KeyedJagged(Jagged, registered=False):
     def stride_per_key(self) -> list[int]:
         """How many bags each key has."""
 
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
+        """The keys, and int64 [keys, batch]: the number of the key's bag that each sample has; None for its own."""
+        return None
+
     @abstractmethod
     def variable_stride_per_key(self) -> bool:
         """Whether keys differ in their numbers of bags."""
@@ -72,6 +76,51 @@ class KeyedJagged(Jagged, registered=False):
     def offset_per_key(self) -> list[int]:
         """Where the values of each key begin, and the end of the last."""
         return list(self._bounds)
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """`length_per_key()`, if the offsets have been read."""
+        return self.length_per_key() if "_bounds" in vars(self) else None
+
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """`offset_per_key()`, if the offsets have been read."""
+        return self.offset_per_key() if "_bounds" in vars(self) else None
+
+    def sync(self) -> Self:
+        """Read where the values of each key begin, so that no later call waits for it."""
+        self.offset_per_key()
+        return self
+
+    def unsync(self) -> Self:
+        """Forget what `sync` read."""
+        vars(self).pop("_bounds", None)
+        return self
+
+    def index_per_key(self) -> dict[str, int]:
+        """The number of each key."""
+        return dict(self._index)
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """The first bag of each key, and the number of bags."""
+        return list(self._firsts)
+
+    def inverse_indices(self) -> tuple[list[str], Tensor]:
+        """`inverse_indices_or_none()`. InputError if there are none."""
+        inverse = self.inverse_indices_or_none()
+        if inverse is None:
+            raise InputError(f"this {type(self).__name__} has no inverse_indices; give them to its constructor")
+        return inverse
+
+    def flatten_lengths(self) -> Self:
+        """Itself: lengths always have one dimension."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("dist_"):
+            raise AttributeError(
+                f"{type(self).__name__} has no {name}: ranks exchange the ids of a lookup by themselves; give world= "
+                "to the collection"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """One feature, a view. KeyError if it is missing."""
@@ -224,7 +273,6 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         return True
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """The keys, and int64 [keys, batch]: the number of the key's bag that each sample has; or None."""
         return None if self._inverse is None else (self.keys(), self._inverse)
 
     def offsets_of_keys(self) -> Sequence[Tensor]:
@@ -290,6 +338,14 @@ class KeyedJaggedTensor(KeyedJagged):
     ) -> Self:
         """A batch without keys."""
         return cls._joined([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
+
+    @staticmethod
+    def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
+        """As many samples without keys; or on a device, uninitialised tensors of the same shapes."""
+        if device is not None:
+            return kjt._each(lambda tensor: torch.empty_like(tensor, device=device))
+        weights = None if kjt._weights is None else kjt._weights[:0].clone()
+        return kjt._part([], kjt._values[:0].clone(), weights, kjt._offsets.new_zeros(1))
 
     @classmethod
     def from_lengths_sync(
@@ -370,9 +426,6 @@ class KeyedJaggedTensor(KeyedJagged):
 
     def variable_stride_per_key(self) -> bool:
         return False
-
-    def inverse_indices_or_none(self) -> None:
-        """None, since each sample has its own bags."""
 
     def offsets_of_keys(self) -> Sequence[Tensor]:
         bags = self.stride() if self._keys else 0

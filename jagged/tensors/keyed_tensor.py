@@ -15,6 +15,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from ...engine.checks import as_int
 from ...engine.errors import InputError
 from .jagged_tensor import TensorContainer
 from .validation import check_keys, is_empty, refuse_trace, statically_true
@@ -46,6 +47,8 @@ class Keyed(Protocol):
 
     def length_per_key(self) -> list[int]: ...
 
+    def key_dim(self) -> int: ...
+
     def values(self) -> Tensor: ...
 
 
@@ -53,6 +56,8 @@ def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -
     """As `KeyedTensor.regroup`."""
     if not keyed_tensors:
         raise InputError("keyed_tensors=[]: give one KeyedTensor or more")
+    if any(tensor.key_dim() != 1 for tensor in keyed_tensors):
+        raise InputError("keyed_tensors: features of one lie along key_dim=0; give tensors [batch, columns]")
     batches = [tensor.values().shape[0] for tensor in keyed_tensors]
     if any(statically_true(batch != batches[0]) for batch in batches):
         raise InputError(f"keyed_tensors have {batches} samples; give tensors of one batch")
@@ -173,15 +178,20 @@ class _Atoms:
 class KeyedTensor(TensorContainer):
     """Dense features of a batch side by side: values [batch, sum of length_per_key].
 
-    keys: one name for each feature. length_per_key: how many columns each has. InputError if they do not fit.
+    keys: one name for each feature. length_per_key: how many columns each has. key_dim: 0 for features one below the
+    other, values [sum of length_per_key, batch]. InputError if they do not fit.
     """
 
     _fields = ("_values",)
     _values: Tensor
     _keys: tuple[str, ...]
     _lengths: tuple[int, ...]
+    _dim: int
 
-    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
+    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor, key_dim: int = 1) -> None:
+        if as_int(key_dim, 0, 1) is None:
+            raise InputError(f"key_dim={key_dim!r}: give 1, or 0 for features one below the other")
+        self._dim = key_dim
         if is_empty(values) and values.dim() == 1 and not keys:
             values = values.view(0, 0)  # TorchRec's way to write a batch of nothing
         self._keys, self._lengths, self._values = check_keys(keys), tuple(length_per_key), values
@@ -190,17 +200,23 @@ class KeyedTensor(TensorContainer):
         if (
             not isinstance(values, Tensor)
             or values.dim() != 2
-            or statically_true(values.shape[1] != sum(self._lengths))
+            or statically_true(values.shape[key_dim] != sum(self._lengths))
         ):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise InputError(f"values: {shape}; give a tensor [batch, {sum(self._lengths)}], the sum of length_per_key")
+            total = sum(self._lengths)
+            wanted = f"[batch, {total}]" if key_dim else f"[{total}, batch]"
+            raise InputError(f"values: {shape}; give a tensor {wanted}, the sum of length_per_key")
 
     @classmethod
-    def from_tensor_list(cls, keys: Sequence[str], tensors: Sequence[Tensor]) -> Self:
-        """From one tensor [batch, length] for each key. InputError."""
+    def from_tensor_list(
+        cls, keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
+    ) -> Self:
+        """From one tensor [batch, length], or [length, batch] with key_dim=0, for each key. InputError."""
         if not tensors or any(tensor.dim() != 2 for tensor in tensors):
             raise InputError("tensors: give one tensor [batch, length] or more, one for each key")
-        return cls(keys, [tensor.shape[1] for tensor in tensors], torch.cat(list(tensors), 1))
+        if cat_dim != key_dim:
+            raise InputError(f"cat_dim={cat_dim!r}: features lie along key_dim={key_dim!r}; give the same")
+        return cls(keys, [tensor.shape[key_dim] for tensor in tensors], torch.cat(list(tensors), key_dim), key_dim)
 
     @staticmethod
     def regroup(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -> list[Tensor]:
@@ -234,8 +250,12 @@ class KeyedTensor(TensorContainer):
         return list(self._lengths)
 
     def key_dim(self) -> int:
-        """The dimension along which features lie: the second."""
-        return 1
+        """The dimension along which features lie."""
+        return self._dim
+
+    def _key_indices(self) -> dict[str, int]:
+        """The number of each key; modules of TorchRec read it."""
+        return {key: number for number, key in enumerate(self._keys)}
 
     def offset_per_key(self) -> list[int]:
         """The first column of each key, and the number of columns."""
@@ -246,21 +266,21 @@ class KeyedTensor(TensorContainer):
         if key not in self._columns:
             raise KeyError(f"{key!r} is no key; there are {', '.join(self._keys)}")
         begin, length = self._columns[key]
-        return self._values.narrow(1, begin, length)
+        return self._values.narrow(self._dim, begin, length)
 
     def to_dict(self) -> dict[str, Tensor]:
         """Each feature by its key, views of one split."""
-        return dict(zip(self._keys, self._values.split(self._lengths, 1) if self._keys else (), strict=True))
+        return dict(zip(self._keys, self._values.split(self._lengths, self._dim) if self._keys else (), strict=True))
 
     @cached_property
     def _columns(self) -> dict[str, tuple[int, int]]:
         return dict(zip(self._keys, zip(self.offset_per_key(), self._lengths, strict=False), strict=True))
 
-    def _context(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        return self._keys, self._lengths
+    def _context(self) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+        return self._keys, self._lengths, self._dim
 
-    def _set_context(self, context: tuple[tuple[str, ...], tuple[int, ...]]) -> None:
-        self._keys, self._lengths = context
+    def _set_context(self, context: tuple[tuple[str, ...], tuple[int, ...], int]) -> None:
+        self._keys, self._lengths, self._dim = context
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{key!r}: {length}" for key, length in zip(self._keys, self._lengths, strict=True))

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torchrec.sparse import jagged_tensor as torchrec
 
 from support.jagged import Features, check_same, check_same_parts, features
+from tierbed import InputError
 from tierbed.jagged import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -192,3 +193,37 @@ def test_empty_batches_are_taken_in_every_shape_that_torchrec_takes(device: str)
         assert bags(two).values().shape == (3, 4)
     assert KeyedJaggedTensor([], none).stride() == torchrec.KeyedJaggedTensor([], none).stride() == 0
     assert KeyedTensor([], [], none).values().numel() == 0
+
+
+@given(features(min_batch=1))
+def test_less_used_methods_return_what_torchrecs_do(drawn: Features) -> None:
+    mine, peer = ours(drawn), theirs(drawn)
+    assert (mine.length_per_key_or_none(), peer.length_per_key_or_none()) == (None, None)
+    mine.sync(), peer.sync()
+    for name in ("length_per_key_or_none", "offset_per_key_or_none", "index_per_key", "lengths_offset_per_key"):
+        assert getattr(mine, name)() == getattr(peer, name)()
+    assert mine.unsync().offset_per_key_or_none() is None
+    check_same(mine.flatten_lengths(), peer.flatten_lengths())
+    none, nothing = KeyedJaggedTensor.empty_like(mine), torchrec.KeyedJaggedTensor.empty_like(peer)
+    check_same_parts(none, nothing)
+    assert (none.keys(), none.stride()) == (nothing.keys(), nothing.stride())
+    there = KeyedJaggedTensor.empty_like(mine, torch.device("meta"))
+    assert (there.device().type, there.values().shape) == ("meta", mine.values().shape)
+    check_same(KeyedJaggedTensor.empty_like(mine, torch.device("cpu")).copy_(mine), peer)
+    for key, one in mine.to_dict().items():
+        other = peer[key]
+        for method in ("to_dense_weights", "to_padded_dense_weights"):
+            found, expected = getattr(one, method)(), getattr(other, method)()
+            assert (found is None) == (expected is None)
+            assert found is None or all(map(torch.equal, found, expected))
+        dense = one.to_padded_dense()
+        weights = None if drawn.weights is None else one.to_padded_dense_weights()
+        check_same_parts(JaggedTensor.from_dense_lengths(dense, one.lengths(), weights), other)
+        assert JaggedTensor.empty_like(one).values().dtype == one.values().dtype
+    with pytest.raises(InputError, match="has no inverse_indices"):
+        mine.inverse_indices()
+    with pytest.raises(AttributeError, match=r"has no dist_labels: .*give world="):
+        mine.dist_labels()
+    size = mine.size_in_bytes()
+    assert size >= mine.values().nbytes
+    assert mine.clear_storage() == size

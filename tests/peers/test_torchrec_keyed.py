@@ -95,3 +95,21 @@ def test_moves_give_what_fbgemm_gives_and_the_gradients_of_plain_cat() -> None:
         assert torch.equal(one, three)
     for one, other in zip(gradients(made, values), gradients(expected, values), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_features_one_below_the_other_are_torchrecs() -> None:
+    tensors = [torch.rand(2, 3), torch.rand(1, 3)]
+    mine = KeyedTensor.from_tensor_list(["a", "b"], tensors, key_dim=0, cat_dim=0)
+    peer = torchrec.KeyedTensor.from_tensor_list(["a", "b"], tensors, key_dim=0, cat_dim=0)
+    assert mine.key_dim() == peer.key_dim() == 0
+    assert mine._key_indices() == peer._key_indices()
+    assert torch.equal(mine.values(), peer.values())
+    for key, tensor in zip("ab", tensors, strict=True):
+        assert torch.equal(mine[key], peer[key])
+        assert torch.equal(mine.to_dict()[key], tensor)
+    with pytest.raises(InputError, match="key_dim=2: give 1, or 0"):
+        KeyedTensor(["a"], [3], torch.ones(3, 2), 2)
+    with pytest.raises(InputError, match=r"values: \[2, 3\]; give a tensor \[3, batch\]"):
+        KeyedTensor(["a"], [3], torch.ones(2, 3), 0)
+    with pytest.raises(InputError, match="key_dim=0; give tensors"):
+        KeyedTensor.regroup([mine], [["a"]])
