@@ -48,7 +48,18 @@ from .state.extra_state import (
 from .state.optimizer_set import OptimizerSet
 from .trace.built import HasBuild
 from .trace.names import path_of
-from .trace.signature import NO_DYNAMIC, Call, Dims, Given, Structure, call_key, dynamic_leaves_of, tensors_spec
+from .trace.signature import (
+    NO_DYNAMIC,
+    Call,
+    Dims,
+    Given,
+    Structure,
+    call_key,
+    can_split,
+    dynamic_leaves_of,
+    split_by_key,
+    tensors_spec,
+)
 from .trace.swap import trace_lock
 from .trace.trace import trace
 
@@ -88,6 +99,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__steps = StepCache(MAX_CACHED_STEPS)
         # of the last call with containers
         self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NO_DYNAMIC
+        self.__splits = False  # whether build needs the values of keyed tensors by key
         self.__has_warned = False  # that compile_dense compiles nothing of a dynamic-shape step
         self.__structure: Structure | None = None
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
@@ -342,7 +354,8 @@ class Graph(ModelSnapshots, HasBuild):
         if self.__abandoned:
             self.__abandoned.clear()
             forget_announced(self)
-        given = args, kwargs
+        given = split_by_key((args, kwargs)) if self.__splits else (args, kwargs)
+        args, kwargs = given
         dynamic_leaves = NO_DYNAMIC
         if not kwargs and set(map(type, args)) <= _TENSORS:
             inputs = leaves = list(args)
@@ -359,9 +372,20 @@ class Graph(ModelSnapshots, HasBuild):
         if signature != known or static_only or (dynamic_leaves and not step.accepts(inputs)):
             call = Call(given, leaves, spec, dynamic_leaves)
             with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace aborts in torch
+                self.__optimizers.adopt(self)
                 # again: another thread may have been tracing
                 signature, tensors = self.__signature(given, leaves, spec, dynamic_leaves)
-                step = self.__step_for(signature, call, tensors, static_only)
+                try:
+                    step = self.__step_for(signature, call, tensors, static_only)
+                except GraphError:
+                    if self.__splits or not can_split(given):
+                        raise
+                    self.__splits = True
+                    try:
+                        return self.__compiled(args, kwargs, static_only)
+                    except GraphError:
+                        self.__splits = False
+                        raise
             own = bool(dynamic_leaves) and step.guard is None  # its sizes are not in the signature
             self.__last = None if own else signature, step
         return step, inputs + tensors

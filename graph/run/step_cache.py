@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -261,15 +261,15 @@ def _try_to_compile(compiled: Compile, dynamic: Dims) -> CompiledStep | None:
         return None
 
 
-def _others(call: Call) -> list[list[Tensor]]:
-    """The inputs of calls that differ in dynamic sizes, without values."""
-    inputs = call.inputs
-    return [
-        [
-            torch.empty_strided((len(t) + more, *t.shape[1:]), t.stride(), device="meta")
-            if (i, 0) in call.dynamic_dims
-            else t
+def _others(call: Call) -> Iterator[list[Tensor]]:
+    """The inputs of calls that differ in dynamic sizes, without values: in all, then in those that are alike now.
+
+    A size may have to be that of something else, as the ids of a feature with one for each sample.
+    """
+    inputs, dynamic = call.inputs, {i for i, _ in call.dynamic_dims}
+    alike = [{i for i in dynamic if len(inputs[i]) == size} for size in sorted({len(inputs[i]) for i in dynamic})]
+    for more, changed in ((2, dynamic), (3, dynamic), (4, dynamic), *((2, some) for some in alike)):
+        yield [
+            torch.empty_strided((len(t) + more, *t.shape[1:]), t.stride(), device="meta") if i in changed else t
             for i, t in enumerate(inputs)
         ]
-        for more in (2, 3, 4)
-    ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...embedding.eager import EagerOptimizer
+from ...embedding.eager import IN_BACKWARD, EagerOptimizer
 from ...embedding.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
@@ -76,6 +76,11 @@ class OptimizerSet:
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
             )
         check_is_optimizer(optimizer)
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # as TorchRec's WarmupOptimizer
+            raise OptimizerError(
+                f"{type(optimizer).__name__} lacks what a torch optimizer has; pass the one that it wraps, with a "
+                "schedule as lr_sch, or train in a loop by an EagerOptimizer"
+            )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise OptimizerError(
@@ -88,6 +93,14 @@ class OptimizerSet:
             check_schedule(optimizer, scheduler)
             self._schedulers[id(optimizer)] = scheduler
         self._optimizers.append(optimizer)
+
+    def adopt(self, root: nn.Module) -> None:
+        """Add the optimizers that `apply_optimizer_in_backward` gave embeddings under `root`. OptimizerError."""
+        for embedding in embeddings_of(root).values():
+            for given in getattr(embedding.shadow, IN_BACKWARD, ()):
+                optimizer = given.optimizer if isinstance(given, EagerOptimizer) else given
+                if not any(optimizer is other for other in self._optimizers):
+                    self.add(optimizer, None)
 
     def discard(self, optimizer: Optimizer) -> None:
         self._optimizers = [other for other in self._optimizers if other is not optimizer]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from enum import Enum
 from functools import cache
 from itertools import chain
@@ -81,16 +81,34 @@ def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
         children = node.children()
         positions = _dynamic_positions(node.type)
         if positions and all(child.is_leaf() for child in children):
-            dynamic_leaves.update(first + position for position in positions if position < len(children))
+            dynamic_leaves.update(first + position for position in range(len(children)) if position in positions)
         pending += reversed(children)
     return frozenset(dynamic_leaves)
 
 
-def _dynamic_positions(kind: Any) -> frozenset[int]:
+def _dynamic_positions(kind: Any) -> Container[int]:
     own: Any = getattr(kind, "open_leaves", None)
     if own is None and getattr(kind, "__module__", "") == _TORCHREC:
         own = _OF_TORCHREC.get(kind.__name__)
     return own or NO_DYNAMIC
+
+
+def split_by_key(given: Given) -> Given:
+    """The arguments of a call, in which containers with a method `split_by_key` have a leaf for the values of each key.
+
+    A step then has the number of values of each key, which differs from call to call.
+    """
+    split: Given = pytree.tree_map(lambda one: one.split_by_key() if _splits(one) else one, given, is_leaf=_splits)
+    return split
+
+
+def can_split(given: Given) -> bool:
+    """Whether `split_by_key` changes something."""
+    return any(map(_splits, pytree.tree_leaves(given, is_leaf=_splits)))
+
+
+def _splits(value: Any) -> bool:
+    return hasattr(value, "split_by_key")
 
 
 def can_be_dynamic(tensor: Tensor) -> bool:

@@ -88,7 +88,7 @@ def trace(
     """
     leaves, inputs, arguments_of = call.leaves, call.inputs, argument_names(root.build, call.given)
     names = tensor_names(root)
-    _refuse_hooks(tensors, names)
+    _refuse_hooks(tensors, names, optimizers)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     settings = {
         id(value): (optimizer, name)
@@ -225,13 +225,15 @@ def _leaf(fake: Tensor, live: Tensor) -> Tensor:
     return leaf
 
 
-def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
+def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iterable[Optimizer]) -> None:
+    own = [*map(id, optimizers)]
     for tensor in tensors:
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise GraphError(
                 f"{names[id(tensor)]} has a gradient hook, which a graph would skip; change gradients in build"
             )
-        if hasattr(tensor, "_in_backward_optimizers"):
+        in_backward = getattr(tensor, "_in_backward_optimizers", None)
+        if in_backward is not None and any(id(getattr(one, "optimizer", one)) not in own for one in in_backward):
             raise GraphError(
                 f"{names[id(tensor)]} was given to apply_optimizer_in_backward, which a graph would skip; make the "
                 "module again, and give its parameters to an optimizer that add_optimizer takes"

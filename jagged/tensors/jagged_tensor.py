@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import copy
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,7 +25,8 @@ class TensorContainer:
     """
 
     _fields: ClassVar[tuple[str, ...]]
-    open_leaves: ClassVar[frozenset[int]] = frozenset()
+    _derived: ClassVar[tuple[str, ...]] = ("_bounds", "_firsts")  # attributes that are computed from the tensors
+    open_leaves: ClassVar[Container[int]] = frozenset()
 
     def __init_subclass__(cls, registered: bool = True) -> None:
         super().__init_subclass__()
@@ -65,6 +67,8 @@ class TensorContainer:
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs, non_blocking=non_blocking)
+        for read in self._derived:  # of the tensors before
+            vars(self).pop(read, None)
         return self
 
     def clear_storage(self) -> int:
@@ -109,6 +113,25 @@ class TensorContainer:
         return container
 
 
+def printed(container: TensorContainer, kind: str, entries: Callable[[], Sequence[str]]) -> str:
+    """As TorchRec's `kind` prints its entries. Without values, in a trace or on the device meta: the `repr`."""
+    if is_traced() or container.device().type == "meta":
+        return repr(container)
+    return f"{kind}({block(entries())})\n"
+
+
+def block(entries: Sequence[str], line: str = "\n    ") -> str:
+    """Entries in braces, each on a line of its own, which begins with `line`; nothing if there are none."""
+    return "{" + line + f",{line}".join(entries) + line[:-4] + "}" if entries else ""
+
+
+def bag_entries(values: Tensor, weights: Tensor | None, offsets: Tensor) -> list[str]:
+    """The values of the bags as lists; if there are weights, each of the two with its name."""
+    spans = [slice(*span) for span in pairwise(offsets.tolist())]
+    lists = [[of[span].tolist() for span in spans] for of in (values, weights) if of is not None]
+    return [str(lists[0])] if weights is None else [f'"values": {lists[0]}', f'"weights": {lists[1]}']
+
+
 def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
     """The values [n, ...] and offsets [batch + 1] of a nested tensor of layout torch.jagged. InputError for others."""
     if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
@@ -149,7 +172,7 @@ class Jagged(TensorContainer, registered=False):
     """Values [n, ...], where bag b is values[offsets[b]:offsets[b + 1]], with or without a weight for each."""
 
     _fields: ClassVar[tuple[str, ...]] = ("_values", "_weights", "_offsets")
-    open_leaves: ClassVar[frozenset[int]] = frozenset({0, 1})
+    open_leaves: ClassVar[Container[int]] = frozenset({0, 1})
     _values: Tensor
     _weights: Tensor | None
     _offsets: Tensor
@@ -311,6 +334,9 @@ class JaggedTensor(Jagged):
         elif not isinstance(desired_length, int) or desired_length < 0:
             raise InputError(f"desired_length={desired_length!r}: give an integer from 0 on")
         return padded(tensor, self._offsets, desired_length, padding_value)
+
+    def __str__(self) -> str:
+        return printed(self, "JaggedTensor", lambda: bag_entries(self._values, self._weights, self._offsets))
 
     def __repr__(self) -> str:
         return f"JaggedTensor(samples={self._offsets.shape[0] - 1}, {self._describe()})"

@@ -6,22 +6,26 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .jagged_tensor import Jagged, JaggedTensor
+from .jagged_tensor import Jagged, JaggedTensor, bag_entries, block, printed
 from .validation import INTEGERS, check_ascending, check_keys, offsets_of, refuse_trace, statically_true
 
 _ONE_KEY = (
-    "give the graph a dict of JaggedTensors, one for each key, or let an EmbeddingCollection pad that feature, "
-    "padded={key: length}"
+    "give the graph a KeyedJaggedTensor of tierbed.jagged as an argument (from_torchrec makes one), which it splits, "
+    "or a dict of JaggedTensors, one for each key"
 )
+
+
+_ARGUMENTS = ("keys", "values", "weights", "lengths", "offsets", "stride", "stride_per_key_per_rank", "stride_per_key")
 
 
 class KeyedJagged(Jagged, registered=False):
@@ -48,6 +52,10 @@ class KeyedJagged(Jagged, registered=False):
     @abstractmethod
     def stride_per_key(self) -> list[int]:
         """How many bags each key has."""
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """How many bags each key has of each rank, as they were given; [] if each sample has a bag of each key."""
+        return []
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
         """The keys, and int64 [keys, batch]: the number of the key's bag that each sample has; None for its own."""
@@ -85,6 +93,16 @@ class KeyedJagged(Jagged, registered=False):
         """`offset_per_key()`, if the offsets have been read."""
         return self.offset_per_key() if "_bounds" in vars(self) else None
 
+    def to(self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Self:
+        """A copy on another device. dtype: of its weights; the values keep theirs."""
+        moved = super().to(device, non_blocking)
+        return moved if dtype is None or self._weights is None else moved._cast(dtype)
+
+    def _cast(self, dtype: torch.dtype) -> Self:
+        """Change the dtype of the weights, of which there are some. Returns itself."""
+        self._weights = self.weights().to(dtype)
+        return self
+
     def sync(self) -> Self:
         """Read where the values of each key begin, so that no later call waits for it."""
         self.offset_per_key()
@@ -115,6 +133,8 @@ class KeyedJagged(Jagged, registered=False):
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_stride_per_key_per_rank":  # TorchRec's managed collision reads it
+            return self.stride_per_key_per_rank() or None
         if name.startswith("dist_"):
             raise AttributeError(
                 f"{type(self).__name__} has no {name}: ranks exchange the ids of a lookup by themselves; give world= "
@@ -127,13 +147,12 @@ class KeyedJagged(Jagged, registered=False):
         if key not in self._index:
             raise KeyError(f"{key!r} is no key; there are {', '.join(self._keys)}")
         at = self._index[key]
-        begin, end = self._bounds[at : at + 2]
-        weights = None if self._weights is None else self._weights[begin:end]
-        return JaggedTensor(self._values[begin:end], weights, offsets=self._offsets_of(at, at + 1))
+        values, weights = self._of_key(at)
+        return JaggedTensor(values, weights, offsets=self._offsets_of(at, at + 1))
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Each feature by its key, views of one split."""
-        parts = zip(*self._split(self.length_per_key()), self.offsets_of_keys(), strict=True)
+        parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
         features = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of checked tensors
         return dict(zip(self._keys, features, strict=True))
 
@@ -141,26 +160,28 @@ class KeyedJagged(Jagged, registered=False):
         """Views of the first segments[0] keys, of the next segments[1], and so on, up to the last. InputError."""
         if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
             raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is {len(self._keys)}")
-        spans = [*pairwise(accumulate(segments, initial=0))]
-        sizes = [self._bounds[end] - self._bounds[begin] for begin, end in spans]
-        parts = zip(spans, *self._split(sizes), strict=True)
+        ends = [*accumulate(segments, initial=0)]
+        parts = zip(pairwise(ends), *self._split(ends[1:]), strict=True)
         return [
             self._part([*range(begin, end)], values, weights, self._offsets_of(begin, end))
             for (begin, end), values, weights in parts
         ]
 
-    def permute(self, indices: Sequence[int]) -> Self:
-        """A copy with the keys of these numbers, in this order, each at most once. InputError.
+    def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> Self:
+        """A copy with the keys of these numbers, in this order, as often as they occur. IndexError.
 
-        No lookup needs it: a collection finds its features among any keys in any order.
+        indices_tensor: the same numbers, not read. No lookup needs it: a collection finds its features among any keys.
         """
         chosen = [range(len(self._keys))[index] for index in indices]
-        check_keys([self._keys[index] for index in chosen])
-        sizes = self.length_per_key()
-        values = _select(self._values, sizes, chosen)
-        weights = None if self._weights is None else _select(self._weights, sizes, chosen)
-        lengths = _select(self.lengths(), self.stride_per_key(), chosen)
-        return self._part(chosen, values, weights, offsets_of(lengths))
+        values, weights = self._split(range(1, len(self._keys) + 1))
+        lengths = self.lengths()
+        parts = lengths.split(self.stride_per_key()) if self._keys else ()
+        return self._part(
+            chosen,
+            _joined(self._values[:0], values, chosen),
+            None if self._weights is None else _joined(self._weights[:0], weights, chosen),
+            offsets_of(_joined(lengths[:0], parts, chosen)),
+        )
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -182,15 +203,22 @@ class KeyedJagged(Jagged, registered=False):
             self.validate()  # its error names the bag
         return bounds
 
-    def _split(self, sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Values and weights in parts of these sizes."""
+    def _of_key(self, at: int) -> tuple[Tensor, Tensor | None]:
+        """The values and weights of one key, by its number."""
+        begin, end = self._bounds[at : at + 2]
+        return self._values[begin:end], None if self._weights is None else self._weights[begin:end]
+
+    def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        """Values and weights of the keys up to each of these numbers, from the one before."""
+        sizes = [self._bounds[end] - self._bounds[begin] for begin, end in pairwise([0, *ends])]
         if self._weights is None or not sizes:
             return self._values.split(sizes) if sizes else (), [None] * len(sizes)
         return self._values.split(sizes), self._weights.split(sizes)
 
     def _offsets_of(self, begin: int, end: int) -> Tensor:
         """The offsets of the keys from number `begin` up to `end`, which begin with 0."""
-        return self._offsets[self._firsts[begin] : self._firsts[end] + 1] - self._bounds[begin]
+        offsets = self._offsets[self._firsts[begin] : self._firsts[end] + 1]
+        return offsets - offsets[0]
 
     def _bags(self) -> list[str]:
         counts = zip(self._keys, self.stride_per_key(), strict=True)
@@ -202,14 +230,21 @@ class KeyedJagged(Jagged, registered=False):
     def _set_context(self, context: tuple[tuple[str, ...], int | None]) -> None:
         self._keys, self._batch = context
 
+    def __str__(self) -> str:
+        return printed(self, "KeyedJaggedTensor", lambda: [*map(self._entry, self._keys, pairwise(self._firsts))])
+
+    def _entry(self, key: str, bags: tuple[int, int]) -> str:
+        """One key of `__str__`. bags: its first one, and the end of the last."""
+        parts = bag_entries(self._values, self._weights, self._offsets[bags[0] : bags[1] + 1])
+        return f'"{key}": ' + (parts[0] if self._weights is None else block(parts, "\n        "))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._describe()})"
 
 
-def _select(tensor: Tensor, sizes: list[int], chosen: list[int]) -> Tensor:
-    """The chosen parts of a tensor that is split into these sizes."""
-    parts = tensor.split(sizes) if sizes else ()
-    return torch.cat([tensor[:0], *(parts[at] for at in chosen)])
+def _joined(empty: Tensor, parts: Sequence[Tensor], chosen: Iterable[int]) -> Tensor:
+    """The chosen parts, one after another; `empty` if there are none."""
+    return torch.cat([empty, *(parts[at] for at in chosen)])
 
 
 class VariableBatchKeyedJaggedTensor(KeyedJagged):
@@ -221,8 +256,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
     """
 
     _fields = ("_values", "_weights", "_offsets", "_strides", "_inverse")
-    open_leaves: ClassVar[frozenset[int]] = frozenset({0, 1, 2})
-    _strides: Tensor
+    open_leaves: ClassVar[Container[int]] = frozenset({0, 1, 2})
+    _strides: Tensor  # [keys, ranks]
     _inverse: Tensor | None
 
     def __init__(
@@ -239,7 +274,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         strides, bags = list(stride_per_key), self._offsets.shape[0] - 1
         if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != bags:
             raise InputError(f"stride_per_key={strides}: give one for each of {self.keys()}, {bags} in all, as lengths")
-        self._strides = torch.tensor(strides, dtype=torch.int64, device=values.device)
+        self._strides = torch.tensor(strides, dtype=torch.int64, device=values.device).view(-1, 1)
         self._inverse = None if inverse_indices is None else self._in_order(*inverse_indices)
 
     def validate(self) -> None:
@@ -247,11 +282,11 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         super().validate()
         if self._inverse is None:
             return
-        wrong = (self._inverse < 0) | (self._inverse >= self._strides[:, None])
+        wrong = (self._inverse < 0) | (self._inverse >= self.strides()[:, None])
         for at, sample in wrong.nonzero().tolist()[:1]:
             raise InputError(
                 f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}; give "
-                f"the number of one of its {int(self._strides[at])} bags, counted from 0"
+                f"the number of one of its {int(self.strides()[at])} bags, counted from 0"
             )
 
     def stride(self) -> int:
@@ -261,13 +296,16 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         return max(self.stride_per_key(), default=0) if self._batch is None else self._batch
 
     def stride_per_key(self) -> list[int]:
+        return [sum(of_ranks) for of_ranks in self.stride_per_key_per_rank()]
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
         refuse_trace("stride_per_key", "use strides()")
-        strides: list[int] = self._strides.tolist()
+        strides: list[list[int]] = self._strides.tolist()
         return strides
 
     def strides(self) -> Tensor:
         """How many bags each key has, int64 [keys]."""
-        return self._strides
+        return self._strides.sum(1)
 
     def variable_stride_per_key(self) -> bool:
         return True
@@ -293,12 +331,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         return indices.to(torch.int64)
 
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Any:
-        keys, strides = [self._keys[at] for at in chosen], self.stride_per_key()
-        inverse = None if self._inverse is None else (keys, self._inverse[chosen])
-        kind = VariableBatchKeyedJaggedTensor
-        part = kind(keys, values, weights, None, offsets, [strides[at] for at in chosen], inverse)
-        part._batch = self.stride()
-        return part
+        keys, inverse = tuple(self._keys[at] for at in chosen), None if self._inverse is None else self._inverse[chosen]
+        return self._unflatten((values, weights, offsets, self._strides[chosen], inverse), (keys, self.stride()))
 
 
 class KeyedJaggedTensor(KeyedJagged):
@@ -308,9 +342,28 @@ class KeyedJaggedTensor(KeyedJagged):
     offsets: integers [keys * batch + 1]; one of the two is enough, and offsets are kept, as int64. The constructor
     checks shapes, dtypes and repeated keys (InputError); `validate` and a lookup check the numbers in offsets.
 
-    It can be an argument of a graph, with any number of values in a batch. While `build` is traced, methods that split
-    the values by key raise GraphError.
+    It can be an argument of a graph, with any number of values in a batch. If `build` splits the values by key, the
+    graph splits them before each call, for which a GPU is waited for.
+
+    stride_per_key_per_rank, stride_per_key: how many bags each key has; with one of them the constructor gives a
+    VariableBatchKeyedJaggedTensor, which has inverse_indices. stride: the number of samples. The other arguments are
+    what TorchRec computes ahead, and are computed here when they are needed.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        strides, per_rank = given.get("stride_per_key"), given.get("stride_per_key_per_rank")
+        if per_rank is not None:
+            strides = [sum(of_key) for of_key in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
+        if strides is None:
+            return super().__new__(cls)
+        parts: list[Any] = [given.get(name) for name in _ARGUMENTS[:5]]
+        keys, values, weights, lengths, offsets = parts
+        inverse = given.get("inverse_indices")
+        made = VariableBatchKeyedJaggedTensor(keys, values, weights, lengths, offsets, strides, inverse)
+        if per_rank is not None and len({*map(len, per_rank)}) == 1:
+            made._strides = torch.as_tensor(per_rank, dtype=torch.int64, device=values.device)
+        return made
 
     def __init__(
         self,
@@ -319,9 +372,19 @@ class KeyedJaggedTensor(KeyedJagged):
         weights: Tensor | None = None,
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        stride_per_key: Sequence[int] | None = None,
+        length_per_key: Any = None,
+        lengths_offset_per_key: Any = None,
+        offset_per_key: Any = None,
+        index_per_key: Any = None,
+        jt_dict: Any = None,
+        inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:
         super().__init__(keys, values, weights, lengths, offsets)
         bags, count = self._offsets.shape[0] - 1, len(self._keys)
+        self._batch = None if count else stride
         if statically_true(bags % count != 0 if count else bags != 0):
             raise InputError(
                 f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give one length for each key and "
@@ -335,8 +398,9 @@ class KeyedJaggedTensor(KeyedJagged):
         device: torch.device | str | None = None,
         values_dtype: torch.dtype = torch.int64,
         weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype | None = None,
     ) -> Self:
-        """A batch without keys."""
+        """A batch without keys. lengths_dtype: not read, since offsets are int64."""
         return cls._joined([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
 
     @staticmethod
@@ -363,12 +427,12 @@ class KeyedJaggedTensor(KeyedJagged):
 
     @classmethod
     def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> Self:
-        """From features with the same number of samples, all with weights or all without. InputError."""
+        """From features, all with weights or all without; with variable batch sizes if they differ. InputError."""
         if not jt_dict:
             raise InputError("jt_dict={}: a batch of no keys has no dtype; use KeyedJaggedTensor.empty")
-        batches = {key: jagged.offsets().shape[0] - 1 for key, jagged in jt_dict.items()}
-        _check_alike("jt_dict", "samples", batches)
-        return cls._joined([*jt_dict], [*jt_dict.values()])
+        batches = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
+        differ = any(statically_true(batch != batches[0]) for batch in batches)
+        return cls._joined([*jt_dict], [*jt_dict.values()], batches if differ else None)
 
     @classmethod
     def from_nested(cls, values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> Self:
@@ -399,7 +463,8 @@ class KeyedJaggedTensor(KeyedJagged):
             features._batch = None if features._keys else kjt.stride()
             return features
         refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
-        features = VariableBatchKeyedJaggedTensor(*parts, kjt.stride_per_key(), kjt.inverse_indices_or_none())
+        per_rank, inverse = kjt.stride_per_key_per_rank(), kjt.inverse_indices_or_none()
+        features = cls(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
         features._batch = kjt.stride() if kjt.stride() > features.stride() else None
         return features
 
@@ -432,19 +497,82 @@ class KeyedJaggedTensor(KeyedJagged):
         rows = self._offsets.unfold(0, bags + 1, bags) if bags else self._offsets.expand(len(self._keys), 1)
         return (rows - rows[:, :1]).unbind()
 
+    def split_by_key(self) -> KeyedJaggedTensor:
+        """The same batch for a graph whose `build` splits the values: a tree with the values of each key as a leaf."""
+        values, weights = self._split(range(1, len(self._keys) + 1))
+        weights = [] if self._weights is None else weights
+        return SplitKeyedJaggedTensor._unflatten([self._offsets, *values, *weights], self._context())
+
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
-        part = KeyedJaggedTensor([self._keys[at] for at in chosen], values, weights, offsets=offsets)
-        part._batch = None if chosen else self.stride()
-        return part
+        context = tuple(self._keys[at] for at in chosen), None if chosen else self.stride()
+        return KeyedJaggedTensor._unflatten((values, weights, offsets), context)
 
     @classmethod
-    def _joined(cls, keys: Sequence[str], parts: Sequence[JaggedTensor | Self]) -> Self:
+    def _joined(cls, keys: Sequence[str], parts: Sequence[Jagged], strides: Sequence[int] | None = None) -> Self:
         """From parts that are laid one after another."""
         _check_alike("weights", "weights", {at: part.weights_or_none() is not None for at, part in enumerate(parts)})
         values = torch.cat([part.values() for part in parts])
         weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
         offsets = offsets_of(torch.cat([part.lengths() for part in parts]))
-        return cls(keys, values, weights, offsets=offsets)
+        return cls(keys, values, weights, offsets=offsets, stride_per_key=strides)
+
+
+class SplitKeyedJaggedTensor(KeyedJaggedTensor):
+    """A KeyedJaggedTensor with a tensor for the values of each key; all of them in one are a copy."""
+
+    _derived = ("_values", "_weights")
+    open_leaves: ClassVar[Container[int]] = range(1, 1 << 32)
+    _parts: list[Any]  # the values of each key, then the weights of each if there are any
+
+    @cached_property
+    def _values(self) -> Any:  # type: ignore[override]
+        return torch.cat(self._parts[: len(self._keys)])
+
+    @cached_property
+    def _weights(self) -> Any:  # type: ignore[override]
+        weights = self._parts[len(self._keys) :]
+        return torch.cat(weights) if weights else None
+
+    def split_by_key(self) -> KeyedJaggedTensor:
+        return self
+
+    def _cast(self, dtype: torch.dtype) -> Self:
+        keys = len(self._keys)
+        self._parts[keys:] = [weights.to(dtype) for weights in self._parts[keys:]]
+        return self
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return [*accumulate((part.shape[0] for part in self._parts[: len(self._keys)]), initial=0)]
+
+    def _of_key(self, at: int) -> tuple[Tensor, Tensor | None]:
+        weights = self._parts[len(self._keys) :]
+        return self._parts[at], weights[at] if weights else None
+
+    def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        keys, spans = len(self._keys), [*pairwise([0, *ends])]
+        values = [_joined(self._parts[0][:0], self._parts, range(*span)) for span in spans]
+        if len(self._parts) == keys:
+            return values, [None] * len(spans)
+        return values, [_joined(self._parts[keys][:0], self._parts[keys:], range(*span)) for span in spans]
+
+    def _tensors(self) -> list[Any]:
+        return [self._offsets, *self._parts]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return self._unflatten([change(tensor) for tensor in self._tensors()], self._context())
+
+    def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        keys = [pytree.GetAttrKey("offsets"), *map(pytree.MappingKey, self._keys)]
+        keys += [pytree.MappingKey(f"weights of {key}") for key in self._keys[: len(self._parts) - len(self._keys)]]
+        return list(zip(keys, self._tensors(), strict=True)), self._context()
+
+    @classmethod
+    def _unflatten(cls, tensors: Any, context: Any) -> Self:
+        made = cls.__new__(cls)
+        made._offsets, *made._parts = tensors
+        made._set_context(context)
+        return made
 
 
 def _check_alike(argument: str, what: str, of: Mapping[Any, Any]) -> None:

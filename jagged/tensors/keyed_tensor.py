@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError
-from .jagged_tensor import TensorContainer
+from .jagged_tensor import TensorContainer, printed
 from .validation import check_keys, is_empty, refuse_trace, statically_true
 
 
@@ -56,9 +56,10 @@ def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -
     """As `KeyedTensor.regroup`."""
     if not keyed_tensors:
         raise InputError("keyed_tensors=[]: give one KeyedTensor or more")
-    if any(tensor.key_dim() != 1 for tensor in keyed_tensors):
-        raise InputError("keyed_tensors: features of one lie along key_dim=0; give tensors [batch, columns]")
-    batches = [tensor.values().shape[0] for tensor in keyed_tensors]
+    dim, *dims = (tensor.key_dim() for tensor in keyed_tensors)
+    if any(other != dim for other in dims):
+        raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")
+    batches = [tensor.values().shape[1 - dim] for tensor in keyed_tensors]
     if any(statically_true(batch != batches[0]) for batch in batches):
         raise InputError(f"keyed_tensors have {batches} samples; give tensors of one batch")
     parts: dict[str, Tensor] = {}
@@ -67,11 +68,11 @@ def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -
         if both := [key for key in keys if key in parts]:
             raise InputError(f"keyed_tensors: {both} are keys of two of them; give each key once")
         if keys:  # the backward of a split copies, even if it has one part
-            parts.update(zip(keys, values.split(lengths, 1) if len(keys) > 1 else [values], strict=True))
+            parts.update(zip(keys, values.split(lengths, dim) if len(keys) > 1 else [values], strict=True))
     if missing := [key for group in groups for key in group if key not in parts]:
         raise KeyError(f"groups: no keyed tensor has key {missing[0]!r}; they have {', '.join(parts)}")
-    none = keyed_tensors[0].values()[:, :0]
-    return [torch.cat([parts[key] for key in group], 1) if group else none for group in groups]
+    none = keyed_tensors[0].values().narrow(dim, 0, 0)
+    return [torch.cat([parts[key] for key in group], dim) if group else none for group in groups]
 
 
 def multi_remap_to_groups(
@@ -120,12 +121,14 @@ def permute_multi_embedding(
     The last three may also be in the order of FBGEMM 1.8: in_lengths, out_lengths, then the list of out_lengths.
     permutes: integers [moves, 6]. A move is (input, output, first column of the input, first column of the output,
     number of columns, jump); the jump is for FBGEMM's backward and is ignored. Moves may read the same columns, and
-    have to fill each output. GraphError while a graph is traced, since it reads `permutes`. InputError.
+    have to fill each output; on the device meta none is read. GraphError in a trace, where none can be. InputError.
     """
     refuse_trace("permute_multi_embedding", "use KeyedTensor.regroup")
     if isinstance(out_lengths_list, Tensor):
         in_lengths, out_lengths, out_lengths_list = out_lengths_list, in_lengths, out_lengths
     assert isinstance(out_lengths, Tensor)
+    if permutes.is_meta:
+        return [values[0].new_empty(values[0].shape[0], width) for width in out_lengths_list]
     if [tensor.shape[1] for tensor in values] != in_lengths.tolist() or list(out_lengths_list) != out_lengths.tolist():
         raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
     rows: list[list[int]] = permutes.tolist()
@@ -222,8 +225,8 @@ class KeyedTensor(TensorContainer):
     def regroup(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -> list[Tensor]:
         """One tensor [batch, sum of lengths] for each group of keys, each key from the keyed tensor that has it.
 
-        A key may be in several groups; the gradient of a key in no group is zero. KeyError for a key that no tensor
-        has, InputError for one that two have.
+        A key may be in several groups; the gradient of a key in no group is zero. With key_dim=0, tensors are
+        [sum of lengths, batch]. KeyError for a key that no tensor has, InputError for one that two have.
         """
         return regrouped(keyed_tensors, groups)
 
@@ -281,6 +284,9 @@ class KeyedTensor(TensorContainer):
 
     def _set_context(self, context: tuple[tuple[str, ...], tuple[int, ...], int]) -> None:
         self._keys, self._lengths, self._dim = context
+
+    def __str__(self) -> str:
+        return printed(self, "KeyedTensor", lambda: [f'"{key}": {self[key].tolist()}' for key in self._keys])
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{key!r}: {length}" for key, length in zip(self._keys, self._lengths, strict=True))

@@ -20,7 +20,7 @@ from tierbed.jagged import (
     EmbeddingBagConfig,
     JaggedTensor,
     KeyedJaggedTensor,
-    PositionWeighted,
+    PositionWeightedModuleCollection,
     VariableBatchKeyedJaggedTensor,
 )
 
@@ -108,7 +108,7 @@ def test_what_was_read_before_a_call_does_not_change_its_signature() -> None:
     assert graph.why_recompiled() == []
 
 
-REMEDIES = {
+BY_KEY = {
     "kjt['a']": lambda given: given["a"].values(),
     "split": lambda given: given.split([1, 1])[0].values(),
     "permute": lambda given: given.permute([1, 0]).values(),
@@ -118,12 +118,23 @@ REMEDIES = {
 }
 
 
-@pytest.mark.parametrize("name", REMEDIES)
-def test_what_needs_the_values_of_one_key_names_the_remedy(name: str) -> None:
-    given = KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor([2, 1, 1, 1]))
-    REMEDIES[name](given)
-    with pytest.raises(GraphError, match=r"a dict of JaggedTensors.* padded=\{key: length\}"):
-        Calls(REMEDIES[name])(given)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", BY_KEY)
+def test_values_of_one_key_are_split_before_a_step(name: str, weighted: bool) -> None:
+    graph = Calls(BY_KEY[name])
+    for lengths in ([2, 1, 1, 1], [0, 3, 0, 4], [1, 0, 0, 0], [0, 0, 0, 0], [5, 0, 2, 2]):
+        values = torch.arange(sum(lengths)) + 1
+        given = KeyedJaggedTensor(["a", "b"], values, values / 2 if weighted else None, torch.tensor(lengths))
+        assert torch.equal(graph(given), BY_KEY[name](given))
+    assert not graph.why_recompiled()
+
+
+def test_values_that_no_argument_splits_name_the_remedy() -> None:
+    def split(given: Tensor) -> Tensor:
+        return KeyedJaggedTensor(["a", "b"], given, lengths=given.new_ones(4))["b"].values()
+
+    with pytest.raises(GraphError, match=r"KeyedJaggedTensor of tierbed\.jagged as an argument.*a dict of JaggedT"):
+        Calls(split)(torch.arange(4))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +183,7 @@ def test_a_bag_of_more_ids_than_places_fails_the_step_and_not_the_graph() -> Non
     def batch(lengths: list[int]) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(["b", "a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))
 
-    positions = PositionWeighted({"a": 2})
+    positions = PositionWeightedModuleCollection({"a": 2})
     graph = Calls(lambda given: positions(given).weights().detach())
     graph.positions = positions
     assert graph(batch([3, 1, 2, 1])).tolist() == [1.0] * 7

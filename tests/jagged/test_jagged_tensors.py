@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from support.jagged import KEYS, Features, check_same, check_same_parts, features
-from tierbed.jagged import JaggedTensor, KeyedJaggedTensor
+from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, VariableBatchKeyedJaggedTensor
 
 EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
 
@@ -59,6 +62,7 @@ def test_an_empty_one_has_no_bag(kind: Any, weighted: bool) -> None:
     assert (empty.weights_or_none() is not None) == weighted
     if kind is KeyedJaggedTensor:
         assert (empty.keys(), empty.stride(), empty.to_dict(), empty.split([])) == ([], 0, {}, [])
+        assert kind.empty(weighted, "cpu", torch.int8, torch.float16, torch.int32).offsets().dtype == torch.int64
 
 
 @given(features(min_batch=1))
@@ -70,6 +74,69 @@ def test_nested_tensors_become_the_same_bags(drawn: Features) -> None:
     values = {key: nested(part, part.values()) for key, part in parts.items()}
     weights = None if drawn.weights is None else {key: nested(part, part.weights()) for key, part in parts.items()}
     check_same(KeyedJaggedTensor.from_nested(values, weights), ours(drawn))
+
+
+def containers() -> list[Any]:
+    weights, inverse = torch.rand(8), (["b", "a"], torch.tensor([[0, 0, 1], [3, 1, 0]]))
+    whole = KeyedJaggedTensor(["a", "b"], EIGHT, weights, offsets=OFFSETS)
+    sizes = {"stride_per_key_per_rank": [[3, 1], [1, 1]], "inverse_indices": inverse}
+    variable = KeyedJaggedTensor(["a", "b"], EIGHT, offsets=OFFSETS, **sizes)
+    jagged = [
+        whole,
+        whole.sync().split([1, 0, 1])[1],
+        whole.split_by_key(),
+        whole["b"],
+        variable,
+        variable.permute([1]),
+    ]
+    return [*jagged, KeyedJaggedTensor.empty(), KeyedTensor(["a", "b"], [1, 2], torch.rand(3, 4), key_dim=0)]
+
+
+def structure_and_parts(container: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = pytree.tree_flatten(container)
+    assert all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
+    return structure, [None if leaf is None else leaf.tolist() for leaf in leaves]
+
+
+@pytest.mark.parametrize("number", range(len(containers())))
+def test_a_copy_of_any_kind_is_the_same(number: int) -> None:
+    made = containers()[number]
+    copies = [pickle.loads(pickle.dumps(made, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    for again in (*copies, copy.deepcopy(made), copy.copy(made), pytree.tree_unflatten(*pytree.tree_flatten(made))):
+        assert type(again) is type(made)
+        assert structure_and_parts(again) == structure_and_parts(made)
+        assert (str(again), repr(again)) == (str(made), repr(made))
+    deep, leaves = copy.deepcopy(made), pytree.tree_leaves(made)
+    assert not any(
+        leaf is not None and leaf is other for leaf, other in zip(pytree.tree_leaves(deep), leaves, strict=True)
+    )
+
+
+def test_a_kjt_that_another_is_copied_into_forgets_the_old_bags() -> None:
+    mine = KeyedJaggedTensor(["a", "b"], EIGHT.clone(), offsets=OFFSETS.clone()).sync()
+    other = KeyedJaggedTensor(["a", "b"], EIGHT.flip(0), lengths=torch.tensor([4, 2, 1, 1, 0, 0]))
+    assert mine.copy_(other) is mine
+    check_same(mine, other)
+    check_same_parts(mine["b"], other["b"])
+    one, two = (KeyedJaggedTensor(["a", "b"], EIGHT, offsets=OFFSETS, stride_per_key=each) for each in ([5, 1], [2, 4]))
+    assert one.to_dict()["b"].lengths().tolist() == [3]
+    assert one.copy_(two)["b"].lengths().tolist() == [1, 1, 1, 3]
+
+
+def test_text_of_tensors_without_values_is_the_repr() -> None:
+    made = containers()
+    for one in made:
+        if not isinstance(one, VariableBatchKeyedJaggedTensor):
+            assert str(one.to("meta")) == repr(one.to("meta")) != str(one)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert [*map(str, made)] == [*map(repr, made)]
+
+
+def test_permute_counts_keys_from_the_end_too_and_refuses_a_number_of_none() -> None:
+    both = KeyedJaggedTensor(["f1", "f2"], EIGHT, offsets=OFFSETS)
+    assert both.permute([-1, -1]).keys() == ["f2", "f2"]
+    with pytest.raises(IndexError):
+        both.permute([0, 2])
 
 
 @given(features(keys=KEYS[:3]))

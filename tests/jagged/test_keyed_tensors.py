@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.keyed import GROUPS, features, gradients, keyed, tensors
-from tierbed.jagged import KeyedTensor, permute_multi_embedding
+from support.keyed import GROUPS, KEYS, LENGTHS, features, gradients, keyed, tensors
+from tierbed.engine.errors import InputError
+from tierbed.jagged import KeyedTensor, multi_remap_to_groups, permute_multi_embedding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -22,6 +23,28 @@ def test_groups_and_gradients_are_those_of_plain_cat(dtype: torch.dtype) -> None
 
 def test_a_group_of_nothing_has_no_columns() -> None:
     assert [part.shape for part in KeyedTensor.regroup(keyed(tensors()), [[], ["f1"]])] == [(5, 0), (5, 3)]
+
+
+def test_tensors_without_values_have_groups_of_the_same_shapes_without_values() -> None:
+    values = tensors()
+    expected = [part.shape for part in KeyedTensor.regroup(keyed(values), GROUPS)]
+    moves = multi_remap_to_groups(KEYS, LENGTHS, GROUPS)
+    bare = [tensor.to("meta", torch.float16) for tensor in values]
+    for permutes, in_lengths, out_lengths in (moves, [tensor.to("meta") for tensor in moves]):
+        parts = permute_multi_embedding(bare, permutes, moves[2].tolist(), in_lengths, out_lengths)
+        for made in (parts, KeyedTensor.regroup(keyed(bare), GROUPS)):
+            assert [part.shape for part in made] == expected
+            assert {(part.device.type, part.dtype) for part in made} == {("meta", torch.float16)}
+
+
+def test_features_one_below_the_other_are_regrouped_but_not_with_features_side_by_side() -> None:
+    beside = keyed(tensors())
+    turned = [KeyedTensor(one.keys(), one.length_per_key(), one.values().t(), key_dim=0) for one in beside]
+    groups = [*GROUPS, []]
+    for one, other in zip(KeyedTensor.regroup(turned, groups), KeyedTensor.regroup(beside, groups), strict=True):
+        assert torch.equal(one, other.t())
+    with pytest.raises(InputError, match=r"keyed_tensors have key_dim \[0, 1, 1\]; give tensors of one key_dim"):
+        KeyedTensor.regroup([turned[0], *beside[1:]], GROUPS)
 
 
 def test_moves_that_overlap_where_they_read_in_any_order_take_their_columns() -> None:

@@ -42,6 +42,7 @@ def test_bags_are_those_of_torchrec_and_of_plain_lists(drawn: Features) -> None:
     for key, jagged in mine.to_dict().items():
         check_same_parts(jagged, peer.to_dict()[key] if drawn.batch else peer[key])  # theirs needs a sample
         check_same_parts(mine[key], peer[key])
+        assert drawn.batch == 0 or str(jagged) == str(peer[key])
         assert [bag.tolist() for bag in jagged.to_dense()] == drawn.bags()[key]
     arguments = drawn.arguments() | {"offsets": mine.offsets().to(drawn.lengths.dtype)}
     check_same(KeyedJaggedTensor(**arguments), peer)
@@ -50,6 +51,7 @@ def test_bags_are_those_of_torchrec_and_of_plain_lists(drawn: Features) -> None:
     del arguments["offsets"]
     check_same(KeyedJaggedTensor.from_lengths_sync(**arguments, lengths=lengths), peer)
     check_same(KeyedJaggedTensor.from_jt_dict(mine.to_dict()), peer)
+    assert str(mine) == str(peer)
 
 
 @given(features(), st.data())
@@ -69,6 +71,9 @@ def test_split_permute_and_concat_are_those_of_torchrec(drawn: Features, data: s
     check_same(KeyedJaggedTensor.concat(parts), peer)
     order = data.draw(st.permutations(range(len(drawn.keys))))[: data.draw(st.integers(1, len(drawn.keys)))]
     check_same(mine.permute(order), peer.permute(order))
+    repeated = data.draw(st.lists(st.integers(0, len(drawn.keys) - 1), min_size=1, max_size=7))
+    check_same(mine.permute(repeated, torch.tensor(repeated, dtype=torch.int32)), peer.permute(repeated))
+    check_same_parts(mine.permute(repeated)[drawn.keys[repeated[-1]]], mine[drawn.keys[repeated[-1]]])
 
 
 @given(features(), st.none() | st.integers(0, 70), st.integers(-3, 3))
@@ -127,6 +132,13 @@ def inverse_of(made: Any) -> list[list[int]]:
     return rows
 
 
+def check_parts(made: list[VariableBatchKeyedJaggedTensor], peers: list[torchrec.KeyedJaggedTensor]) -> None:
+    for one, other in zip(made, peers, strict=True):
+        check_same_parts(one, other)
+        assert (one.keys(), one.stride(), str(one)) == (other.keys(), other.stride() if other.keys() else 4, str(other))
+        assert one.stride_per_key_per_rank() == other.stride_per_key_per_rank()
+
+
 def test_variable_batch_sizes_keep_the_bags_of_each_key_and_the_way_back() -> None:
     made, peer = KeyedJaggedTensor.from_torchrec(variable()), variable()
     assert isinstance(made, VariableBatchKeyedJaggedTensor)
@@ -138,6 +150,8 @@ def test_variable_batch_sizes_keep_the_bags_of_each_key_and_the_way_back() -> No
         for key, jagged in one.to_dict().items():
             check_same_parts(jagged, other.to_dict()[key])
             check_same_parts(one[key], other[key])
+    check_parts(made.split([0, 1, 0, 1]), peer.split([0, 1, 0, 1]))
+    check_parts([made.permute([1, 0, 1])], [peer.permute([1, 0, 1])])
     swapped = made.permute([1, 0])
     check_same_parts(swapped, peer.permute([1, 0]))
     assert inverse_of(swapped) == [[2, 1, 0, 0], [0, 0, 1, 0]]
@@ -148,6 +162,68 @@ def test_variable_batch_sizes_without_a_way_back_are_those_of_the_longest_key() 
     made = VariableBatchKeyedJaggedTensor(["a", "b"], EIGHT, None, torch.tensor([2, 1, 5]), None, [1, 2])
     assert (made.stride(), made.inverse_indices_or_none()) == (2, None)
     assert pickle.loads(pickle.dumps(made)).to_dict()["b"].lengths().tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("given", [[[1, 1], [3, 0]], torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), [[2], [4]]])
+def test_batch_sizes_of_each_rank_are_those_that_were_given(given: Any) -> None:
+    lengths = torch.tensor([2, 1, 1, 1, 1, 2])[: 2 + int(torch.as_tensor(given)[1].sum())]
+    arguments = {"keys": ["a", "b"], "values": torch.arange(int(lengths.sum())), "lengths": lengths}
+    peer = torchrec.KeyedJaggedTensor(**arguments, stride_per_key_per_rank=given)
+    made = KeyedJaggedTensor(**arguments, stride_per_key_per_rank=given)
+    copies = (made, made.to("cpu"), pickle.loads(pickle.dumps(made)), KeyedJaggedTensor.from_torchrec(peer))
+    for one in (*copies, pytree.tree_unflatten(*pytree.tree_flatten(made))):
+        assert one.stride_per_key_per_rank() == peer.stride_per_key_per_rank()
+        assert one.stride_per_key() == one.strides().tolist() == peer.stride_per_key()
+        assert one.permute([1]).stride_per_key_per_rank() == peer.permute([1]).stride_per_key_per_rank()
+        assert one.split([1, 1])[1].stride_per_key_per_rank() == peer.split([1, 1])[1].stride_per_key_per_rank()
+    arguments["lengths"] = torch.tensor([1, int(lengths.sum()) - 1])
+    plain, other = KeyedJaggedTensor(**arguments), torchrec.KeyedJaggedTensor(**arguments)
+    assert plain.stride_per_key_per_rank() == other.stride_per_key_per_rank() == []
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_features_of_different_batch_sizes_are_of_a_variable_batch(weighted: bool) -> None:
+    weights = torch.rand(8) if weighted else None
+    lengths = {"a": torch.tensor([3, 5]), "b": torch.tensor([0, 7, 1]), "c": torch.tensor([8])}
+    made = KeyedJaggedTensor.from_jt_dict({key: JaggedTensor(EIGHT, weights, of) for key, of in lengths.items()})
+    peer = torchrec.KeyedJaggedTensor.from_jt_dict(
+        {key: torchrec.JaggedTensor(EIGHT, weights, of) for key, of in lengths.items()}
+    )
+    assert isinstance(made, VariableBatchKeyedJaggedTensor)
+    made.validate()
+    check_same_parts(made, peer)
+    assert (made.keys(), made.stride(), made.stride_per_key()) == (peer.keys(), peer.stride(), peer.stride_per_key())
+    assert made.stride_per_key_per_rank() == peer.stride_per_key_per_rank()
+    assert str(made) == str(peer)
+
+
+def test_text_of_values_of_any_kind_is_torchrecs() -> None:
+    texts = [
+        [kind(torch.arange(6.0).view(3, 2), lengths=torch.tensor([1, 0, 2])), kind(EIGHT, EIGHT / 3, torch.tensor([8]))]
+        for kind in (JaggedTensor, torchrec.JaggedTensor)
+    ]
+    assert [*map(str, texts[0])] == [*map(str, texts[1])]
+    assert str(JaggedTensor.empty()) == str(torchrec.JaggedTensor.empty())
+    assert str(KeyedJaggedTensor.empty()) == str(torchrec.KeyedJaggedTensor.empty())
+    assert str(KeyedJaggedTensor.from_torchrec(variable())) == str(variable())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.float16])
+def test_only_weights_take_the_dtype_of_a_copy(dtype: torch.dtype | None) -> None:
+    arguments = {"values": EIGHT, "weights": torch.rand(8), "lengths": torch.tensor([2, 1, 1, 1, 3])}
+    sizes = {"stride_per_key_per_rank": [[2], [3]]}
+    variable_one = KeyedJaggedTensor(["a", "b"], **arguments, **sizes)
+    expected = torchrec.KeyedJaggedTensor(["a", "b"], **arguments, **sizes).to(torch.device("cpu"), True, dtype)
+    whole = KeyedJaggedTensor(["a"], **arguments)
+    for made in (variable_one, whole, whole.split_by_key()):
+        moved = made.to(torch.device("cpu"), non_blocking=True, dtype=dtype)
+        assert type(moved) is type(made)
+        assert moved.values().dtype == expected.values().dtype == torch.int64
+        assert moved.weights().dtype == expected.weights().dtype == (dtype or torch.float32)
+        assert torch.equal(moved.weights(), expected.weights())
+        assert moved["a"].weights().dtype == moved.weights().dtype
+        assert made.weights().dtype == torch.float32
+    assert KeyedJaggedTensor(["a"], EIGHT, lengths=EIGHT[:1]).to("cpu", dtype=dtype).weights_or_none() is None
 
 
 def test_parts_have_the_batch_size_of_the_whole() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse import jagged_tensor as torchrec
+from torchrec.types import DataType
 
 from support.keyed import GROUPS, KEYS, LENGTHS, features, gradients, keyed, tensors
 from tierbed.engine.errors import InputError
@@ -32,6 +34,8 @@ def test_a_keyed_tensor_has_the_parts_of_torchrecs() -> None:
     assert (mine.keys(), mine.length_per_key(), mine.offset_per_key()) == (["a", "b", "c"], [2, 1, 3], [0, 2, 3, 6])
     assert (peer.keys(), peer.length_per_key(), peer.offset_per_key()) == (["a", "b", "c"], [2, 1, 3], [0, 2, 3, 6])
     assert torch.equal(mine.values(), peer.values())
+    assert str(mine) == str(peer)
+    assert str(KeyedTensor([], [], torch.empty(3, 0))) == str(torchrec.KeyedTensor([], [], torch.empty(3, 0)))
     for key, part in zip(mine.keys(), parts, strict=True):
         assert torch.equal(mine[key], part)
         assert torch.equal(mine.to_dict()[key], part)
@@ -69,6 +73,26 @@ def test_torchrecs_keyed_tensors_are_regrouped_as_well() -> None:
     assert all(torch.equal(one, other) for one, other in zip(named.values(), expected, strict=True))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("groups", [GROUPS, [["f6", "f1", "f3"], ["f5", "f4", "f2"]]])
+@pytest.mark.parametrize("dtype", [None, DataType.FP16])
+def test_torchrecs_regrouping_takes_ours(dim: int, groups: list[list[str]], dtype: DataType | None) -> None:
+    values = [tensor if dim else tensor.t().contiguous() for tensor in tensors()]
+    ours, theirs = (
+        [kind(keys, widths, tensor, dim) for keys, widths, tensor in zip(KEYS, LENGTHS, values, strict=True)]
+        for kind in (KeyedTensor, torchrec.KeyedTensor)
+    )
+    names = [str(number) for number in range(len(groups))]
+    made, expected = (KTRegroupAsDict(groups, names, emb_dtype=dtype)(tensors) for tensors in (ours, theirs))
+    regrouped = KeyedTensor.regroup(ours, groups)
+    assert [*made] == [*expected]
+    for one, other, mine in zip(made.values(), expected.values(), regrouped, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, mine.to(one.dtype))
+    if dim or groups is GROUPS:  # TorchRec's regroup of all features ignores key_dim
+        assert all(map(torch.equal, torchrec.KeyedTensor.regroup(ours, groups), regrouped))
+
+
 def test_the_moves_of_groups_are_those_of_the_seed_and_of_fbgemm() -> None:
     permutes, in_lengths, out_lengths = multi_remap_to_groups(KEYS, LENGTHS, GROUPS)
     assert permutes.tolist() == PERMUTES
@@ -104,6 +128,7 @@ def test_features_one_below_the_other_are_torchrecs() -> None:
     assert mine.key_dim() == peer.key_dim() == 0
     assert mine._key_indices() == peer._key_indices()
     assert torch.equal(mine.values(), peer.values())
+    assert str(mine) == str(peer)
     for key, tensor in zip("ab", tensors, strict=True):
         assert torch.equal(mine[key], peer[key])
         assert torch.equal(mine.to_dict()[key], tensor)
@@ -111,5 +136,3 @@ def test_features_one_below_the_other_are_torchrecs() -> None:
         KeyedTensor(["a"], [3], torch.ones(3, 2), 2)
     with pytest.raises(InputError, match=r"values: \[2, 3\]; give a tensor \[3, batch\]"):
         KeyedTensor(["a"], [3], torch.ones(2, 3), 0)
-    with pytest.raises(InputError, match="key_dim=0; give tensors"):
-        KeyedTensor.regroup([mine], [["a"]])
