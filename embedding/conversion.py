@@ -18,9 +18,18 @@ def converter(
 ) -> Callable[[Tensor], Tensor]:
     """What converts the parameters of a module by `function`, for those of an embedding, which stay float32.
 
-    OptionError for another dtype than that which lookups return. by_now: what is converted when it is raised.
+    OptionError for another dtype than that which lookups return, and for a GPU where there is none. by_now: what is
+    converted when it is raised.
     """
-    dtype = function(embedding.shadow.detach()).dtype
+    try:
+        dtype = function(embedding.shadow.detach()).dtype
+    except (AssertionError, RuntimeError) as error:
+        if torch.cuda.is_available():
+            raise
+        raise OptionError(
+            f'embedding {embedding.name!r}: torch has no such device here ({error}); call .to("cpu"), where its rows '
+            f"have the same bits. {by_now}"
+        ) from error
     if dtype not in (torch.float32, embedding.output_dtype):
         if dtype in (torch.float16, torch.bfloat16):
             remedy = f"give output_dtype={dtype} when it is made, and dtype={dtype} for stored rows of 16 bits"

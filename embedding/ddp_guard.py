@@ -21,22 +21,27 @@ log = logging.getLogger("tierbed")
 _TORCHREC = "torchrec.distributed.model_parallel"
 _WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable", _TORCHREC)
 _TENSORS = "torch.distributed.tensor"
+LEAVES_ROWS = "tierbed_leaves_rows"  # the attribute of a DistributedDataParallel that ignores embeddings with a world
 
 
 def check_world(world: World | None, name: str) -> World | None:
     """The world of embedding `name`; None for one of this process alone. OptionError for what is no World."""
     if world is None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            log.warning(
-                "embedding %r has no world, and torch's process group has %d processes: each has rows of its own; "
-                "give world=World.from_env() to share them",
-                name,
-                dist.get_world_size(),
-            )
         return None
     if not isinstance(world, World):
         raise OptionError(f"world={type(world).__name__}: give a World of tierbed.distributed, or None")
     return world if world.size > 1 else None
+
+
+def warn_alone(name: str) -> None:
+    """Log, at the first use of embedding `name` without a world, that each of several processes has rows of its own."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        log.warning(
+            "embedding %r has no world, and torch's process group has %d processes: each has rows of its own; give "
+            "world=World.from_env() to share them",
+            name,
+            dist.get_world_size(),
+        )
 
 
 def refuse_ranks(root: nn.Module) -> None:
@@ -73,7 +78,8 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
 
 def refuse_lookup(name: str) -> None:
     """OptimizerError where a lookup of embedding `name` for training is called within a DistributedDataParallel."""
-    if DistributedDataParallel._active_ddp_module is not None:
+    around = DistributedDataParallel._active_ddp_module
+    if around is not None and not hasattr(around, LEAVES_ROWS):
         raise _refusal(OptimizerError, f"embedding {name!r} is in {_calling()}", "its training", "the loop")
 
 
@@ -88,7 +94,8 @@ def _shared(root: nn.Module, name: str) -> str | None:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return any(kind.__module__.startswith(_WRAPPERS) for kind in type(module).__mro__)
+    of_torch = any(kind.__module__.startswith(_WRAPPERS) for kind in type(module).__mro__)
+    return of_torch and not hasattr(module, LEAVES_ROWS)
 
 
 def refuse_around(root: nn.Module) -> None:

@@ -30,6 +30,7 @@ from .training_group import check_failed_step, train_together
 
 MAX_SHARED = 62  # embeddings over ranks, each a bit of a note
 STEP = "step() of an EagerOptimizer"
+IN_BACKWARD = "_in_backward_optimizers"  # the attribute of a parameter by which torch's hook finds what it steps
 Reached = tuple[EmbeddingBase, RowOptimizer, RowGradients | None]
 
 
@@ -77,6 +78,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 raise OptimizerError(
                     f"{type(optimizer).__name__} does not hold embedding {embedding.name!r}; give it the embedding's "
                     "parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
+                )
+            if hasattr(embedding.shadow, IN_BACKWARD) and not isinstance(self, InBackwardOptimizer):
+                raise OptimizerError(
+                    f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
+                    "trains its rows in backward(); leave the embedding out of this one, or make it again"
                 )
             if embedding.handle in holders:
                 raise OptimizerError(
@@ -193,7 +199,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the wrapped optimizer. The state of rows is with the rows."""
         state = self.optimizer.state_dict()
-        if not state["state"]:  # before the first step, and of optimizers without state
+        # empty before the first step, and of optimizers without state; by names of TorchRec's
+        if not all(isinstance(number, int) for number in state["state"] or [""]):
             return state
         shadows = {id(embedding.shadow) for embedding, _ in self._rows}
         numbered = enumerate(p for group in self.param_groups for p in group["params"])
@@ -202,7 +209,20 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load a copy of a state_dict into the wrapped optimizer, which trains the tensors that it is given."""
+        """Load a copy of a state_dict into the wrapped optimizer, which trains the tensors that it is given.
+
+        OptimizerError for the state of dense rows, which `load_dense` of their embedding takes.
+        """
+        numbered = enumerate(p for group in self.param_groups for p in group["params"])
+        numbers = {id(parameter): number for number, parameter in numbered}
+        for embedding, _ in self._rows:
+            of_rows = state_dict.get("state", {}).get(numbers.get(id(embedding.shadow)), {})
+            for name, value in of_rows.items():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    raise OptimizerError(
+                        f"state_dict: {name!r} {list(value.shape)} is of the rows of embedding {embedding.name!r}, "
+                        "whose state is with them; give it to load_dense of the embedding, and leave it out here"
+                    )
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
         self._partial_update = ""
 
@@ -235,6 +255,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                         batch = embedding.pin([])  # for the rows that others looked up
                     if batch is not None:
                         pinned.append((gradients, batch))
+                self._pinned()
                 if self._world is None:
                     for gradients, batch in pinned:
                         update(gradients, batch)
@@ -247,6 +268,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 for embedding, *_ in stepped:
                     embedding.release()
                 raise
+
+    def _pinned(self) -> None:
+        """Called when all rows of a step are pinned, before the first changes."""
 
     @contextmanager
     def _amid_updates(self) -> Iterator[None]:
@@ -282,6 +306,59 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             for number, (embedding, rows, gradients) in enumerate(reached)
             if any(note >> number & 1 for note in notes)
         ]
+
+
+class InBackwardOptimizer(EagerOptimizer):
+    """The optimizer that `apply_optimizer_in_backward` gave an embedding; torch steps it in backward().
+
+    Torch keeps it as long as the process lives, so it must not keep the embedding.
+    """
+
+    @property
+    def _rows(self) -> list[tuple[EmbeddingBase, RowOptimizer]]:
+        embedding = self._embedding()
+        return [] if embedding is None else [(embedding, self._row_optimizer)]
+
+    @_rows.setter
+    def _rows(self, rows: list[tuple[EmbeddingBase, RowOptimizer]]) -> None:
+        [(embedding, self._row_optimizer)] = rows
+        self._embedding = ref(embedding)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        groups = [embedding.group for embedding, _ in self._rows if embedding.group is not None]
+        try:
+            return super().step(closure)
+        except BaseException:
+            for group in groups:
+                group.fail_pass()
+            self.zero_grad()  # or the next step would take what this one did not
+            raise
+
+    def _pinned(self) -> None:
+        for embedding, _ in self._rows:
+            if embedding.group is not None:
+                embedding.group.begin_pass()
+
+
+def train_in_backward(embedding: EmbeddingBase) -> None:
+    """Let torch's `apply_optimizer_in_backward` update the rows of an embedding whose parameter it got.
+
+    OptimizerError for several optimizers, and for those that no rows can follow.
+    """
+    follow_in_backward(embedding)
+    if embedding.group is not None:
+        embedding.group.check_passed()
+
+
+def follow_in_backward(embedding: EmbeddingBase) -> None:
+    """Let the rows follow the optimizer that `apply_optimizer_in_backward` gave the embedding, if there is one."""
+    given = getattr(embedding.shadow, IN_BACKWARD, None)
+    if given is not None and len(given) != 1:
+        raise OptimizerError(
+            f"embedding {embedding.name!r}: apply_optimizer_in_backward gave it {len(given)} optimizers; give it one"
+        )
+    if given is not None and not isinstance(given[0], InBackwardOptimizer):
+        given[0] = InBackwardOptimizer(given[0], embedding)
 
 
 def exchange(world: World, pinned: list[tuple[RowGradients, Any]]) -> None:

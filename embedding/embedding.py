@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, get_ident
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
@@ -18,7 +17,7 @@ from ..distributed.sharded_table import ShardedTable
 from ..distributed.world import World
 from ..engine.checks import as_int
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
-from ..engine.ops.batch import check_legal, check_offsets, segment
+from ..engine.ops.batch import check_offsets, segment
 from ..engine.ops.rows_contract import TRACED, Pinned
 from ..engine.optim.row_optimizer import RowOptimizer, row_optimizer
 from ..engine.optim.row_state import RowState
@@ -27,142 +26,23 @@ from ..engine.options.lookup import (
     Lookup,
     check_lookup,
     check_output_dtype,
-    check_range,
-    check_row,
     check_weights,
-    keys_from,
-    rows_from,
 )
 from ..engine.options.store_options import store_options_from_dict
-from ..engine.options.table_names import with_table_name
 from ..engine.options.table_spec import table_spec
-from ..engine.row_format import EMBEDDING
-from ..engine.signals import uninterrupted
 from ..engine.table.table import OpenTable, square_gradients, sum_gradients, unique_rows
-from ..engine.table.table_report import locate, metrics, scan_caught_up
 from . import lookup_op as ops
 from .conversion import converter
-from .ddp_guard import check_world, refuse_lookup
+from .ddp_guard import check_world, refuse_lookup, warn_alone
+from .dense_rows import dense_tensors
+from .eager import IN_BACKWARD, train_in_backward
 from .gradients import ShadowGrad, accumulate, holders, is_reached
+from .keyed_rows import KeyedRows
 from .rows_reference import UNKNOWN, RowsReference
-from .saved_rows import SavedRows
 from .sharded_handle import ShardedTableHandle, TableHandle
 from .table_handle import LocalTableHandle
 
-_NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 log = logging.getLogger("tierbed")
-
-
-class KeyedRows(SavedRows):
-    """The part of the embedding modules that reads and writes rows by their keys."""
-
-    def _table(self) -> OpenTable | ShardedTable:
-        """The open table with all rows, those of other ranks too; opened where it is not yet."""
-        raise NotImplementedError
-
-    def _local_table(self) -> OpenTable:
-        """The open table with the rows that this process has; opened where it is not yet."""
-        raise NotImplementedError
-
-    def size(self) -> int:
-        """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that were not removed since.
-
-        Raises deferred errors of earlier steps. InputError, CapacityError.
-        """
-        self._table()
-        return self.table_handle().size()
-
-    def get(self, keys: Any, table_ids: Any = None) -> Tensor:
-        """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
-        return self._table().get(self._collective_lookup(keys, table_ids))
-
-    def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
-        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last row wins.
-
-        Optimizer state is unchanged.
-        """
-        with self.raise_on_all_ranks():
-            wanted = self._lookup(keys, table_ids)
-            values = rows_from(self.spec, rows, wanted.ids.shape)
-            if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
-                raise InputError(
-                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row; leave "
-                    "it out"
-                )
-            check_range(self.spec, wanted.ids, values)
-            check_legal(self.spec, wanted)
-        self._table().put(wanted, values)
-
-    def delete(self, ids: Any, table_ids: Any = None) -> int:
-        """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
-
-        A deleted id is like one never seen: it has its initial row, and begins again when it is trained or put.
-        Snapshots, checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's
-        files keep its bytes until they are merged, by `compact` or in the background. docs/lifecycle.md, "Delete", has
-        the steps after which no file has the row.
-        """
-        return self._table().delete(self._collective_lookup(ids, table_ids))
-
-    def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Every written row, in chunks ordered by bucket, table and key.
-
-        A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
-        """
-        table = self._local_table()
-        for _, rows in scan_caught_up(table):
-            keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
-            values = table.form.numbers(rows, EMBEDDING).copy()
-            tables = torch.from_numpy(rows["table"].astype(np.int64))
-            yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
-
-    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Every written row as (table id, key, row [dim]), in the order of `chunks`."""
-        for tables, keys, rows in self.chunks():
-            yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
-
-    def compact(self) -> None:
-        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError for other stores."""
-        table = self._local_table()
-        if self.store_options.store != "cached_ssd":
-            raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
-        with table.lock, uninterrupted():
-            table.ready()
-            assert table.stack is not None
-            table.stack.compact()
-
-    def metrics(self) -> dict[str, dict[str, Any]]:
-        """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them.
-
-        With a world they are of the rows that this rank has, and `ranks` is what it exchanged with the others.
-        """
-        return {**metrics(self._local_table()), **self.table_handle().exchanged}
-
-    def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
-        """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
-
-        `stored`: whether the row was written. If not, the row has its initial value, and no tier need have it. `why`:
-        why it is not stored, as far as is known, or None. `updates`: how often the row was written. `last_step`: the
-        last step that wrote it. `tiers`: the tiers that have the row, the top first, each with the row's place. In a
-        cache they say whether the row is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch
-        holds it). Raises InputError.
-        """
-        key, at = check_row(self.spec, key, table)
-        tiers, why = locate(self._local_table(), self._lookup([key], at))
-        row = {**with_table_name(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
-        newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
-        return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
-
-    def _collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        """The lookup of a collective."""
-        with self.raise_on_all_ranks():
-            return self._lookup(keys, table_ids)
-
-    def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
-        lookup = check_lookup(self.spec, ids, table_ids)
-        device = self.device
-        here = None if lookup.table_ids is None else lookup.table_ids.to(device)
-        return Lookup(lookup.ids.to(device), here)
 
 
 class MultiTableMultiColumnEmbedding(KeyedRows):
@@ -216,7 +96,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.world = check_world(world, name)
         self.row_optimizer: RowOptimizer | None = None
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
-        self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        self.shadow = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
         self.handle = ops.register(self)
         self._handle: TableHandle | None = None
         self._opening = Lock()
@@ -273,6 +153,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
                     f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
                 )
+        return self.look_up(lookup, weights)
+
+    def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
+        """The result of a lookup with checked arguments, through which autograd reaches the rows."""
         output: Tensor = ops.lookup(self._shadow_here(), *lookup, weights, self.handle)
         return output
 
@@ -304,6 +188,30 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
         self.announce([lookup])
+
+    def load_dense(
+        self,
+        weights: Mapping[Any, Tensor],
+        states: Mapping[Any, Mapping[str, Tensor]] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Replace the rows of tables by dense ones, whose row i is that of id i, as a checkpoint of `nn.Embedding` has.
+
+        weights: by the table's number or name, floats [rows, dim]. states: by table, the optimizer's states by name:
+        [rows, dim], or [rows] of one number a row. Without them the optimizer begins with new state.
+        step: how many steps the rows were trained, which Adam's correction counts; None is the `step` among the states,
+        as torch has it, or the embedding's own. Other tables keep their rows, and then the step must be theirs.
+
+        If this raises, nothing has changed: InputError, OptimizerError, StoreError, SnapshotError.
+        """
+        with self.raise_on_all_ranks():
+            tensors = dense_tensors(self, weights, states or {}, step)
+        self.load_tensors(tensors)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all rows by those of `dense_tensors`. SnapshotError, StoreError."""
+        self.table_handle(for_load=True).load_tensors(tensors)
+        self.keep_rows()
 
     @property
     def is_closed(self) -> bool:
@@ -365,7 +273,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""
-        self._refuse_in_backward()
         rows_optimizer = row_optimizer(optimizer, group)
         self.use_optimizer(rows_optimizer)
         return rows_optimizer
@@ -400,7 +307,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def check_trained_lookup(self) -> None:
         """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
-        self._refuse_in_backward()
+        if hasattr(self.shadow, IN_BACKWARD):
+            train_in_backward(self)
         if self.handle in holders:
             refuse_lookup(self.name)
 
@@ -457,14 +365,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self._handle is not None:
             self._handle.release()
 
-    def _refuse_in_backward(self) -> None:
-        if hasattr(self.shadow, "_in_backward_optimizers"):
-            raise OptimizerError(
-                f"embedding {self.name!r}: its parameter was given to apply_optimizer_in_backward, and rows have no "
-                "optimizer that runs in backward; make the embedding again, and give its parameters() to the optimizer "
-                "of an EagerOptimizer, or to one that add_optimizer of a Graph takes"
-            )
-
     def _trained(self) -> OpenTable | ShardedTable:
         table = self._table()
         if table.optimizer is None and self._refused is not None:
@@ -508,6 +408,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:
         if self.world is None:
+            warn_alone(self.name)
             return LocalTableHandle(
                 self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load
             )

@@ -120,12 +120,12 @@ def lookup_grad(
     The value of the op is the shadow's gradient, which nothing reads.
     """
     embedding_of(handle).accumulate(lookup_of(ids, table_ids, offsets, pooling, places), grad, weights, order)
-    return grad.new_zeros((1,), dtype=torch.float32)
+    return grad.new_zeros((1, 1), dtype=torch.float32)
 
 
 @lookup_grad.register_fake
 def _(grad: Tensor, *rest: Any) -> Tensor:
-    return grad.new_empty((1,), dtype=torch.float32)
+    return grad.new_empty((1, 1), dtype=torch.float32)
 
 
 @torch.library.custom_op("tierbed::lookup_weights_grad", mutates_args=())

@@ -47,7 +47,7 @@ _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 class SavedRows(EmbeddingBase):
     """The part of the embedding modules that saves their rows."""
 
-    _version = 2  # of the state_dict; version 1 had no extra state
+    _version = 3  # of the state_dict; version 1 had no extra state, and 2 a shadow [1]
     _closed: bool
     _handle: TableHandle | None
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
@@ -173,9 +173,7 @@ class SavedRows(EmbeddingBase):
         `instant`, which all embeddings that are trained together have alike. Each is None if there is none: for rows
         that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot is saved now.
         """
-        # a tensor, since code that handles a state_dict may take nothing else; of one size, since DCP loads no other
-        said = json.dumps(self._rows_reference()._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
-        return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return extra_state_of(self._rows_reference())
 
     def _rows_reference(self) -> RowsReference:
         """The name of the rows for a state_dict."""
@@ -230,6 +228,10 @@ class SavedRows(EmbeddingBase):
                 if other is not self:
                     other.note_stopped(f"embedding {self.name!r}")
             raise
+
+    def note_failed(self) -> None:
+        """A load failed: it is not known that the rows belong to the rest of the model."""
+        self._awaited[:] = [UNKNOWN]
 
     def note_stopped(self, what: str) -> None:
         """A load stopped at `what`: it is not known that the rows belong to the rest of the model."""
@@ -301,6 +303,9 @@ class SavedRows(EmbeddingBase):
                 state_dict.pop(prefix + EXTRA, None)
         elif prefix + EXTRA not in state_dict and not _mode.get():
             self._awaited[:] = [UNKNOWN]
+        shadow = state_dict.get(f"{prefix}shadow")
+        if isinstance(shadow, Tensor) and shadow.shape == (1,):  # of a state before version 3
+            state_dict[f"{prefix}shadow"] = shadow.view(1, 1)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
@@ -309,6 +314,13 @@ class SavedRows(EmbeddingBase):
         """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)
+
+
+def extra_state_of(rows: RowsReference) -> Tensor:
+    """What an embedding's state says of its rows; RowsReference(None) lets those stay that it has."""
+    # a tensor, since code that handles a state_dict may take nothing else; of one size, since DCP loads no other
+    said = json.dumps(rows._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
+    return torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class EmbeddingBase(nn.Module):
     store_options: StoreOptions
     output_dtype: torch.dtype  # of the results of lookups, and of their gradients
     handle: int  # the number by which the ops find the module
-    shadow: nn.Parameter  # [1] float32, through which optimizers and autograd reach the rows
+    shadow: nn.Parameter  # [1, 1] float32, through which optimizers and autograd reach the rows
     misses_rows: bool  # whether the last run that judged its cache over SSD looked ahead
     row_optimizer: RowOptimizer | None  # the optimizer of the next update
     world: Any = None  # the ranks that own the rows

@@ -91,11 +91,31 @@ class RowOptimizer:
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     """The row optimizer of one of `optimizer.param_groups`.
 
-    Raises OptimizerError for any but torch's SGD, Adagrad, Adam, AdamW and RMSprop and those of `tierbed.optim`, by
-    exact type; for amsgrad, centered or differentiable; for limits that are not positive numbers of float32; for
-    keys of the group that the optimizer does not have.
+    Raises OptimizerError for any but torch's SGD, Adagrad, Adam, AdamW and RMSprop, those of `tierbed.optim` and
+    TorchRec's RowWiseAdagrad, by exact type, or what TorchRec's KeyedOptimizer and its like hold of them; for amsgrad,
+    centered or differentiable; for limits that are not positive numbers of float32; for keys of the group that the
+    optimizer does not have.
     """
-    return RowOptimizer(optimizer, group)
+    return RowOptimizer(_holder(optimizer, group), group)
+
+
+def _holder(optimizer: Any, group: Group) -> torch.optim.Optimizer:
+    """The optimizer that a group is of. TorchRec's KeyedOptimizer and its like show the groups of others."""
+    kind = type(optimizer)
+    clips = any(base.__module__ == "torchrec.optim.clipping" for base in kind.__mro__)
+    if clips and optimizer._clipping.name != "NONE":
+        raise OptimizerError(
+            f"{kind.__name__} clips gradients that tensors hold, and none holds those of rows; wrap dense parameters "
+            "alone by it, and limit rows by clip_grad_value or clip_grad_row_norm in their param group, or clip all by "
+            "clip_grad_norm_ of an EagerOptimizer"
+        )
+    if not kind.__module__.startswith("torchrec.optim."):
+        return optimizer
+    inner = [getattr(optimizer, "_optimizer", None), *(one for _, one in getattr(optimizer, "_optims", ()))]
+    for one in inner:
+        if one is not None and any(group is other for other in one.param_groups):
+            return _holder(one, group)
+    return optimizer
 
 
 def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -117,7 +137,8 @@ def _refusal(kind: type) -> OptimizerError:
 
 def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     kind = type(optimizer)
-    rules = [rule for rule in all_rules() if rule.optimizer is kind]
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    rules = [rule for rule in all_rules() if rule.optimizer is kind or rule.theirs == name]
     if not rules:
         raise _refusal(kind)
     for option in _REFUSED:
@@ -129,6 +150,8 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
 def _name(kind: type) -> str:
     """The name by which users import a class, from the outermost package that has it."""
     parts = kind.__module__.split(".")
+    if parts[:-1] == __name__.split(".")[:-1]:
+        return f"{parts[0]}.optim.{kind.__qualname__}"
     modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     exports = (m for m in modules if getattr(sys.modules.get(m), kind.__qualname__, None) is kind)
     return f"{next(exports, kind.__module__)}.{kind.__qualname__}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ..errors import OptimizerError
 from .arithmetic import row_sum
 from .base import OwnOptimizer, choice, number
 from .kernel import Kernel
@@ -90,7 +91,12 @@ def rowwise_adagrad(x: Row) -> None:
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
     lr, weight_decay = number(group, "lr"), number(group, "weight_decay")
-    decoupled = choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
+    if "weight_decay_mode" in group:
+        decoupled = choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
+    else:  # TorchRec's class
+        decoupled, lr = False, lr / (1.0 + (step - 1) * number(group, "lr_decay"))
+        if group["maximize"]:
+            raise OptimizerError("optimizer RowWiseAdagrad: maximize=True is not supported; minimize the negated loss")
     return {
         "lr": lr,
         "weight_decay": 0.0 if decoupled else weight_decay,
@@ -103,4 +109,5 @@ def _initial(group: Group) -> dict[str, float]:
     return {"sum": number(group, "initial_accumulator_value")}
 
 
-RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _hyper, rowwise_adagrad, _initial),)
+THEIRS = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
+RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _hyper, rowwise_adagrad, _initial, theirs=THEIRS),)

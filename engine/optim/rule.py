@@ -52,7 +52,7 @@ class Rule:
     `optimizer`: the exact type; `when`: for which of its param groups. `hyper(group, step)`: each hyper-parameter of
     the kernel by name (others are ignored) at the embedding's step, which counts from 1. `reference`: one step in
     NumPy. `initial(group)`: the initial value of each state, 0 for those not named. `catch_up`: the reference of
-    the kernel's, for one row.
+    the kernel's, for one row. `theirs`: "module.name" of a class of TorchRec's that the rule trains rows for as well.
     """
 
     kernel: Kernel
@@ -62,6 +62,7 @@ class Rule:
     initial: Callable[[Group], Mapping[str, float]] = _zeros
     when: Callable[[Group], bool] = _always
     catch_up: Callable[[Row], None] | None = None
+    theirs: str = ""
 
 
 @cache

@@ -33,6 +33,7 @@ def import_snapshot(
     keys: NDArray[Any] | Tensor | str | Path | None = None,
     table_ids: int | str | NDArray[Any] | Tensor | Path | None = None,
     tensor: str | Sequence[str] | None = None,
+    states: Mapping[str, Any] | None = None,
     description: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     progress: ProgressCallback | None = None,
@@ -49,6 +50,8 @@ def import_snapshot(
     keys: [n] of the key type, for the second kind; None if the key of a row is its number: then the row of padding_idx,
     which must be zeros, is skipped. table_ids: of the rows, [n], or one table by number or name. Both may be paths of
     .npy files. Of rows with the same (table, key), the last one is used.
+    states: of the optimizer, for the second kind, by name: [n, dim], or [n] of one number a row, each like `keys`, or
+    like `tensor` where that is given. The description then is of an optimizer, and has the step of the rows.
     description: of the table, by `description_for`; None for that of the source, else of the store, else, for an empty
     store, of an embedding with defaults. If the source lacks the optimizer's states, rows have no state.
     dtype: of the embedding's numbers in the snapshot, torch.float32, float16 or bfloat16; None for that of the
@@ -60,7 +63,7 @@ def import_snapshot(
     taken or invalid, StoreError if the store is in use, OptionError without pyarrow and for another dtype.
     """
     check_name(name)
-    opened = open_source(source, keys, table_ids, tensor)
+    opened = open_source(source, keys, table_ids, tensor, states or {})
     if description is not None:
         description = checked_description(description, "description")
     numbers = None if dtype is None else check_dtype(dtype)
@@ -126,6 +129,11 @@ def _fitted(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]
             f"{source.what} has keys of {source.key_type}, and the table of {description['key_type']}: convert them, "
             "or give a description"
         )
+    if unknown := source.states - set(description["states"]):
+        raise InputError(
+            f"states: {min(unknown)!r} is none of the description, which has {description['states'] or 'none'}: give "
+            "description=description_for(..., optimizer=row_optimizer(...), step=...)"
+        )
     missing = [state for state in description["states"] if state not in source.names]
     if missing and len(missing) < len(description["states"]):
         raise InputError(f"{source.what} lacks optimizer state {', '.join(missing)}: give all states, or none")
@@ -160,4 +168,4 @@ def _numbered(batch: dict[str, Any], columns: Columns, source: Source) -> dict[s
             f"{source.what}: row {padding} is that of padding_idx, which lookups return as zeros, but it holds other "
             "numbers: give a description with padding_idx=None, or make the row zeros"
         )
-    return {**kept, KEY: kept[KEY][is_row], EMBEDDING: batch[EMBEDDING][is_row]}
+    return {name: column[is_row] if isinstance(column, np.ndarray) else column for name, column in kept.items()}

@@ -61,8 +61,10 @@ class Source:
     Attributes: `what` names it in messages; `rows` and `dim`; `names` of its columns; `key_type`, None if keys are row
     numbers; `tables`, the number of tables, None if a column has the table of a row; `table_names`, None for tensors
     that are not named as TorchRec does; `description`, only of exports and snapshots; `padding_idx` of an
-    `nn.Embedding`.
+    `nn.Embedding`; `states` that were given for dense tables, by name.
     """
+
+    states: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -117,18 +119,34 @@ class Source:
                     columns: dict[str, Any] = {name: batch[part.columns[name]] for name in wanted}
                     end = begin + len(columns[EMBEDDING])
                     columns[EMBEDDING] = columns[EMBEDDING].astype(np.float32, copy=False)
+                    for state in self.states.intersection(columns):
+                        numbers = columns[state].astype(np.float32, copy=False)
+                        columns[state] = numbers[:, None] if numbers.ndim == 1 else numbers
                     columns.setdefault(KEY, np.arange(begin, end))
                     begin = end
                     yield columns if part.table is None else {**columns, TABLE: part.table}
 
 
-def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: Any = None) -> Source:
+def open_source(
+    source: Any, keys: Any = None, table_ids: Any = None, tensor: Any = None, states: Mapping[str, Any] | None = None
+) -> Source:
     """The rows that `importing.import_snapshot` imports with these arguments."""
     if isinstance(source, Source):
         return source
+    opened = _source_of(source, keys, table_ids, tensor, states or {})
+    opened.states = frozenset(states or ())
+    return opened
+
+
+def _source_of(source: Any, keys: Any, table_ids: Any, tensor: Any, states: Mapping[str, Any]) -> Source:
     one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # the name of a table
     given = ((KEY, keys), (TABLE, None if one_table else table_ids))
     extra = {name: _array(value, name) for name, value in given if _is_array(value)}
+    if tensor is None:
+        for name, value in states.items():
+            if not _is_array(value):
+                raise InputError(f"states[{name!r}]={type(value).__name__}: give an array, a tensor or a .npy file")
+            extra[name] = _array(value, name)
     table = None if TABLE in extra else table_ids
     if TABLE in extra and KEY not in extra:
         raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
@@ -151,7 +169,7 @@ def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: An
         return Source(repr(str(path)), _memory({"values": _npy(path)}, extra), _dense("values", extra, table))
     opener = _opener_of(path)
     if tensor is not None:
-        return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table))
+        return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table, states))
     if extra or table is not None:
         raise InputError(
             f"keys and table_ids need a dense tensor, which tensor= names; other files have their own columns {KEY!r} "
@@ -187,20 +205,32 @@ def _by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
     return [SourceTable({name: name for name, (_, shape) in shapes.items() if shape})]  # a 0-d array is not a column
 
 
-def _dense(tensor: Any, extra: Mapping[str, Column], table: Any) -> Callable[[Mapping[str, Shape]], list[SourceTable]]:
-    """The table of one array, or the tables of a list of arrays."""
+def _dense(
+    tensor: Any, extra: Mapping[str, Column], table: Any, states: Mapping[str, Any] | None = None
+) -> Callable[[Mapping[str, Shape]], list[SourceTable]]:
+    """The table of one array, or the tables of a list of arrays. states: the names of their states in the file."""
 
     def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
         names = [tensor] if isinstance(tensor, str) else list(tensor)
-        for name in names:
+        of_states = {
+            state: [given] if isinstance(given, str) else list(given) for state, given in (states or {}).items()
+        }
+        for state, given in of_states.items():
+            if len(given) != len(names):
+                raise InputError(f"states[{state!r}]={given!r}: give the name of a tensor for each of {names}")
+        for name in (*names, *(name for given in of_states.values() for name in given)):
             if name not in shapes:
                 raise InputError(f"tensor={name!r} does not exist; there are {', '.join(sorted(shapes))}")
         own = {name: name for name in extra}
         if isinstance(tensor, str):
-            return [SourceTable({EMBEDDING: tensor, **own}, table)]
+            only = {state: name for state, (name,) in of_states.items()}
+            return [SourceTable({EMBEDDING: tensor, **own, **only}, table)]
         if extra or table is not None or not names:
             raise InputError(f"tensor={tensor!r}: a list has one name a table, and no keys or table_ids")
-        return [SourceTable({EMBEDDING: name}, index) for index, name in enumerate(names)]
+        return [
+            SourceTable({EMBEDDING: name, **{state: given[index] for state, given in of_states.items()}}, index)
+            for index, name in enumerate(names)
+        ]
 
     return parts
 

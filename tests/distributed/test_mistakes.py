@@ -140,7 +140,9 @@ def forgotten(world: World) -> str:
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logging.getLogger("tierbed").addHandler(handler)
-    rows(None)
+    embedding = rows(None)
+    assert not records
+    embedding.size()
     return records[0].getMessage()
 
 

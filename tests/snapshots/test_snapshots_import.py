@@ -17,11 +17,18 @@ from support.exchange import FILES, VALUES, columns_of, dense, imported, whole, 
 from support.optimizers import OPTIMIZERS
 from support.small_snapshots import description
 from support.stores import STORES, options
-from tierbed import row_optimizer
+from tierbed import (
+    EagerOptimizer,
+    MultiTableEmbedding,
+    make_host_mem_store_options,
+    make_table_options,
+    row_optimizer,
+)
 from tierbed.engine import _core
 from tierbed.engine.errors import InputError, OptionError
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.row_format import LAST_STEP, row_dtype
+from tierbed.optim import RowWiseAdagrad
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
@@ -270,3 +277,54 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     import_snapshot(tmp_path / "store", "s", np.zeros((3, 2), np.float32))
     with pytest.raises(OptionError, match=r"pip install 'tierbed\[parquet\]'"):
         import_snapshot(tmp_path / "store", "t", tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("kind", ["arrays", "npy", "file", "tables"])
+def test_states_of_a_dense_table_come_with_its_rows(kind: str, tmp_path: Path) -> None:
+    weights, sums, scales = torch.rand(20, DIM), torch.rand(20, DIM), torch.rand(20)
+    optimizers: dict[str, Any] = {
+        "sum": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+        "scale": lambda parameters: RowWiseAdagrad(parameters, lr=0.1),
+    }
+    for name, made in optimizers.items():
+        shadow = [nn.Parameter(torch.zeros(1))]
+        optimizer = made(shadow)
+        tables = [make_table_options(make_constant_initializer(0.0))] * (1 + (kind == "tables"))
+        about = description_for(
+            name, DIM, tables=tables, optimizer=row_optimizer(optimizer, optimizer.param_groups[0]), step=3
+        )
+        state = sums if name == "sum" else scales
+        file, npy = tmp_path / f"{name}.pt", tmp_path / f"{name}.npy"
+        torch.save({"w": weights, "nested": {"s": state}}, file)
+        np.save(npy, state.numpy())
+        store = tmp_path / kind / name
+        if kind == "tables":
+            both: Any = {"tensor": ["w", "w"], "states": {"sum": ["nested.s", "nested.s"]}}
+            import_snapshot(store, "s", file, **both, description=about)
+        elif kind == "file":
+            import_snapshot(store, "s", file, tensor="w", states={"sum": "nested.s"}, description=about)
+        else:
+            given = state if kind == "arrays" else npy
+            import_snapshot(store, "s", weights, states={"sum": given}, description=about)
+        options = make_host_mem_store_options(persistent_path=tmp_path / kind)
+        with MultiTableEmbedding(name, DIM, torch.float32, torch.int64, tables, options) as rows:
+            kept = EagerOptimizer(made(rows.parameters()), rows)
+            rows.load_snapshot("s")
+            table = rows.table_handle().local_table
+            assert rows.size() == 20 * len(tables)
+            assert table.step == 3
+            for _, chunk in table.scan():
+                found = torch.from_numpy(table.form.numbers(chunk, "sum").copy())
+                assert torch.equal(found, state[chunk["key"].astype("i8")].view(len(chunk), -1))
+                assert torch.equal(
+                    torch.from_numpy(table.form.numbers(chunk, "embedding").copy()), weights[chunk["key"].astype("i8")]
+                )
+            del kept
+        with pytest.raises(InputError, match="states: 'other' is none of the description, which has"):
+            import_snapshot(store, "t", weights, states={"other": state}, description=description_for(name, DIM))
+    with pytest.raises(InputError, match=r"states\['sum'\]=float: give an array"):
+        import_snapshot(tmp_path / "x", "s", weights, states={"sum": 1.0}, description=about)
+    with pytest.raises(
+        InputError, match=r"states\['sum'\]=\['a', 'b'\]: give the name of a tensor for each of \['w'\]"
+    ):
+        import_snapshot(tmp_path / "x", "s", file, tensor="w", states={"sum": ["a", "b"]}, description=about)

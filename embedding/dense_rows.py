@@ -1,0 +1,203 @@
+"""Rows and optimizer states as the dense tensors of `nn.EmbeddingBag`, TorchRec and FBGEMM: row i is that of id i."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..engine.checks import as_int
+from ..engine.errors import InputError, OptimizerError, StoreError
+from ..engine.options.lookup import check_range
+from ..engine.options.table_names import choices, table_number
+from ..engine.options.table_spec import TableSpec
+from ..engine.row_format import EMBEDDING, LAST_STEP, RowArray
+from ..engine.table.table import OpenTable
+from ..engine.table.table_report import scan_caught_up
+from .eager import follow_in_backward
+from .keyed_rows import KeyedRows
+from .rows_in_tensors import RowTensors
+
+CHUNK = 1 << 16  # rows
+States = dict[str, Tensor]
+
+
+def dense_rows(embedding: KeyedRows, number: int, rows: int) -> Tensor:
+    """The rows [rows, dim] of one table; a row that was never written has its initial value."""
+    with torch.inference_mode(False):
+        weights = torch.empty(rows, embedding.dim, device=embedding.device)
+    for first in range(0, rows, CHUNK):
+        keys = torch.arange(first, min(first + CHUNK, rows)).to(embedding.spec.key_type)
+        weights[first : first + CHUNK] = embedding.get(keys, number)
+    return weights
+
+
+def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, States]:
+    """The optimizer's states of each table, by name: [rows, dim] of a state of elements, [rows] of one number a row.
+
+    counts: the rows of each table, by its number. StoreError if ranks share the rows.
+    """
+    if embedding.world is not None:
+        raise StoreError(
+            f"optimizer states of embedding {embedding.name!r}: ranks share the rows, and no call gathers their "
+            "states; save a snapshot, whose files have them"
+        )
+    follow_in_backward(embedding)
+    table = embedding.table_handle().local_table
+    state, of_row = table.state, _of_row(table)
+    # without inference mode, since a read-only copy detects writes by the tensor's version
+    with torch.inference_mode(False):
+        states = {
+            number: {
+                name: torch.full((rows, width), float(value))
+                for name, width, value in zip(state.names, state.widths, state.initial, strict=True)
+            }
+            for number, rows in counts.items()
+        }
+        for _, chunk in scan_caught_up(table) if state.names else ():
+            for number, rows in counts.items():
+                chosen = (chunk["table"] == number) & (chunk["key"] < rows)
+                keys = torch.from_numpy(chunk["key"][chosen].astype("i8"))
+                for name, copied in states[number].items():
+                    copied[keys] = torch.from_numpy(table.form.numbers(chunk, name)[chosen])
+        return {
+            number: {
+                name: (copied.flatten() if of_row[name] else copied).to(embedding.device)
+                for name, copied in of_table.items()
+            }
+            for number, of_table in states.items()
+        }
+
+
+def dense_tensors(
+    embedding: KeyedRows,
+    weights: Mapping[Any, Tensor],
+    states: Mapping[Any, Mapping[str, Any]],
+    step: Any,
+) -> dict[str, Tensor]:
+    """The rows of an embedding after its `load_dense` with these arguments, as `RowTensors.tensors`."""
+    follow_in_backward(embedding)
+    spec, table = embedding.spec, embedding.table_handle(for_load=True).local_table
+    given, given_states = _by_number(spec, "weights", weights), _by_number(spec, "states", states)
+    given_states = {number: dict(of_table) for number, of_table in given_states.items()}
+    steps = [int(of_table.pop("step")) for of_table in given_states.values() if "step" in of_table]
+    at = max(steps, default=table.step) if step is None else as_int(step, 0, LAST_STEP)
+    if at is None:
+        raise InputError(f"step={step!r}: give a whole number from 0 to {LAST_STEP}")
+    for number, of_table in given_states.items():
+        if number not in given:
+            raise InputError(f"states of table {spec.labels[number]}: give its weights as well")
+        _check_states(table, number, of_table, len(given[number]))
+    for number, rows in given.items():
+        _check_rows(spec, number, rows)
+    if embedding.world is not None and len(given) < spec.num_tables:
+        raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give those of all tables at once")
+    with table.lock:
+        hyper = table.optimizer.hyper(at) if at and table.optimizer is not None else []
+        kept = [] if len(given) == spec.num_tables else [rows for rows in _kept(table, given) if len(rows)]
+        if kept and at != table.step:
+            raise InputError(
+                f"step={at} of embedding {spec.name!r}: the rows of other tables are kept, and were trained for "
+                f"{table.step}; give the weights and states of all tables, or the same step"
+            )
+        chunks = kept + [rows for number in given for rows in _dense(table, number, given, given_states, at)]
+        description = spec.describe(table.state, hyper, at)
+        return RowTensors.filled(description, sum(map(len, chunks)), chunks).tensors
+
+
+def _by_number(spec: TableSpec, argument: str, given: Any) -> dict[int, Any]:
+    """What is given for each table, by its number. InputError."""
+    if not isinstance(given, Mapping):
+        raise InputError(f"{argument} of embedding {spec.name!r}: got {type(given).__name__}; give a dict by table")
+    found: dict[int, Any] = {}
+    for name, of_table in given.items():
+        number = table_number(name, spec.table_names)
+        if number is None:
+            raise InputError(
+                f"{argument}: table {name!r} of embedding {spec.name!r}; give one of {choices(spec.table_names)}"
+            )
+        if number in found:
+            raise InputError(f"{argument}: table {spec.labels[number]} is given twice; give it by number or by name")
+        found[number] = of_table
+    return found
+
+
+def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
+    where, ids = f"weights of table {spec.labels[number]}", spec.tables[number].ids
+    if isinstance(rows, Tensor) and type(rows).__module__.startswith("torch.distributed"):
+        raise InputError(f"{where}: a {type(rows).__name__}, parts of which are on other ranks; give the whole tensor")
+    if not isinstance(rows, Tensor) or not rows.is_floating_point() or rows.dim() != 2 or rows.shape[1] != spec.dim:
+        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise InputError(f"{where}: got {got}; give floats [rows, {spec.dim}]")
+    if ids is not None and len(rows) != ids:
+        raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with num_embeddings of them")
+    for first in range(0, len(rows), CHUNK):
+        keys = torch.arange(first, min(first + CHUNK, len(rows)))
+        check_range(spec, keys, _numbers(rows[first : first + CHUNK]))
+    padding = spec.padding_idx
+    if padding is not None and 0 <= padding < len(rows) and rows[padding].any():
+        raise InputError(f"{where}: row {padding} is that of padding_idx, which is no row; give zeros there")
+
+
+def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], rows: int) -> None:
+    where, names = f"states of table {table.spec.labels[number]}", table.state.names
+    if not names:
+        raise OptimizerError(
+            f"{where}: embedding {table.spec.name!r} has no optimizer with state; give its parameters to that of a "
+            "Graph or an EagerOptimizer first"
+        )
+    widths = dict(zip(names, table.state.widths, strict=True))
+    for name, state in states.items():
+        if name not in widths:
+            raise InputError(f"{where}: {name!r} is none of {table.state.rule}, which has {', '.join(names)}")
+        shapes = [(rows, widths[name])] + [(rows,)] * _of_row(table)[name]
+        if not isinstance(state, Tensor) or state.shape not in shapes:
+            got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+            raise InputError(f"{where}: {name!r} is {got}; give a tensor {list(shapes[-1])}")
+    if missing := [name for name in names if name not in states]:
+        raise InputError(f"{where}: there is no {missing[0]!r}; give all of {', '.join(names)}, or none")
+
+
+def _of_row(table: OpenTable) -> dict[str, bool]:
+    """Whether each state is one number a row. With a dim of 1 widths do not show it."""
+    if table.optimizer is None:
+        return {
+            name: width != table.spec.dim for name, width in zip(table.state.names, table.state.widths, strict=True)
+        }
+    return {
+        name: width == 1 for name, width in zip(table.state.names, table.optimizer.row_state(2).widths, strict=True)
+    }
+
+
+def _kept(table: OpenTable, given: Collection[int]) -> Iterator[RowArray]:
+    """The rows of the other tables, as of the last step."""
+    for _, rows in scan_caught_up(table):
+        kept = rows[~np.isin(rows["table"], list(given))].copy()
+        if table.catch_up_rule:
+            kept["step"] = table.step
+        yield kept
+
+
+def _dense(
+    table: OpenTable, number: int, weights: Mapping[int, Tensor], states: Mapping[int, Mapping[str, Tensor]], step: int
+) -> Iterator[RowArray]:
+    spec, form, count = table.spec, table.form, len(weights[number])
+    initial = dict(zip(table.state.names, table.state.initial, strict=True))
+    for first in range(0, count, CHUNK):
+        part = slice(first, min(first + CHUNK, count))
+        rows = np.zeros(part.stop - first, form.dtype)
+        rows["table"], rows["key"] = number, np.arange(first, part.stop)
+        rows["updates"], rows["step"] = 1, step
+        form.set_numbers(rows, EMBEDDING, _numbers(weights[number][part]))
+        for name, value in initial.items():
+            given = states.get(number, {}).get(name)
+            numbers = np.float32(value) if given is None else _numbers(given[part]).reshape(len(rows), -1)
+            form.set_numbers(rows, name, np.broadcast_to(numbers, (len(rows), form.counts[name])))
+        yield rows if spec.padding_key is None else rows[rows["key"] != np.uint64(spec.padding_key)]
+
+
+def _numbers(tensor: Tensor) -> Any:
+    return tensor.detach().to("cpu", torch.float32).numpy()

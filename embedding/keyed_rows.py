@@ -1,0 +1,135 @@
+"""The part of the embedding modules that reads and writes rows by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..distributed.sharded_table import ShardedTable
+from ..engine.errors import InputError, StoreError
+from ..engine.ops.batch import check_legal
+from ..engine.options.lookup import Lookup, check_lookup, check_range, check_row, keys_from, rows_from
+from ..engine.options.table_names import with_table_name
+from ..engine.row_format import EMBEDDING
+from ..engine.signals import uninterrupted
+from ..engine.table.table import OpenTable
+from ..engine.table.table_report import locate, metrics, scan_caught_up
+from .saved_rows import SavedRows
+
+_NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
+
+
+class KeyedRows(SavedRows):
+    """The part of the embedding modules that reads and writes rows by their keys."""
+
+    def _table(self) -> OpenTable | ShardedTable:
+        """The open table with all rows, those of other ranks too; opened where it is not yet."""
+        raise NotImplementedError
+
+    def _local_table(self) -> OpenTable:
+        """The open table with the rows that this process has; opened where it is not yet."""
+        raise NotImplementedError
+
+    def size(self) -> int:
+        """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that were not removed since.
+
+        Raises deferred errors of earlier steps. InputError, CapacityError.
+        """
+        self._table()
+        return self.table_handle().size()
+
+    def get(self, keys: Any, table_ids: Any = None) -> Tensor:
+        """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
+        return self._table().get(self._collective_lookup(keys, table_ids))
+
+    def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
+        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last row wins.
+
+        Optimizer state is unchanged.
+        """
+        with self.raise_on_all_ranks():
+            wanted = self._lookup(keys, table_ids)
+            values = rows_from(self.spec, rows, wanted.ids.shape)
+            if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
+                raise InputError(
+                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row; leave "
+                    "it out"
+                )
+            check_range(self.spec, wanted.ids, values)
+            check_legal(self.spec, wanted)
+        self._table().put(wanted, values)
+
+    def delete(self, ids: Any, table_ids: Any = None) -> int:
+        """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
+
+        A deleted id is like one never seen: it has its initial row, and begins again when it is trained or put.
+        Snapshots, checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's
+        files keep its bytes until they are merged, by `compact` or in the background. docs/lifecycle.md, "Delete", has
+        the steps after which no file has the row.
+        """
+        return self._table().delete(self._collective_lookup(ids, table_ids))
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Every written row, in chunks ordered by bucket, table and key.
+
+        A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
+        """
+        table = self._local_table()
+        for _, rows in scan_caught_up(table):
+            keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
+            values = table.form.numbers(rows, EMBEDDING).copy()
+            tables = torch.from_numpy(rows["table"].astype(np.int64))
+            yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Every written row as (table id, key, row [dim]), in the order of `chunks`."""
+        for tables, keys, rows in self.chunks():
+            yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
+
+    def compact(self) -> None:
+        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError for other stores."""
+        table = self._local_table()
+        if self.store_options.store != "cached_ssd":
+            raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
+        with table.lock, uninterrupted():
+            table.ready()
+            assert table.stack is not None
+            table.stack.compact()
+
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them.
+
+        With a world they are of the rows that this rank has, and `ranks` is what it exchanged with the others.
+        """
+        return {**metrics(self._local_table()), **self.table_handle().exchanged}
+
+    def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
+        """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
+
+        `stored`: whether the row was written. If not, the row has its initial value, and no tier need have it. `why`:
+        why it is not stored, as far as is known, or None. `updates`: how often the row was written. `last_step`: the
+        last step that wrote it. `tiers`: the tiers that have the row, the top first, each with the row's place. In a
+        cache they say whether the row is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch
+        holds it). Raises InputError.
+        """
+        key, at = check_row(self.spec, key, table)
+        tiers, why = locate(self._local_table(), self._lookup([key], at))
+        row = {**with_table_name(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
+        newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
+        return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
+
+    def _collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
+        """The lookup of a collective."""
+        with self.raise_on_all_ranks():
+            return self._lookup(keys, table_ids)
+
+    def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
+        ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
+        lookup = check_lookup(self.spec, ids, table_ids)
+        device = self.device
+        here = None if lookup.table_ids is None else lookup.table_ids.to(device)
+        return Lookup(lookup.ids.to(device), here)
