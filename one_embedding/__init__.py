@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         make_cached_ssd_store_options,
         make_device_mem_store_options,
     )
+    from .fused_mlp import FusedMLP
     from .optimizers import Optimizer, SmartDecayAdam
     from .persistent_table import make_persistent_table_reader, make_persistent_table_writer
 
@@ -34,6 +35,7 @@ __all__ = [
     "FTRL",
     "Embedding",
     "Ftrl",
+    "FusedMLP",
     "MultiTableEmbedding",
     "MultiTableMultiColumnEmbedding",
     "Optimizer",
@@ -57,6 +59,7 @@ _MODULES = {
     "MultiTableEmbedding": "..embedding.embedding",
     "MultiTableMultiColumnEmbedding": "..embedding.embedding",
     "Ftrl": "..engine.optim",
+    "FusedMLP": ".fused_mlp",
     "Optimizer": ".optimizers",
     "SmartDecayAdam": ".optimizers",
     "make_cached_host_mem_store_options": "..engine.options.store_options",

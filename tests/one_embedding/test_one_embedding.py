@@ -37,6 +37,8 @@ SIGNATURES = {  # ... stands for a default that tierbed finds out by itself
     "Embedding": EMBEDDING,
     "Ftrl": "params, lr=0.001, weight_decay=0.0, lr_power=-0.5, initial_accumulator_value=0.1, lambda1=0.0, "
     "lambda2=0.0, beta=0.0",
+    "FusedMLP": "in_features, hidden_features, out_features, hidden_dropout_rates=None, out_dropout_rate=0.0, "
+    "skip_final_activation=False",
     "MultiTableEmbedding": EMBEDDING,
     "MultiTableMultiColumnEmbedding": EMBEDDING,
     "Optimizer": "optimizer, embeddings",
@@ -108,6 +110,32 @@ def test_the_documents_names_and_signatures_are_these() -> None:
     named = {one or other for one, other in re.findall(r"\b(make_\w+)\b|one_embedding\.(\w+)", text)}
     assert len(named) > 10
     assert named <= set(one_embedding.__all__)
+
+
+def test_a_fused_mlp_is_torchs_linear_layers_and_relu() -> None:
+    x = torch.rand(5, 3)
+    for skips in (False, True):
+        torch.manual_seed(0)
+        made = one_embedding.FusedMLP(3, [4, 2], 1, skip_final_activation=skips)
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1), nn.ReLU()]
+        assert torch.equal(made(x), nn.Sequential(*layers[: 6 - skips])(x))
+        assert sorted(made.state_dict()) == [f"{part}_{layer}" for part in ("bias", "weight") for layer in range(3)]
+    dropped = one_embedding.FusedMLP(3, [4], 1, hidden_dropout_rates=[1.0], skip_final_activation=True)
+    nn.init.ones_(dropped.weight_0)
+    nn.init.ones_(dropped.weight_1)
+    assert torch.equal(dropped(x), dropped.bias_1.expand(5, 1))
+    assert not torch.equal(dropped.eval()(x), dropped.bias_1.expand(5, 1))
+    with pytest.raises(OptionError, match=r"hidden_dropout_rates=\[0.5\]: give a rate for each of 2 layers"):
+        one_embedding.FusedMLP(3, [4, 2], 1, [0.5])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_move_to_a_gpu_that_is_missing_names_the_remedy() -> None:
+    store = one_embedding.make_device_mem_store_options()
+    rows = one_embedding.MultiTableEmbedding("rows", 4, torch.float, torch.int64, None, store)
+    with pytest.raises(OptionError, match=r"embedding 'rows': torch has no such device .*call \.to\(\"cpu\"\)"):
+        rows.to("cuda")
 
 
 def test_importing_it_and_listing_its_names_loads_no_torch() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from support.places import ROOT
 
@@ -25,7 +24,7 @@ PORTED = {
     "import oneflow.nn as nn": "from torch import nn",
     "flow.one_embedding.": "one_embedding.",
     "flow.nn.Graph": "Graph",
-    "flow.nn.FusedMLP": "FusedMLP",
+    "flow.nn.FusedMLP": "one_embedding.FusedMLP",
     "flow.": "torch.",
 }
 IMPORTS = """
@@ -34,7 +33,7 @@ from tierbed import one_embedding
 from tierbed import Graph
 """
 MLP = """
-mlp = FusedMLP(
+mlp = one_embedding.FusedMLP(
     in_features={width} * num_tables, hidden_features=[512, 256, 128], out_features=1, skip_final_activation=True
 )
 mlp.to("cuda")
@@ -208,23 +207,10 @@ def run(name: str, folder: Path, **given: Any) -> dict[str, Any]:
     text = examples()[name].replace("/your_path_to_ssd", str(folder)).replace('"cuda"', '"cpu"')
     if name == "ftrl":
         text = text.replace("# ...", "loss = compute_loss()")
-    made: dict[str, Any] = {"FusedMLP": FusedMLP, **given}
+    made: dict[str, Any] = {**given}
+    torch.manual_seed(0)
     exec(compile(text, f"<{name}>", "exec"), made)
     return made
-
-
-class FusedMLP(nn.Sequential):
-    """The layer of OneFlow that torch lacks, always with the same initial weights."""
-
-    def __init__(
-        self, in_features: int, hidden_features: list[int], out_features: int, skip_final_activation: bool
-    ) -> None:
-        assert skip_final_activation
-        torch.manual_seed(0)
-        widths = [in_features, *hidden_features]
-        pairs = zip(widths, hidden_features, strict=False)
-        hidden = [layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())]
-        super().__init__(*hidden, nn.Linear(widths[-1], out_features))
 
 
 def _blocks(text: str) -> list[str]:
