@@ -4,7 +4,16 @@ from .collections.configs import PoolingType as PoolingType
 from .collections.embedding_collections import EmbeddingBagCollection as EmbeddingBagCollection
 from .collections.embedding_collections import EmbeddingCollection as EmbeddingCollection
 from .collections.embedding_collections import Padded as Padded
-from .collections.position_weighted import PositionWeighted as PositionWeighted
+from .collections.position_weighted import PositionWeightedModule as PositionWeightedModule
+from .collections.position_weighted import PositionWeightedModuleCollection as PositionWeightedModuleCollection
+from .collections.position_weighted import PositionWeightedProcessor as PositionWeightedProcessor
+from .parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
+from .parallel.model_parallel import get_module as get_module
+from .parallel.model_parallel import get_unwrapped_module as get_unwrapped_module
+from .parallel.train_pipelines import PrefetchTrainPipelineSparseDist as PrefetchTrainPipelineSparseDist
+from .parallel.train_pipelines import TrainPipelineBase as TrainPipelineBase
+from .parallel.train_pipelines import TrainPipelineSemiSync as TrainPipelineSemiSync
+from .parallel.train_pipelines import TrainPipelineSparseDist as TrainPipelineSparseDist
 from .tbe.enums import BoundsCheckMode as BoundsCheckMode
 from .tbe.enums import CacheAlgorithm as CacheAlgorithm
 from .tbe.enums import ComputeDevice as ComputeDevice
@@ -12,6 +21,8 @@ from .tbe.enums import EmbeddingLocation as EmbeddingLocation
 from .tbe.enums import OptimType as OptimType
 from .tbe.enums import PoolingMode as PoolingMode
 from .tbe.enums import WeightDecayMode as WeightDecayMode
+from .tbe.module import SplitTableBatchedEmbeddingBagsCodegen as SplitTableBatchedEmbeddingBagsCodegen
+from .tbe.module import SSDTableBatchedEmbeddingBags as SSDTableBatchedEmbeddingBags
 from .tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags
 from .tensors.jagged_tensor import JaggedTensor as JaggedTensor
 from .tensors.keyed_jagged_tensor import KeyedJaggedTensor as KeyedJaggedTensor

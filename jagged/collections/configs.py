@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, unique
 from functools import partial
@@ -16,6 +16,7 @@ from ...engine.checks import as_int, is_folder_name
 from ...engine.errors import OptionError
 from ...engine.options.initializers import (
     AnyTableOptions,
+    make_constant_initializer,
     make_normal_initializer,
     make_table_options,
     make_uniform_initializer,
@@ -35,14 +36,25 @@ class PoolingType(Enum):
 # fields of TorchRec's configs that are refused: the default, which is allowed, and why no other value is
 _UNUSED: dict[str, tuple[Any, str]] = {
     "num_embeddings_post_pruning": (None, "only rows that were trained are stored"),
-    "need_pos": (False, "PositionWeighted weights any feature by position"),
+    "need_pos": (False, "PositionWeightedModuleCollection weights any feature by position"),
     "input_dim": (None, "ids are hashed; num_embeddings=None takes any id of 64 bits"),
     "total_num_buckets": (None, "the store has its own hash partitions"),
     "use_virtual_table": (False, "every table is one; num_embeddings=None takes any id of 64 bits"),
     "virtual_table_eviction_policy": (None, "store_options have eviction, admission and ttl_steps"),
     "enable_embedding_update": (False, "put and load_snapshot write rows of any table"),
     "stash_weights": (False, "the store keeps the rows that memory has no room for"),
+    "pruning_indices_remapping": (None, "only rows that were trained are stored, so none is pruned"),
 }
+
+# by the function of torch.nn.init: the initializer, and its arguments by default
+_INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] = {
+    nn.init.uniform_: (make_uniform_initializer, {"low": 0.0, "high": 1.0}),
+    nn.init.normal_: (make_normal_initializer, {"mean": 0.0, "std": 1.0}),
+    nn.init.constant_: (make_constant_initializer, {}),
+    nn.init.zeros_: (make_constant_initializer, {"value": 0.0}),
+    nn.init.ones_: (make_constant_initializer, {"value": 1.0}),
+}
+_NAMES = {"a": "low", "b": "high", "val": "value"}  # torch's names of these arguments
 
 # by the value of TorchRec's DataType, and by torch's name
 _DATA_TYPES = {
@@ -65,6 +77,7 @@ class _RefusedFields:
     virtual_table_eviction_policy: Any = None
     enable_embedding_update: bool = False
     stash_weights: bool = False
+    pruning_indices_remapping: Any = None
 
 
 @dataclass
@@ -76,8 +89,10 @@ class EmbeddingConfig(_RefusedFields):
     as text, torch's dtype or TorchRec's DataType. feature_names: the features that look the table up; an empty list is
     one feature with the table's name. weight_init_min, weight_init_max: the range of new rows, uniform. The default is
     +-sqrt(1 / num_embeddings), or normal(0, 0.05) if num_embeddings is None. initializer: of new rows instead, from a
-    `make_*_initializer`. group: tables of one dim, data_type and group share an embedding, and so an optimizer.
-    bad_ids: "raise", or "drop" to take ids out of bounds as padding and count them.
+    `make_*_initializer`. init_fn: by TorchRec's way, `uniform_`, `normal_`, `constant_`, `zeros_` or `ones_` of
+    torch.nn.init, or a partial of one; each new row is drawn from its id. group: tables of one dim, data_type and group
+    share an embedding, and so an optimizer. bad_ids: "raise", or "drop" to take ids out of bounds as padding and count
+    them.
 
     The other fields of TorchRec's configs are accepted with their defaults, and raise OptionError otherwise.
     """
@@ -113,6 +128,18 @@ class EmbeddingConfig(_RefusedFields):
             raise OptionError(f"{where}: group={self.group!r}; give printable characters without slashes and dots")
         self.table_options()  # raises for a wrong initializer, range or bad_ids
 
+    def num_features(self) -> int:
+        """How many features look the table up."""
+        return len(self.feature_names)
+
+    def get_weight_init_min(self) -> float:
+        """The lower end of the range of new rows, of the default one if they are not uniform."""
+        return float(self._initializer().get("low", -sqrt(1 / (self.num_embeddings or 1))))
+
+    def get_weight_init_max(self) -> float:
+        """The upper end of the range of new rows, of the default one if they are not uniform."""
+        return float(self._initializer().get("high", sqrt(1 / (self.num_embeddings or 1))))
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the numbers of a stored row."""
@@ -129,6 +156,10 @@ class EmbeddingConfig(_RefusedFields):
             if low is not None or high is not None:
                 raise OptionError(f"table {self.name!r}: give initializer, or weight_init_min and weight_init_max")
             return self.initializer
+        if self.init_fn is not None:
+            if low is not None or high is not None:
+                raise OptionError(f"table {self.name!r}: give init_fn, or weight_init_min and weight_init_max")
+            return _initializer_of(self.init_fn, f"table {self.name!r}")
         if self.num_embeddings is None:
             if low is None and high is None:
                 return make_normal_initializer(0.0, 0.05)
@@ -144,11 +175,8 @@ class EmbeddingConfig(_RefusedFields):
                 f"{where}: data_type={self.data_type!r}; rows are stored in FP32, BF16 or FP16: give one of them, or "
                 "torch.float32, torch.bfloat16 or torch.float16"
             )
-        if self.init_fn is not None:
-            raise OptionError(
-                f"{where}: init_fn={self.init_fn!r}; each new row is initialized alone, from its id: give "
-                "initializer=make_normal_initializer(...), or another make_*_initializer"
-            )
+        if self.init_fn is not None and self.initializer is not None:
+            raise OptionError(f"{where}: give initializer, or init_fn")
         for name, (default, reason) in _UNUSED.items():
             if (given := getattr(self, name)) != default:
                 raise OptionError(f"{where}: {name}={given!r} is not supported: {reason}; leave it out")
@@ -169,6 +197,22 @@ class EmbeddingBagConfig(EmbeddingConfig):
                 "EmbeddingCollection for rows that are not pooled"
             )
         self.pooling = PoolingType(kind)
+
+
+def _initializer_of(init_fn: Any, where: str) -> Mapping[str, Any]:
+    """The initializer that a function of torch.nn.init means. OptionError for any other function."""
+    function, given = (init_fn.func, init_fn.keywords) if isinstance(init_fn, partial) else (init_fn, {})
+    if function not in _INIT_FNS or (isinstance(init_fn, partial) and init_fn.args) or given.get("generator"):
+        raise OptionError(
+            f"{where}: init_fn={init_fn!r}; each new row is initialized alone, from its id: give uniform_, normal_, "
+            "constant_, zeros_ or ones_ of torch.nn.init, as functools.partial(normal_, std=0.01), or "
+            "initializer=make_normal_initializer(...)"
+        )
+    make, defaults = _INIT_FNS[function]
+    try:
+        return make(**defaults | {_NAMES.get(name, name): value for name, value in given.items()})
+    except TypeError as error:
+        raise OptionError(f"{where}: init_fn={init_fn!r}: {error}") from None
 
 
 def config_of(given: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:

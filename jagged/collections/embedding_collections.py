@@ -55,6 +55,8 @@ class EmbeddingBagCollection(TableCollection):
     Raises OptionError.
     """
 
+    _kind = "embedding_bags"
+
     def __init__(
         self,
         tables: Sequence[Any],
@@ -226,6 +228,8 @@ class EmbeddingCollection(TableCollection):
     lookup; those beyond `length` are left out. Such a collection takes the id -1 (2**64 - 1 as uint64) for padding in
     every feature. The other arguments are those of an EmbeddingBagCollection. Raises OptionError.
     """
+
+    _kind = "embeddings"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`PositionWeighted`: a learned weight for each position in a bag."""
+"""A learned weight for each position in a bag, by TorchRec's names."""
 
 from __future__ import annotations
 
@@ -11,36 +11,64 @@ from torch import Tensor, nn
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
+from ..tensors.jagged_tensor import Jagged, JaggedTensor
 from ..tensors.keyed_jagged_tensor import KeyedJagged, KeyedJaggedTensor
 from ..tensors.validation import is_traced
-from .embedding_collections import features_of
+from .embedding_collections import features_of, jagged_of
 from .tables import numbers_of
 
 
-class PositionWeighted(nn.Module):
-    """Gives each id of a feature the weight of its position in the bag. All weights begin at 1.
+class PositionWeightedModule(nn.Module):
+    """Gives each id of one feature the weight of its position in the bag. All weights begin at 1.
+
+    max_feature_length: the maximum number of ids in a bag. `position_weight` [max_feature_length] is the parameter.
+    Raises OptionError. A longer bag raises as of a PositionWeightedModuleCollection.
+    """
+
+    def __init__(self, max_feature_length: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        length = _checked("max_feature_length", max_feature_length)
+        self.position_weight = nn.Parameter(torch.ones(length, device=device))
+
+    def reset_parameters(self) -> None:
+        """Make all weights 1 again."""
+        nn.init.ones_(self.position_weight)
+
+    def forward(self, features: Any) -> JaggedTensor:
+        """The same feature with weights. InputError."""
+        jagged = jagged_of(features)
+        weights = _weights({"feature": self.position_weight}, ["feature"], jagged)
+        return JaggedTensor(jagged.values(), weights, offsets=jagged.offsets())
+
+
+class PositionWeightedModuleCollection(nn.Module):
+    """Gives each id of some features the weight of its position in the bag. All weights begin at 1.
 
     max_feature_lengths: {feature: the maximum number of ids in a bag}. Other features of a batch have weights of 1.
-    `position_weight` [sum of lengths] is one parameter for all features, in their order. Raises OptionError.
+    `position_weights[feature]` [its length] is the parameter of a feature. Raises OptionError.
 
     A longer bag raises InputError. A graph on a GPU does not read lengths: ids beyond the last position have its
     weight.
     """
 
-    def __init__(self, max_feature_lengths: Mapping[str, int]) -> None:
+    def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | str | None = None) -> None:
         super().__init__()
         if not isinstance(max_feature_lengths, Mapping) or not max_feature_lengths:
             raise OptionError(f"max_feature_lengths={max_feature_lengths!r}: give {{feature: maximum ids of a bag}}")
-        for feature, length in max_feature_lengths.items():
-            if as_int(length, 1) is None:
-                raise OptionError(f"max_feature_lengths[{feature!r}]={length!r}: give the maximum ids of a bag, from 1")
-        self.max_feature_lengths = {feature: int(length) for feature, length in max_feature_lengths.items()}
-        self.position_weight = nn.Parameter(torch.ones(sum(self.max_feature_lengths.values())))
+        self.max_feature_lengths = {
+            feature: _checked(f"max_feature_lengths[{feature!r}]", length)
+            for feature, length in max_feature_lengths.items()
+        }
+        if dotted := [feature for feature in self.max_feature_lengths if "." in feature]:
+            raise OptionError(f"max_feature_lengths: {dotted[0]!r} names a parameter; use no dots")
+        self.position_weights = nn.ParameterDict()
+        for feature, length in self.max_feature_lengths.items():  # a dict of all would be sorted
+            self.position_weights[feature] = nn.Parameter(torch.ones(length, device=device))
 
-    def weights_of(self, feature: str) -> Tensor:
-        """The weights of one feature's positions, a view [its length]. KeyError."""
-        parts = self.position_weight.split([*self.max_feature_lengths.values()])
-        return dict(zip(self.max_feature_lengths, parts, strict=True))[feature]
+    def reset_parameters(self) -> None:
+        """Make all weights 1 again."""
+        for weights in self.position_weights.values():
+            nn.init.ones_(weights)
 
     def forward(self, features: Any) -> KeyedJagged:
         """The same features with weights, for a collection with is_weighted=True. KeyError, InputError.
@@ -52,27 +80,50 @@ class PositionWeighted(nn.Module):
             raise InputError(
                 "features: give a KeyedJaggedTensor with one bag for each sample and without weights, which this adds"
             )
-        batch.check_bags()
-        keys, offsets, device = batch.keys(), batch.offsets(), batch.values().device
-        numbers_of(self.max_feature_lengths, keys)  # raises for a missing feature
-        # a key without weights of its own takes the 1 behind all weights
-        limits, end = self.max_feature_lengths, len(self.position_weight)
-        spans = dict(zip(limits, pairwise(accumulate(limits.values(), initial=0)), strict=True))
-        bounds = [spans.get(key, (end, end + 1)) for key in keys]
-        index = torch.arange(batch.values().shape[0], device=device)
-        bag = torch.searchsorted(offsets, index, right=True) - 1
-        key = bag // max(batch.stride(), 1)
-        first = torch.tensor([begin for begin, _ in bounds], device=device)[key]
-        limit = torch.tensor([end - begin for begin, end in bounds], device=device)[key]
-        limited = torch.tensor([name in spans for name in keys], device=device)[key]
-        position = index - offsets[bag]
-        if is_traced():
-            position = _checked_positions(position, limit, limited, key, "\n".join(keys))
-        else:
-            _check(position, limit, limited, key, keys)
-        all_weights = torch.cat([self.position_weight, self.position_weight.new_ones(1)])
-        weights = all_weights[first + torch.minimum(position, limit - 1)]
-        return KeyedJaggedTensor(keys, batch.values(), weights, offsets=offsets)
+        numbers_of(self.max_feature_lengths, batch.keys())  # raises for a missing feature
+        weights = _weights(dict(self.position_weights.items()), batch.keys(), batch)
+        return KeyedJaggedTensor(batch.keys(), batch.values(), weights, offsets=batch.offsets())
+
+
+class PositionWeightedProcessor(PositionWeightedModuleCollection):
+    """As a PositionWeightedModuleCollection, of which only the features with weights of their own come back."""
+
+    def forward(self, features: Any) -> KeyedJagged:
+        """The features of `max_feature_lengths`, in their order in the batch, with weights. KeyError, InputError."""
+        weighted = super().forward(features)
+        own = [at for at, key in enumerate(weighted.keys()) if key in self.max_feature_lengths]
+        return weighted if len(own) == len(weighted.keys()) else weighted.permute(own)
+
+
+def _weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagged) -> Tensor:
+    """The weights [n] of the values of a batch, whose bags are of these keys in turn; 1 for a key without parameter."""
+    batch.check_bags()
+    offsets, device = batch.offsets(), batch.values().device
+    # a key without weights of its own takes the 1 behind all weights
+    ends = [0, *accumulate(len(weights) for weights in parameters.values())]
+    spans = dict(zip(parameters, pairwise(ends), strict=True))
+    bounds = [spans.get(key, (ends[-1], ends[-1] + 1)) for key in keys]
+    index = torch.arange(batch.values().shape[0], device=device)
+    bag = torch.searchsorted(offsets, index, right=True) - 1
+    samples = (offsets.shape[0] - 1) // max(len(keys), 1)
+    key = bag // max(samples, 1)
+    first = torch.tensor([begin for begin, _ in bounds], device=device)[key]
+    limit = torch.tensor([end - begin for begin, end in bounds], device=device)[key]
+    limited = torch.tensor([name in spans for name in keys], device=device)[key]
+    position = index - offsets[bag]
+    if is_traced():
+        position = _checked_positions(position, limit, limited, key, "\n".join(keys))
+    else:
+        _check(position, limit, limited, key, keys)
+    all_weights = torch.cat([*parameters.values(), next(iter(parameters.values())).new_ones(1)])
+    weights: Tensor = all_weights[first + torch.minimum(position, limit - 1)]
+    return weights
+
+
+def _checked(name: str, length: Any) -> int:
+    if as_int(length, 1) is None:
+        raise OptionError(f"{name}={length!r}: give the maximum ids of a bag, from 1")
+    return int(length)
 
 
 def _check(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: Sequence[str]) -> None:

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.world import World
+from ...embedding.dense_rows import dense_rows, dense_states, dense_tensors
+from ...embedding.eager import follow_in_backward
 from ...embedding.embedding import MultiTableEmbedding
 from ...embedding.model_snapshots import ModelSnapshots
-from ...embedding.saved_rows import SavedRows
+from ...embedding.rows_in_tensors import RowTensors
+from ...embedding.rows_reference import RowsReference
+from ...embedding.saved_rows import EXTRA, ROWS, SavedRows, extra_state_of
 from ...embedding.training_group import train_together
-from ...engine.errors import InputError, OptionError
+from ...engine.errors import InputError, OptionError, TierbedError
 from ...engine.options.initializers import AnyTableOptions
 from ...engine.options.lookup import DEVICES
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
@@ -206,6 +210,8 @@ class TableCollection(TableModule):
     tables, store_options, name, key_type, seed, output_dtype, share, device, world, state_dtype: as of a collection.
     """
 
+    _kind: str  # begins the names of TorchRec's parameters
+
     def __init__(
         self,
         tables: Sequence[Any],
@@ -254,15 +260,94 @@ class TableCollection(TableModule):
         """The configs of the tables, as they were given."""
         return list(self._original_configs)
 
-    def reset_parameters(self) -> None:
-        """Forget what all rows and their optimizer state learned, those of shared tables too.
+    def to_torchrec_state_dict(self) -> dict[str, Tensor]:
+        """The tables as `state_dict()` of TorchRec's collection has them, [num_embeddings, dim] each, copied.
 
-        On meta there are no rows.
+        `load_state_dict` takes such a state as well: then optimizers begin with new state, until
+        `load_torchrec_optimizer_state`. InputError for a table that takes any id.
         """
+        return {name: dense_rows(*self._dense_of(config)) for name, config in self._weight_names.items()}
+
+    def to_torchrec_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """The state of each table as TorchRec's KeyedOptimizer has it: tensors by the names of torch, and `step`.
+
+        [num_embeddings, dim] each, or [num_embeddings, 1] of one number a row. InputError, StoreError.
+        """
+        found = {}
+        for name, config in self._weight_names.items():
+            embedding, number, rows = self._dense_of(config)
+            states = dense_states(embedding, {number: rows})[number]
+            step = torch.tensor(float(embedding.table_handle().local_table.step))
+            found[name] = {"step": step, **{one: state.view(rows, -1) for one, state in states.items()}}
+        return found
+
+    def load_torchrec_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load state as `to_torchrec_optimizer_state`, or `state_dict()` of TorchRec's optimizer, has it.
+
+        The optimizer comes first, then the rows, then their state: give the collection's parameters to it, and load the
+        rows. Names may begin with those of modules around the collection. Writes all rows of each table. Raises as
+        `load_dense` of an embedding; InputError for a table without state.
+        """
+        with self.raise_on_all_ranks():
+            of_tables = {one.name: _state_of(self._kind, one.name, state.get("state", state)) for one in self.configs}
+        weights = {config.name: dense_rows(*self._dense_of(config)) for config in self.configs}
+        loads = []
+        for embedding in self.each():
+            own = [config.name for config in self.configs if self.embedding_of(config.name) is embedding]
+            with embedding.raise_on_all_ranks():
+                follow_in_backward(embedding)
+                names = embedding.table_handle().local_table.state.names
+                states = {name: {_state_name(k, names): v for k, v in of_tables[name].items()} for name in own}
+                loads.append((embedding, dense_tensors(embedding, {name: weights[name] for name in own}, states, None)))
+        for embedding, tensors in loads:
+            embedding.load_tensors(tensors)
+
+    @property
+    def _weight_names(self) -> dict[str, EmbeddingConfig]:
+        """The tables by the names of TorchRec's parameters."""
+        return {f"{self._kind}.{config.name}.weight": config for config in self.configs}
+
+    def _dense_of(self, config: EmbeddingConfig) -> tuple[MultiTableEmbedding, int, int]:
+        """A table's embedding, its number there, and how many rows it has as a dense table. InputError."""
+        if config.num_embeddings is None:
+            raise InputError(
+                f"table {config.name!r} takes any id, so it is no dense tensor; make it with num_embeddings, or use "
+                "save_snapshot or chunks()"
+            )
+        return self.embedding_of(config.name), self.table_location(config.name)[1], config.num_embeddings
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _, _, missing, _, errors = rest
+        dense = {name: state_dict.pop(prefix + name) for name in self._weight_names if prefix + name in state_dict}
+        if dense:
+            missing += [prefix + name for name in self._weight_names if name not in dense]
+        for embedding in self.each() if dense else ():
+            tables = {config.name: dense[name] for name, config in self._weight_names.items() if name in dense}
+            own = {name: rows for name, rows in tables.items() if self.embedding_of(name) is embedding}
+            where = f"{prefix}embeddings.{embedding.name}."
+            state_dict[f"{where}shadow"] = embedding.shadow
+            try:
+                with embedding.raise_on_all_ranks():
+                    whole = len(own) == embedding.spec.num_tables
+                    rows = dense_tensors(embedding, own, {}, 0 if whole else None) if own else {}
+                if rows and (table := embedding.table_handle().local_table).state.names and table.counts.rows:
+                    log.warning(
+                        "embedding %r: a load of rows drops their optimizer state; load it after", embedding.name
+                    )
+            except TierbedError as error:
+                errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
+                embedding.note_failed()
+                rows = {}
+            state_dict |= {f"{where}{ROWS}{name}": tensor for name, tensor in rows.items()}
+            if not rows:
+                state_dict[where + EXTRA] = extra_state_of(RowsReference(None))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def reset_parameters(self) -> None:
+        """Forget all rows and their optimizer state, those of shared tables too. On meta there are none."""
         for embedding in self.each():
             if embedding.device.type != "meta":
-                for tables, keys in [(tables, keys) for tables, keys, _ in embedding.chunks()]:
-                    embedding.delete(keys, tables)
+                embedding.load_tensors(RowTensors.none(embedding.spec).tensors)
 
     def _move_to(self, device: torch.device | str) -> None:
         """Let lookups run on a device; on meta they only have shapes. OptionError."""
@@ -332,6 +417,25 @@ def _may_have(folder: Path, tables: set[str]) -> bool:
     marker = FolderState(folder).read_clean_marker()
     names = () if marker is None or "tables" not in marker else names_in(marker)
     return not names or None in names or not tables.isdisjoint(names)
+
+
+def _state_of(kind: str, table: str, given: Mapping[Any, Any]) -> dict[str, Any]:
+    """A copy of the state that an optimizer of TorchRec has of a table. InputError."""
+    ends = f".{kind}.{table}.weight"
+    names = [name for name in given if f".{name}".endswith(ends) or name == f"{table}.weight"]
+    if len(names) != 1:
+        raise InputError(
+            f"state: it has {names or 'none'} of table {table!r}; give one, as {ends[1:]!r}, among those of "
+            f"{', '.join(map(str, given)) or 'no parameter'}"
+        )
+    return dict(given[names[0]])
+
+
+def _state_name(theirs: str, names: Sequence[str]) -> str:
+    """The name of a state here, by that in TorchRec: FBGEMM's `<table>.momentum_1` is the first one."""
+    last = theirs.rpartition(".")[2]
+    number = {"momentum1": 0, "momentum_1": 0, "momentum2": 1, "momentum_2": 1}.get(last, len(names))
+    return names[number] if number < len(names) else last
 
 
 def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:

@@ -54,6 +54,17 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "preallocated_host_buffers": (None, _INTERNAL),
 }
 
+# FBGEMM's constructor by position, after the tables and their features
+POSITIONS = (
+    "cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision",
+    "weights_precision", "output_dtype", "enforce_hbm", "optimizer", "record_cache_metrics", "gather_uvm_cache_stats",
+    "stochastic_rounding", "gradient_clipping", "max_gradient", "max_norm", "learning_rate", "eps", "momentum",
+    "weight_decay", "weight_decay_mode", "eta", "beta1", "beta2", "ensemble_mode", "emainplace_mode",
+    "counter_based_regularization", "cowclip_regularization", "pooling_mode", "device", "bounds_check_mode",
+    "uvm_non_rowwise_momentum", "use_experimental_tbe", "prefetch_pipeline", "stats_reporter_config", "table_names",
+    "optimizer_state_dtypes",
+)  # fmt: skip
+
 # those of FBGEMM that are taken whatever they are, and why they change nothing
 IDLE: dict[str, tuple[Any, str]] = {
     "use_experimental_tbe": (False, "tierbed has one implementation"),
@@ -61,7 +72,7 @@ IDLE: dict[str, tuple[Any, str]] = {
 }
 
 CALL: dict[str, tuple[Any, str]] = {
-    "total_unique_indices": (None, "it is of OptimType.NONE, which is not supported; leave it out"),
+    "total_unique_indices": (None, "it is of OptimType.NONE; leave it out"),
     "forward_stream": (None, "a table synchronises its own streams with the caller's; leave it out"),
     "hash_zch_identities": (None, _INTERNAL),
     "hash_zch_runtime_meta": (None, _INTERNAL),
@@ -80,6 +91,10 @@ def idle(given: dict[str, Any], dtype: torch.dtype) -> list[str]:
         del given["stochastic_rounding"]
     if given.get("preallocated_host_buffers") == {}:
         del given["preallocated_host_buffers"]
+    if (counts := given.get("record_cache_metrics")) is not None and not any(
+        getattr(counts, "__dict__", {1: counts}).values()
+    ):
+        del given["record_cache_metrics"]
     return taken
 
 

@@ -19,6 +19,7 @@ from ...engine.options.lookup import Lookup, check_lookup, check_weights
 from ...engine.options.table_spec import TableSpec
 from ...engine.signals import uninterrupted
 from ..tensors.keyed_tensor import ColumnOrder
+from ..tensors.validation import is_traced
 from .call_arguments import TBECall, select_features
 
 
@@ -74,10 +75,12 @@ class CallSplitter:
     def _bags_of_all(self, number: int, group: _FeatureGroup, call: TBECall) -> EmbeddingCall:
         """The call as it is, of which the lookup takes the bags of its features."""
         device, features = call.indices.device, len(self._embedding_of)
-        if (number, device) not in self._table_ids:
-            with torch.inference_mode(False):  # autograd saves it in later calls
-                self._table_ids[number, device] = torch.tensor(group.tables, device=device)
-        tables = self._table_ids[number, device]
+        tables: Any = group.tables
+        if not is_traced():  # a tensor of a trace has no values
+            if (number, device) not in self._table_ids:
+                with torch.inference_mode(False):  # autograd saves it in later calls
+                    self._table_ids[number, device] = torch.tensor(group.tables, device=device)
+            tables = self._table_ids[number, device]
         lookup = check_lookup(group.spec, call.indices, tables, call.offsets, self._pooling, group.features, features)
         check_weights(group.spec, lookup, call.weights)
         return EmbeddingCall(lookup, call.weights, [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,34 +18,35 @@ from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from ...distributed.world import World
+from ...embedding.dense_rows import CHUNK, dense_rows, dense_states, dense_tensors
 from ...embedding.embedding import MultiTableEmbedding
+from ...engine.cache.memory_split import MB
 from ...engine.checks import as_number
-from ...engine.errors import GraphError, InputError, OptionError, StoreError
-from ...engine.optim.row_optimizer import RowOptimizer
+from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.options.initializers import make_uniform_initializer
+from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
-from ...engine.table.table_report import scan_caught_up
 from ..collections.tables import Table, TableModule, group_tables
-from .call_arguments import CONSTRUCTOR, IDLE, TBECall, checked_call, idle, refuse, refuse_call
+from ..tensors.validation import is_traced
+from .call_arguments import CONSTRUCTOR, IDLE, POSITIONS, TBECall, checked_call, idle, refuse, refuse_call
 from .dispatch import CallSplitter, FusedUpdater
-from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, parse_dtype, parse_enum
+from .enums import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    ComputeDevice,
+    EmbeddingLocation,
+    OptimType,
+    PoolingMode,
+    WeightDecayMode,
+    parse_dtype,
+    parse_enum,
+)
 from .settings import DEFAULTS, Settings, ShiftedOptimizer, checked_state_dtype, checked_step
 from .specs import LOAD_FACTOR, Bounds, Caching, checked_features, checked_specs, device_of, stores_for
 
 log = logging.getLogger("tierbed")
-CHUNK = 1 << 16  # rows
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
 POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
-
-
-def copied_weights(embedding: MultiTableEmbedding, number: int, rows: int) -> Tensor:
-    """The rows [rows, dim] of one table; a row that was never written has its initial value."""
-    with torch.inference_mode(False):
-        weights = torch.empty(rows, embedding.dim, device=embedding.device)
-    for first in range(0, rows, CHUNK):
-        keys = torch.arange(first, min(first + CHUNK, rows))
-        weights[first : first + CHUNK] = embedding.get(keys, number)
-    return weights
 
 
 def fill_uniform(embedding: MultiTableEmbedding, number: int, rows: int, low: float, high: float) -> None:
@@ -52,36 +54,6 @@ def fill_uniform(embedding: MultiTableEmbedding, number: int, rows: int, low: fl
     for first in range(0, rows, CHUNK):
         keys = torch.arange(first, min(first + CHUNK, rows))
         embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(low, high), number)
-
-
-def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer: RowOptimizer) -> list[list[Tensor]]:
-    """The states of each table: [rows, dim] of a state of elements, [rows] of one number a row.
-
-    rows: of each table.
-    """
-    state, table = optimizer.row_state(embedding.dim), embedding.table_handle().local_table
-    # without inference mode, since a read-only copy detects writes by the tensor's version
-    with torch.inference_mode(False):
-        initial = list(zip(state.widths, state.initial, strict=True))
-        states = [
-            [torch.full((count, width), float(value), dtype=torch.float32) for width, value in initial]
-            for count in rows
-        ]
-        for _, chunk in scan_caught_up(table):
-            values = [table.form.numbers(chunk, name) for name in state.names]
-            for of_table, (number, count) in zip(states, enumerate(rows), strict=True):
-                chosen = (chunk["table"] == number) & (chunk["key"] < count)
-                keys = torch.from_numpy(chunk["key"][chosen].astype("i8"))
-                for copied, value in zip(of_table, values, strict=True):
-                    copied[keys] = torch.from_numpy(value[chosen])
-        is_of_row = [width == 1 for width in optimizer.row_state(2).widths]  # with a dim of 1 all widths are 1
-        return [
-            [
-                (copied.flatten() if of_row else copied).to(embedding.device)
-                for copied, of_row in zip(of_table, is_of_row, strict=True)
-            ]
-            for of_table in states
-        ]
 
 
 class ReadOnlyCopy(Tensor):
@@ -152,9 +124,9 @@ class TableBatchedEmbeddingBags(TableModule):
     store_options: from a `make_*_store_options`, instead of the locations. Then tables of one dim share an embedding,
     `<name>-d<dim>`, and the store is divided between the embeddings; or a mapping of stores by their names.
     optimizer: EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB, PARTIAL_ROWWISE_LAMB
-    or LARS_SGD. The numbers after it are FBGEMM's; a number that the optimizer lacks is refused. max_norm: after an
-    update, a row of a larger L2 norm is scaled to it; 0 is none. max_gradient: with `gradient_clipping`, the
-    magnitude to which each element of the output's gradient is clamped before it is summed.
+    or LARS_SGD; or NONE, with which an EagerOptimizer or a Graph trains the rows. The numbers after it are FBGEMM's.
+    max_norm: after an update, a row of a larger L2 norm is scaled to it; 0 is none. max_gradient: with
+    `gradient_clipping`, the magnitude to which each element of the output's gradient is clamped before it is summed.
     weights_precision: of stored rows, output_dtype: of results: torch.float32, float16 or bfloat16, or a SparseType of
     FBGEMM. Training rounds rows of 16 bits stochastically. optimizer_state_dtypes: {"momentum1": dtype, ...} of the
     states that `split_optimizer_states` returns, float32 or bfloat16. All states of elements have one dtype; states of
@@ -162,8 +134,8 @@ class TableBatchedEmbeddingBags(TableModule):
     bounds_check_mode: of indices that are out of a table's bounds. FATAL raises InputError; WARNING drops them, and
     logs the first; IGNORE drops them. A dropped index is left out of its bag, and `metrics()` counts it. NONE checks
     nothing: any 64-bit index is a row. Offsets are always checked.
-    name: begins the names of the embeddings. seed: of initial rows. unsupported: FBGEMM's other arguments, which are
-    refused. world: a `World` of tierbed.distributed, over whose ranks the rows are spread: every rank calls forward,
+    name: begins the names of the embeddings. seed: of initial rows. unsupported: FBGEMM's other arguments, refused
+    unless they ask for nothing. world: a `World` of tierbed.distributed, over whose ranks the rows are spread: every rank calls forward,
     and backward, of the same modules in the same order.
 
     Enums of FBGEMM are taken by value. In training mode, all lookups of a table in one forward are one update of its
@@ -204,7 +176,7 @@ class TableBatchedEmbeddingBags(TableModule):
     ) -> None:
         dtype = parse_dtype(weights_precision, "weights_precision")
         unused = idle(unsupported, dtype)
-        refuse(unsupported, CONSTRUCTOR, [*IDLE, *(type(self).__init__.__kwdefaults__ or ())])
+        refuse(unsupported, CONSTRUCTOR, [*IDLE, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())])
         bounds = Bounds(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), name)
         tables = checked_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
         super().__init__(check_name(name), [table.name for table in tables])
@@ -217,47 +189,50 @@ class TableBatchedEmbeddingBags(TableModule):
                 f"pooling_mode=PoolingMode.NONE returns a row for each index, and embedding_specs have dims {dims}; "
                 "give all tables one dim, or make a module for each"
             )
-        self._settings = Settings(
-            parse_enum(OptimType, optimizer, "optimizer"),
-            learning_rate,
-            {
-                "eps": eps,
-                "beta1": beta1,
-                "beta2": beta2,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "eta": eta,
-            },
-            parse_enum(WeightDecayMode, weight_decay_mode, "weight_decay_mode"),
-            max_norm,
-        )
+        chosen = parse_enum(OptimType, optimizer, "optimizer")
+        numbers = {
+            "eps": eps,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "eta": eta,
+        }
+        mode = parse_enum(WeightDecayMode, weight_decay_mode, "weight_decay_mode")
+        # without an optimizer of its own the module's rows are trained by an EagerOptimizer or a Graph
+        self._settings = None if chosen is OptimType.NONE else Settings(chosen, learning_rate, numbers, mode, max_norm)
         clip = _checked_clip(gradient_clipping, max_gradient)
         caching = Caching(parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm"), cache_load_factor)
         output, run_on = parse_dtype(output_dtype), device_of(tables[0].compute, device)
-        # autograd reaches lookups through it; it has no elements, so optimizers of the dense part leave it alone
-        self.anchor = nn.Parameter(torch.zeros(0))
-        dense = self._settings.make_optimizer([self.anchor])
-        self._numbers = dense.param_groups[0]
-        self._rows = ShiftedOptimizer(dense, self._numbers)
-        state_dtype = checked_state_dtype(optimizer_state_dtypes, self._rows)
-        of_state = check_state_dtype(state_dtype)
-        widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
+        self._rows: ShiftedOptimizer | None = None
+        state_dtype, widths = torch.float32, {dim: dim for dim in dims}
+        if self._settings is not None:
+            # autograd reaches lookups through it; it has no elements, so optimizers of the dense part leave it alone
+            self.anchor = nn.Parameter(torch.zeros(0))
+            dense = self._settings.make_optimizer([self.anchor])
+            self._rows = ShiftedOptimizer(dense, dense.param_groups[0])
+            state_dtype = checked_state_dtype(optimizer_state_dtypes, self._rows)
+            of_state = check_state_dtype(state_dtype)
+            widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
+            unused += self._settings.idle()
         groups = group_tables(name, tables)
         stores = stores_for(groups, store_options, caching, widths, unused)
         self._make_embeddings(groups, stores, torch.int64, None, check_seed(seed), output, world, state_dtype)
-        for embedding in self.each():
-            embedding.shadow.requires_grad_(False)  # no EagerOptimizer and no graph trains it
-            embedding.use_optimizer(self._rows)
-        self._updaters = [FusedUpdater(embedding, self._rows, clip) for embedding in self.each()]
-        numbers = {group: number for number, group in enumerate(groups)}
+        self._updaters = []
+        if self._rows is not None:
+            for embedding in self.each():
+                embedding.shadow.requires_grad_(False)  # no EagerOptimizer and no graph trains it
+                embedding.use_optimizer(self._rows)
+                self._updaters.append(FusedUpdater(embedding, self._rows, clip))
+        places = {group: number for number, group in enumerate(groups)}
         self._splitter = CallSplitter(
             name,
             [embedding.spec for embedding in self.each()],
-            [(numbers[group], table) for group, table in map(self.table_location, self.features)],
+            [(places[group], table) for group, table in map(self.table_location, self.features)],
             POOLING[self.pooling_mode],
         )
         self.to(run_on)
-        if unused := self._settings.idle() + unused:
+        if unused:
             log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", name, "; ".join(unused))
 
     def _seed_name(self, group: str, first: Table) -> str:
@@ -283,15 +258,20 @@ class TableBatchedEmbeddingBags(TableModule):
 
         Raises InputError, StoreError; GraphError while a graph is traced.
         """
-        anchor = self.anchor if self.training else self.anchor.detach()
         with self.raise_on_all_ranks():
             call = self._call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
             if feature_requires_grad is not None:
                 call = call.with_gradients(feature_requires_grad, len(self.features))
             calls = self._splitter.split(call)
-        results = [
-            updater.look_up(anchor, one.lookup, one.weights) for updater, one in zip(self._updaters, calls, strict=True)
-        ]
+        if self._rows is None:
+            pairs = zip(self.each(), calls, strict=True)
+            results = [embedding.look_up(one.lookup, one.weights) for embedding, one in pairs]
+            if is_traced():
+                return self._splitter.join(call, calls, results)
+        else:
+            anchor = self.anchor if self.training else self.anchor.detach()
+            updaters = zip(self._updaters, calls, strict=True)
+            results = [updater.look_up(anchor, one.lookup, one.weights) for updater, one in updaters]
         self._bounds.warn(self.each())
         return self._splitter.join(call, calls, results)
 
@@ -346,9 +326,9 @@ class TableBatchedEmbeddingBags(TableModule):
             remedy = (
                 f"split_embedding_weights of {self.name!r} copies rows, so a write into those of table {table.name!r} "
                 f"changes no stored row; call embedding_of({table.name!r}).put(torch.arange({table.num_embeddings}), "
-                f"rows, {table.name!r}), or clone() them for a tensor of your own"
+                f"rows, {table.name!r}) or load_dense, or clone() them for a tensor of your own"
             )
-            weights = copied_weights(self.embedding(group), number, table.num_embeddings)
+            weights = dense_rows(self.embedding(group), number, table.num_embeddings)
             copies.append(ReadOnlyCopy.of(weights, remedy))
         return copies
 
@@ -358,30 +338,91 @@ class TableBatchedEmbeddingBags(TableModule):
         [rows, dim] each, of EXACT_ROWWISE_ADAGRAD [rows]. EXACT_SGD has none, and returns an empty list. Raises
         StoreError if ranks share the rows.
         """
-        if not self._rows.states:
-            return []
-        if any(embedding.world is not None for embedding in self.each()):
-            raise StoreError(
-                f"split_optimizer_states of {self.name!r}: ranks share the rows, and no call gathers their states; "
-                "save a snapshot, whose files have them"
+        return [list(states.values()) for states in self.get_optimizer_state()]
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """The states of each table by their names, copies as of `split_optimizer_states`. StoreError."""
+        copies: list[dict[str, Tensor]] = []
+        for table, states in zip(self.tables, self._states(), strict=True):
+            remedy = (
+                f"split_optimizer_states of {self.name!r} copies them, so a write into that of table {table.name!r} "
+                "changes no row; call load_dense, or clone() it for a tensor of your own"
             )
-        rows = {table.name: table.num_embeddings for table in self.tables}
-        states: dict[str, list[Tensor]] = {}
-        for embedding in self.each():
-            names = [str(name) for name in embedding.spec.table_names]
-            copies = copied_states(embedding, [rows[name] for name in names], self._rows)
-            for name, of_table in zip(names, copies, strict=True):
-                remedy = (
-                    f"split_optimizer_states of {self.name!r} copies them, so a write into that of table {name!r} "
-                    "changes no row; load a snapshot or state_dict() that has the state, or clone() it for a tensor of "
-                    "your own"
+            copies.append({name: ReadOnlyCopy.of(state, remedy) for name, state in states.items()})
+        return copies if self._rows is not None and self._rows.states else []
+
+    def load_dense(
+        self,
+        weights: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor] | Sequence[Tensor]] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Replace the rows of all tables, by tensors as `split_embedding_weights` has them.
+
+        states: as `split_optimizer_states` or `get_optimizer_state` has them; without them the optimizer begins with
+        new state. step: how many updates there were, as `iter` has it; None keeps the number. Raises as an embedding's.
+        """
+        with self.raise_on_all_ranks():
+            if len(weights) != len(self.tables) or (states and len(states) != len(self.tables)):
+                raise InputError(
+                    f"load_dense of {self.name!r}: got weights of {len(weights)} tables and states of "
+                    f"{len(states or ())}; give them for each of {len(self.tables)} tables"
                 )
-                states[name] = [ReadOnlyCopy.of(state, remedy) for state in of_table]
-        return [states[name] for name in rows]
+            names = self._own_optimizer("load_dense").states if states else ()
+        by_name = [
+            dict(one) if isinstance(one, Mapping) else dict(zip(names, one, strict=True)) for one in states or []
+        ]
+        loads = []
+        for embedding in self.each():
+            own = {at: t.name for at, t in enumerate(self.tables) if self.embedding_of(t.name) is embedding}
+            given = {name: by_name[at] for at, name in own.items() if names}
+            with embedding.raise_on_all_ranks():
+                rows = {name: weights[at] for at, name in own.items()}
+                loads.append((embedding, dense_tensors(embedding, rows, given, step)))
+        for embedding, tensors in loads:
+            embedding.load_tensors(tensors)
+        if self._rows is not None and step is not None:
+            self._rows.shift = 0
+
+    @property
+    def iter(self) -> Tensor:
+        """How many updates there were, int64 [1], as FBGEMM counts them for ADAM's correction; a copy."""
+        steps = [embedding.table_handle().local_table.step for embedding in self.each()]
+        return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
+
+    def _states(self) -> list[dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {}
+        for embedding in self.each():
+            of = [table for table in self.tables if self.embedding_of(table.name) is embedding]
+            counts = {self.table_location(table.name)[1]: table.num_embeddings for table in of}
+            states = dense_states(embedding, counts)
+            found |= {table.name: states[self.table_location(table.name)[1]] for table in of}
+        return [found[table.name] for table in self.tables]
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The metrics of each embedding by its name; docs/metrics.md explains them."""
         return {embedding.name: embedding.metrics() for embedding in self.each()}
+
+    def flush(self) -> None:
+        """Write the rows that caches changed to the tiers below. StoreError."""
+        for embedding in self.each():
+            embedding.table_handle().local_table.flush()
+
+    def reset_cache_states(self) -> None:
+        """Nothing, since a cache always has the rows of its table: `load_dense` and `put` go through it."""
+
+    def reset_embedding_weight_momentum(
+        self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
+    ) -> None:
+        """Make pruned rows zeros, with new optimizer state.
+
+        Those of table buffer_ids[i] are pruned_indices[pruned_indices_offsets[i]:pruned_indices_offsets[i + 1]].
+        """
+        for number, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
+            rows, name = pruned_indices[begin:end], self.tables[number].name
+            embedding = self.embedding_of(name)
+            embedding.delete(rows, name)
+            embedding.put(rows, torch.zeros(len(rows), embedding.dim), name)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the next updates. OptionError."""
@@ -389,31 +430,35 @@ class TableBatchedEmbeddingBags(TableModule):
 
     def get_learning_rate(self) -> float:
         """The learning rate of the next update."""
-        return float(self._numbers["lr"])
+        return float(self._own_optimizer("get_learning_rate").group["lr"])
 
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
         """Set numbers of the optimizer by FBGEMM's names, and `lr`. If it raises OptionError, none is set."""
-        self._settings.change(self._numbers, params_dict)
+        rows = self._own_optimizer("update_hyper_parameters")
+        assert self._settings is not None
+        self._settings.change(rows.group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
         """Set how many updates ADAM's bias correction counts before the next one. OptionError.
 
         A store keeps its own count of updates: set the step again after a restart.
         """
-        self._rows.shift = checked_step(step) - max(
+        self._own_optimizer("set_optimizer_step").shift = checked_step(step) - max(
             embedding.table_handle().local_table.step for embedding in self.each()
         )
 
     def extra_repr(self) -> str:
-        optimizer = self._settings.optimizer.name
+        optimizer = "NONE" if self._settings is None else self._settings.optimizer.name
         return f"{self.name!r}, tables={len(self.tables)}, features={len(self.features)}, optimizer={optimizer}"
 
     def _call(self, indices: Any, offsets: Any, weights: Any, sizes: Any, unsupported: Mapping[str, Any]) -> TBECall:
-        if detect_fake_mode() is not None:
+        if self._rows is not None and detect_fake_mode() is not None:
             raise GraphError(
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
-                "it; use an EmbeddingBagCollection in a graph"
+                "it; make it with OptimType.NONE, and give its parameters() to an optimizer that add_optimizer takes"
             )
+        if self._rows is None:  # FBGEMM needs it, to make the memory of gradients
+            unsupported = {name: given for name, given in unsupported.items() if name != "total_unique_indices"}
         refuse_call(unsupported, ("indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"))
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
@@ -422,7 +467,60 @@ class TableBatchedEmbeddingBags(TableModule):
                 "batch_size_per_feature_per_rank: PoolingMode.NONE returns a row for each index and has no bags; leave "
                 "it out"
             )
-        return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, self.anchor.device)
+        device = next(self.each()).device
+        return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, device)
+
+    def _own_optimizer(self, call: str) -> ShiftedOptimizer:
+        if self._rows is None:
+            raise OptionError(
+                f"{call} of {self.name!r}: OptimType.NONE has no optimizer here; change that of the EagerOptimizer or "
+                "the Graph, and load states by load_dense of embedding_of(table)"
+            )
+        return self._rows
+
+
+class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
+    """A TableBatchedEmbeddingBags by FBGEMM's name, whose arguments may be given by position, in FBGEMM's order."""
+
+    def __init__(
+        self,
+        embedding_specs: Sequence[tuple[int, int, Any, Any]],
+        feature_table_map: Sequence[int] | None = None,
+        *positional: Any,
+        **named: Any,
+    ) -> None:
+        if len(positional) > len(POSITIONS):
+            raise OptionError(f"{len(positional) + 2} arguments by position; give those after {POSITIONS[-1]} by name")
+        by_name = dict(zip(POSITIONS, positional, strict=False))
+        if twice := [name for name in by_name if name in named]:
+            raise OptionError(f"{twice[0]}={named[twice[0]]!r}: it is given by position as well; give it once")
+        super().__init__(embedding_specs, feature_table_map, **by_name, **named)
+
+
+class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
+    """FBGEMM's table-batched embedding of rows in the folder `ssd_storage_directory`, below a cache of 32 rows a set.
+
+    embedding_specs: (rows, dim) each. Rows begin uniform between ssd_uniform_init_lower and ssd_uniform_init_upper.
+    options: those of a TableBatchedEmbeddingBags; RocksDB's are refused.
+    """
+
+    def __init__(
+        self,
+        embedding_specs: Sequence[tuple[int, int]],
+        feature_table_map: Sequence[int] | None,
+        cache_sets: int,
+        ssd_storage_directory: str,
+        *,
+        ssd_uniform_init_lower: float = -0.01,
+        ssd_uniform_init_upper: float = 0.01,
+        **options: Any,
+    ) -> None:
+        place = EmbeddingLocation.MANAGED, ComputeDevice.CUDA if torch.cuda.is_available() else ComputeDevice.CPU
+        row_bytes = max(8 * dim + 64 for _, dim in embedding_specs)  # with the state of most optimizers
+        store = make_cached_ssd_store_options(cache_sets * 32 * row_bytes / MB, ssd_storage_directory)
+        options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "store_options": store, **options}
+        super().__init__([(*spec, *place) for spec in embedding_specs], feature_table_map, **options)
+        self.init_embedding_weights_uniform(ssd_uniform_init_lower, ssd_uniform_init_upper)
 
 
 def _checked_clip(gradient_clipping: Any, max_gradient: Any) -> float | None:

@@ -68,11 +68,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         name, has = self.optimizer.name, _NUMBERS.get(self.optimizer)
-        if self.optimizer is OptimType.NONE:
-            raise OptionError(
-                "optimizer=OptimType.NONE would return sparse gradients of rows, which no tensor holds here; use an "
-                "EmbeddingBagCollection with an EagerOptimizer, or the nearest, OptimType.EXACT_SGD"
-            )
         if has is None:
             nearest = _NEAREST[self.optimizer].name
             raise OptionError(f"optimizer=OptimType.{name} is not supported; the nearest is OptimType.{nearest}")
@@ -153,6 +148,10 @@ class ShiftedOptimizer(RowOptimizer):
     """A row optimizer whose rule counts steps from another number. shift: what it adds to the embedding's step."""
 
     shift = 0
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        super().__init__(optimizer, group)
+        self.group = group
 
     def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
         return super().hyper(max(step + self.shift, 1), clip_value)

@@ -19,9 +19,9 @@ from tierbed.jagged import (
     JaggedTensor,
     KeyedJaggedTensor,
     PoolingType,
-    PositionWeighted,
     VariableBatchKeyedJaggedTensor,
 )
+from tierbed.jagged import PositionWeightedModuleCollection as Positions
 
 STORE = tierbed.make_device_mem_store_options()
 THREE = torch.tensor([1, 2, 3])
@@ -63,8 +63,8 @@ ARGUMENTS: list[Refusal] = [
     (config(embedding_dim=0), OptionError, "table 't': embedding_dim=", "0", "give a whole number from 1 on"),
     (config(name=""), OptionError, "table '': name=", "''", "give printable characters"),
     (config(data_type="INT8"), OptionError, "table 't': data_type=", "'INT8'", DTYPES),
-    (config(init_fn=torch.nn.init.zeros_), OptionError, "table 't': init_fn=", "zeros_", "give initializer="),
-    (config(need_pos=True), OptionError, "table 't': need_pos=", "True", "PositionWeighted"),
+    (config(init_fn=torch.nn.init.eye_), OptionError, "table 't': init_fn=", "eye_", "initializer=make_normal"),
+    (config(need_pos=True), OptionError, "table 't': need_pos=", "True", "PositionWeightedModuleCollection"),
     (config(use_virtual_table=True), OptionError, "use_virtual_table=", "True", "num_embeddings=None"),
     (config(feature_names="x"), OptionError, "table 't': feature_names=", "'x'", "give a list of names"),
     (config(feature_names=["x", "x"]), OptionError, "feature_names=", "has one twice", "name each once"),
@@ -89,8 +89,9 @@ ARGUMENTS: list[Refusal] = [
     (rows([ROW], STORE, device=3), OptionError, "device=", "3", "give one of them"),
     (bags(two_of_one_name(EmbeddingBagConfig), STORE), OptionError, "feature_names:", "'x@b'", "another name"),
     (rows(two_of_one_name(EmbeddingConfig), STORE), OptionError, "feature_names:", "'x@b'", "another name"),
-    (lambda: PositionWeighted({}), OptionError, "max_feature_lengths=", "{}", "give {feature: maximum ids"),
-    (lambda: PositionWeighted({"x": 0}), OptionError, "max_feature_lengths['x']=", "0", "give the maximum ids"),
+    (lambda: Positions({}), OptionError, "max_feature_lengths=", "{}", "give {feature: maximum ids"),
+    (lambda: Positions({"x": 0}), OptionError, "max_feature_lengths['x']=", "0", "give the maximum ids"),
+    (lambda: Positions({"x.y": 2}), OptionError, "max_feature_lengths: ", "'x.y'", "use no dots"),
 ]  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def test_a_shared_table_is_described_as_where_it_is() -> None:
 def test_wrong_batches_are_refused() -> None:
     two = [EmbeddingBagConfig(9, 4, "t", feature_names=["x", "y"])]
     step = "give the number of one of its 1 bags"
-    weighted, positions = keyed("t", weights=torch.ones(3)), PositionWeighted({"t": 2})
+    weighted, positions = keyed("t", weights=torch.ones(3)), Positions({"t": 2})
     with (
         EmbeddingBagCollection([BAG], STORE) as plain,
         EmbeddingBagCollection([BAG], STORE, is_weighted=True) as weighs,
@@ -162,7 +163,11 @@ def test_rows_that_are_not_pooled_need_offsets_of_all_their_ids(offsets: list[in
     given = {"x": JaggedTensor(THREE, offsets=torch.tensor(offsets))}
     batch = KeyedJaggedTensor(["x"], THREE, offsets=torch.tensor(offsets))
     with EmbeddingCollection([EmbeddingConfig(9, 4, "t", feature_names=["x"])], STORE, padded=padded) as collection:
-        for call, one in ((collection, given), (collection, batch), (PositionWeighted({"x": 3}), batch)):
+        for call, one in (
+            (collection, given),
+            (collection, batch),
+            (Positions({"x": 3}), batch),
+        ):
             with pytest.raises(InputError, match=r"offsets"):
                 call(one)
 

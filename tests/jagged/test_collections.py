@@ -14,7 +14,7 @@ import tierbed
 from support.cuda_tables import on_one_device, tables_on
 from support.embeddings import contents
 from support.stores import STORES, options
-from tierbed import EagerOptimizer, GraphError, InputError
+from tierbed import EagerOptimizer, InputError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.jagged import (
     EmbeddingBagCollection,
@@ -25,7 +25,9 @@ from tierbed.jagged import (
     KeyedJaggedTensor,
     Padded,
     PoolingType,
-    PositionWeighted,
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+    PositionWeightedProcessor,
 )
 
 STORE = tierbed.make_device_mem_store_options()
@@ -51,7 +53,7 @@ class Model(nn.Module):
 
     def __init__(self, store: Any) -> None:
         super().__init__()
-        self.positions = PositionWeighted({"x": 3, "z": 3})
+        self.positions = PositionWeightedModuleCollection({"x": 3, "z": 3})
         self.bags = bags(store, is_weighted=True)
         self.rows = EmbeddingCollection(
             [EmbeddingConfig(40, 3, "history", feature_names=["y"])], store, padded={"y": 2}
@@ -225,7 +227,7 @@ def test_a_padded_feature_has_rows_then_zeros(key_type: torch.dtype) -> None:
         assert (made(empty)["b"].values == 0).all()
 
 
-def test_features_apart_in_a_graph_need_a_dict_or_padding() -> None:
+def test_features_apart_are_trained_in_a_graph_by_a_keyed_jagged_tensor_or_a_dict() -> None:
     class Rows(tierbed.Graph):
         """The sum of all rows of a feature, trained."""
 
@@ -240,27 +242,40 @@ def test_features_apart_in_a_graph_need_a_dict_or_padding() -> None:
             total.backward()
             return total
 
-    with EmbeddingCollection([EmbeddingConfig(None, 3, "t", feature_names=["a"])], STORE) as made:
-        graph = Rows(made)
-        for seed in range(4):
-            features = batch(seed, ("a", "b"))
-            with pytest.raises(GraphError, match=r"dict of JaggedTensors, one for each key, or let .*padded"):
-                graph(features)
-            graph({"a": features["a"]})
-        assert not graph.why_recompiled()
-        assert made.embedding_of("t").size() > 0
+    tables = [EmbeddingConfig(None, 3, "t", feature_names=["a"])]
+    with EmbeddingCollection(tables) as keyed, EmbeddingCollection(tables) as apart, EmbeddingCollection(tables) as ran:
+        graphs = [Rows(made) for made in (keyed, apart, ran)]
+        batches = [batch(seed, ("a", "b")) for seed in range(6)]
+        totals = [(graphs[0](features), graphs[1]({"a": features["a"]})) for features in batches]
+        announced = list(graphs[2].run([(features,) for features in batches], ahead=2))
+        assert all(torch.equal(one, other) for one, other in totals)
+        assert all(torch.equal(one, other) for (one, _), other in zip(totals, announced, strict=True))
+        assert not any(graph.why_recompiled() for graph in graphs)
+        assert keyed.embedding_of("t").size() > 0
+        ids = torch.arange(40)
+        for made in (apart, ran):
+            assert torch.equal(keyed.embedding_of("t").get(ids), made.embedding_of("t").get(ids))
 
 
 def test_position_weights_begin_at_one_and_learn() -> None:
-    positions = PositionWeighted({"b": 2, "a": 3})
+    positions = PositionWeightedModuleCollection({"b": 2, "a": 3})
     features = KeyedJaggedTensor(["a", "c", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 1, 0, 2, 0]))
     with torch.no_grad():
-        positions.position_weight.copy_(torch.tensor([1.0, 2, 3, 4, 5]))
+        positions.position_weights["b"].copy_(torch.tensor([1.0, 2]))
+        positions.position_weights["a"].copy_(torch.tensor([3.0, 4, 5]))
     weighted = positions(features)
     assert weighted.weights().tolist() == [3, 4, 5, 1, 1, 2]
     weighted.weights().sum().backward()
-    assert positions.position_weight.grad.tolist() == [1, 1, 1, 1, 1]
-    assert positions.weights_of("a").tolist() == [3, 4, 5]
+    assert [one.grad.tolist() for one in positions.parameters()] == [[1, 1], [1, 1, 1]]
+    own = PositionWeightedProcessor({"b": 2, "a": 3})
+    own.load_state_dict(positions.state_dict())
+    assert own(features).keys() == ["a", "b"]
+    assert own(features).weights().tolist() == [3, 4, 5, 1, 2]
+    one = PositionWeightedModule(3)
+    one.load_state_dict({"position_weight": torch.tensor([3.0, 4, 5])})
+    assert one(features["a"]).weights().tolist() == [3, 4, 5]
+    with pytest.raises(InputError, match="a bag of more than 3 ids"):
+        one(JaggedTensor(torch.arange(4), lengths=torch.tensor([4])))
     with pytest.raises(InputError, match="feature 'b': a bag of more than 2 ids"):
         positions(KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor([0, 3])))
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import tierbed
 from support.tbe import MAP, TABLES, batch, fill, ours
 from tierbed import Graph
-from tierbed.engine.errors import ClosedError, GraphError, InputError
+from tierbed.engine.errors import ClosedError, GraphError, InputError, OptionError
 from tierbed.engine.table.table import PinnedBatch
 from tierbed.jagged import (
     CacheAlgorithm,
@@ -340,6 +340,49 @@ def test_optimizers_of_the_dense_part_leave_its_rows_alone():
     assert model.tbe.metrics()["tbe-d3-host"]["table"]["step"] == 2
 
 
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
+def test_without_an_optimizer_a_graph_or_an_eager_optimizer_trains_it(pooling):
+    def made():
+        tbe = ours(TABLES, MAP, optimizer=OptimType.NONE, pooling_mode=pooling)
+        torch.manual_seed(0)
+        fill(tbe, [torch.rand(size) for size in TABLES])
+        return tbe
+
+    fused = ours(TABLES, MAP, optimizer=OptimType.EXACT_ADAGRAD, learning_rate=0.1, eps=1e-8, pooling_mode=pooling)
+    torch.manual_seed(0)
+    fill(fused, [torch.rand(size) for size in TABLES])
+    eager, graphed = made(), made()
+    optimizer = tierbed.EagerOptimizer(torch.optim.Adagrad(eager.parameters(), lr=0.1, eps=1e-8), eager)
+
+    class Step(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tbe = graphed
+            self.add_optimizer(torch.optim.Adagrad(graphed.parameters(), lr=0.1, eps=1e-8))
+
+        def build(self, indices, offsets, weights):
+            out = self.tbe(indices, offsets, weights)
+            out.square().sum().backward()
+            return out
+
+    graph = Step()
+    for _ in range(3):
+        indices, offsets, weights = batch(TABLES, MAP, [3] * len(MAP), weighted=True)
+        outputs = [fused(indices, offsets, weights), eager(indices, offsets, weights, total_unique_indices=9)]
+        for output in outputs:
+            output.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for other in (outputs[1], graph(indices, offsets, weights)):
+            assert torch.equal(other, outputs[0])
+    for one_of, other, another in zip(*(tbe.split_embedding_weights() for tbe in (fused, eager, graphed)), strict=True):
+        assert torch.equal(one_of, other)
+        assert torch.equal(one_of, another)
+    assert eager.get_optimizer_state() == []
+    with pytest.raises(OptionError, match=r"update_hyper_parameters of 'tbe': OptimType\.NONE has no optimizer here"):
+        eager.set_learning_rate(0.1)
+
+
 def test_a_graph_refuses_it_and_names_what_to_use():
     class Step(Graph):
         def __init__(self) -> None:
@@ -352,5 +395,5 @@ def test_a_graph_refuses_it_and_names_what_to_use():
             loss.backward()
             return loss
 
-    with pytest.raises(GraphError, match=r"TableBatchedEmbeddingBags 'tbe' .*EmbeddingBagCollection"):
+    with pytest.raises(GraphError, match=r"TableBatchedEmbeddingBags 'tbe' .*OptimType\.NONE"):
         Step()(IDS, OFFSETS)

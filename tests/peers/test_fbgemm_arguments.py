@@ -168,7 +168,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest():
 
 BUILT = {
     *("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM"),
-    *("LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"),
+    *("LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD", "NONE"),
 }
 
 

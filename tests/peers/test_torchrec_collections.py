@@ -275,10 +275,10 @@ def test_models_of_torchrec_take_a_collection() -> None:
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        ("PartialRowWiseAdam", "tierbed.engine.optim.PartialRowWiseAdam"),
-        ("LAMB", "tierbed.engine.optim.LAMB"),
-        ("PartialRowWiseLAMB", "tierbed.engine.optim.PartialRowWiseLAMB"),
-        ("LarsSGD", "tierbed.engine.optim.LarsSGD"),
+        ("PartialRowWiseAdam", "tierbed.optim.PartialRowWiseAdam"),
+        ("LAMB", "tierbed.optim.LAMB"),
+        ("PartialRowWiseLAMB", "tierbed.optim.PartialRowWiseLAMB"),
+        ("LarsSGD", "tierbed.optim.LarsSGD"),
         ("Adam", "torch.optim.Adam"),
     ],
 )

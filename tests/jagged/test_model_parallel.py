@@ -1,0 +1,283 @@
+"""A model over ranks and its pipelines, by TorchRec's names, have the numbers of a plain loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.ranks import run_ranks
+from tierbed import CapacityError, EagerOptimizer, InputError, OptionError, make_device_mem_store_options
+from tierbed.jagged import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PositionWeightedModuleCollection,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDist,
+    get_module,
+    get_unwrapped_module,
+)
+
+CPU, STEPS = torch.device("cpu"), 6
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+@dataclass
+class Batch:
+    features: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch(self.features.to(device, non_blocking), self.labels.to(device))
+
+
+class Model(nn.Module):
+    def __init__(self, device: str = "cpu", **options: Any) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig(30, 4, "user"), EmbeddingBagConfig(30, 8, "item")]
+        self.bags = EmbeddingBagCollection(tables, device=device, **options)
+        self.rows = EmbeddingCollection([EmbeddingConfig(30, 4, "user")], name="ec", device=device, **options)
+        torch.manual_seed(0)
+        self.over = nn.Linear(12, 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        rows = self.rows(batch.features)["user"].values()
+        out = self.over(self.bags(batch.features).values())
+        loss = (out.squeeze(1) - batch.labels).square().mean() + rows.square().mean()
+        return loss, loss.detach()
+
+
+def train_in_backward(kind: Any, model: Model, lr: float = 0.1) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own import
+        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
+    _apply_optimizer_in_backward(kind, [*model.bags.parameters(), *model.rows.parameters()], {"lr": lr})
+
+
+def every(pipeline: Any, given: Iterator[Batch]) -> Iterator[Tensor]:
+    """All results of a pipeline."""
+    while True:
+        try:
+            yield pipeline.progress(given)
+        except StopIteration:
+            return
+
+
+def batches(count: int = STEPS, rank: int = 0) -> Iterator[Batch]:
+    for step in range(count):
+        random = torch.Generator().manual_seed(100 * step + rank)
+        lengths = torch.randint(1, 4, (10,), generator=random)
+        ids = torch.randint(30, (int(lengths.sum()),), generator=random)
+        yield Batch(KeyedJaggedTensor(["user", "item"], ids, lengths=lengths), torch.rand(5, generator=random))
+
+
+def rows_of(model: Model) -> list[Tensor]:
+    keys = torch.arange(30)
+    parts = (model.bags.embedding_of("user"), model.bags.embedding_of("item"), model.rows.embedding_of("user"))
+    return [part.get(keys) for part in parts]
+
+
+def plain_loop() -> tuple[list[Tensor], list[Tensor]]:
+    model = Model()
+    optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model)
+    losses = []
+    for batch in batches():
+        optimizer.zero_grad()
+        loss, output = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(output)
+    return losses, rows_of(model)
+
+
+@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_pipeline_trains_as_a_plain_loop(kind: Any, in_backward: bool) -> None:
+    losses, rows = plain_loop()
+    model = Model("meta")
+    if in_backward:
+        train_in_backward(torch.optim.Adagrad, model)
+    parallel = DistributedModelParallel(model, device=CPU)
+    assert get_module(parallel) is get_unwrapped_module(parallel) is parallel.module is model
+    assert set(parallel.state_dict()) == set(model.state_dict())
+    assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in model.named_parameters()]
+    optimizer: Any
+    if in_backward:
+        optimizer = torch.optim.Adagrad(model.over.parameters(), lr=0.1)
+        assert [group["lr"] for group in parallel.fused_optimizer.param_groups] == [0.1] * 3
+        parallel.fused_optimizer.load_state_dict(parallel.fused_optimizer.state_dict())
+    else:
+        optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1), parallel.module)
+    pipeline = kind(parallel, optimizer, CPU)
+    found = list(every(pipeline, batches()))
+    assert all(torch.equal(one, other) for one, other in zip(found, losses, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(rows_of(model), rows, strict=True))
+    met = [part.metrics()["table"]["prefetch_hits"] for part in model.bags.each()]
+    assert met == [0 if kind is TrainPipelineBase else STEPS - 3] * 2  # three batches are held before the first step
+    more = batches(1)
+    parallel.eval()
+    [evaluated] = every(pipeline, more)
+    assert torch.equal(evaluated, parallel(next(batches()))[1])
+
+
+def test_batches_that_are_held_at_the_end_are_trained_only_on_request() -> None:
+    model = Model()
+    train_in_backward(torch.optim.SGD, model)
+    optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=False)
+    assert len(list(every(pipeline, batches()))) == STEPS - 2
+
+
+def test_each_epoch_may_have_an_iterator_of_its_own() -> None:
+    model = Model()
+    model.rows.requires_grad_(False)  # and so is not announced
+    optimizer = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    for epoch in range(3):
+        given = batches()
+        for _ in range(STEPS):
+            pipeline.progress(given)
+        assert [part.metrics()["table"]["step"] for part in model.bags.each()] == [STEPS * (epoch + 1)] * 2
+    assert model.rows.embedding_of("user").size() == 0
+
+
+def test_a_step_in_backward_that_failed_is_not_taken_by_the_next() -> None:
+    with EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "user")], make_device_mem_store_options(capacity=2)) as bags:
+        train = torch.ones(3, 4)
+        model = nn.ModuleDict({"bags": bags})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+
+        def step(*ids: int) -> None:
+            bags(
+                KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+            ).values().sum().backward()
+
+        before = bags.embedding_of(0).get([0, 1, 2])
+        with pytest.raises(CapacityError):
+            step(0, 1, 2)
+        step(2)
+        assert torch.equal(before - bags.embedding_of(0).get([0, 1, 2]), torch.tensor([[0.0], [0], [1]]) * train)
+
+
+def test_what_has_no_meaning_here_is_refused_by_its_name() -> None:
+    model = Model()
+    plan = SimpleNamespace(plan={"bags": {"user": SimpleNamespace(sharding_type="table_wise")}})
+    with pytest.raises(OptionError, match=r"plan: bags\.user is 'table_wise'; rows are spread over all ranks"):
+        DistributedModelParallel(model, plan=plan)
+    plan.plan["bags"]["user"].sharding_type = "row_wise"
+    assert DistributedModelParallel(model, plan=plan, sharders=[]).plan is plan
+    with pytest.raises(OptionError, match=r"data_parallel_wrapper=<object .*>: torch's DistributedDataParallel wraps"):
+        DistributedModelParallel(model, data_parallel_wrapper=object())
+    with pytest.raises(OptionError, match="env=int: give a World, a process group"):
+        DistributedModelParallel(model, env=3)
+    with pytest.raises(OptionError, match="TrainPipelineSemiSync looks rows up one step early"):
+        TrainPipelineSemiSync(model, None, CPU)
+    with pytest.raises(OptionError, match="apply_jit=True"):
+        TrainPipelineSparseDist(model, None, CPU, apply_jit=True)
+    with pytest.raises(OptionError, match="enqueue=1: there is no such argument"):
+        TrainPipelineSparseDist(model, None, CPU, enqueue=1)
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.empty(3, device="meta"))
+
+    with pytest.raises(InputError, match=r"module is on meta, and has no reset_parameters\(\)"):
+        DistributedModelParallel(Own())
+    positions = nn.ModuleDict(
+        {"p": PositionWeightedModuleCollection({"f": 3}, device="meta"), "n": nn.BatchNorm1d(2, device="meta")}
+    )
+    DistributedModelParallel(positions)
+    assert positions["p"].position_weights["f"].tolist() == [1, 1, 1]
+    assert positions["n"].running_var.tolist() == [1, 1]
+
+
+def over_ranks(world: Any) -> list[Tensor]:
+    model = Model("meta")
+    train_in_backward(torch.optim.Adagrad, model)
+    parallel = DistributedModelParallel(model, env=world, device=CPU)
+    optimizer = torch.optim.Adagrad(parallel.module.over.parameters(), lr=0.1)
+    pipeline, given = TrainPipelineSparseDist(parallel, optimizer, CPU), batches(rank=world.rank)
+    for _ in range(STEPS):
+        pipeline.progress(given)
+    return [*rows_of(model), *(one.detach() for one in model.over.parameters())]
+
+
+def test_ranks_train_the_mean_of_their_losses() -> None:
+    """As one process does by both batches at once."""
+    model = Model()
+    optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model)
+    for pair in zip(batches(rank=0), batches(rank=1), strict=True):
+        optimizer.zero_grad()
+        sum(model(batch)[0] / 2 for batch in pair).backward()
+        optimizer.step()
+    expected = [*rows_of(model), *(one.detach() for one in model.over.parameters())]
+    for found in run_ranks(2, over_ranks):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def mistakes(world: Any) -> list[str]:
+    """What calls raise on each rank, of which rank 1 alone makes a mistake."""
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "user"), EmbeddingBagConfig(8, 4, "item")], world=world)
+    kept = EagerOptimizer(torch.optim.Adagrad(bags.parameters(), lr=0.1), bags)
+    bags.embedding_of("user").put([0], torch.ones(1, 4), "user")  # on one of the ranks
+    good, bad = bags.to_torchrec_state_dict(), world.rank == 1
+    state = {name: {"sum": torch.ones(8, 4), "step": 2} for name in good}
+    heard = []
+    calls: list[Any] = [
+        lambda: bags.load_state_dict({**good, "embedding_bags.user.weight": torch.ones(7 if bad else 8, 4)}),
+        lambda: bags.load_torchrec_optimizer_state({} if bad else state),
+        lambda: bags.load_torchrec_optimizer_state(state if not bad else {name: {"sum": 1} for name in state}),
+    ]
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            heard.append(str(error))
+        for embedding in bags.each():
+            embedding.keep_rows()  # as a state that could not be loaded asks for
+    bags.load_torchrec_optimizer_state(state)
+    bags.reset_parameters()
+    del kept
+    return [*heard, str(bags.embedding_of("user").size())]
+
+
+def test_a_mistake_of_one_rank_is_raised_on_all() -> None:
+    for found in run_ranks(2, mistakes):
+        assert len(found) == 4
+        assert found[3] == "0"
+        for said, what in zip(
+            found, ("7 rows, and the table has 8", "it has none of table", "'sum' is int"), strict=False
+        ):
+            assert what in said
+
+
+def open_before(world: Any) -> str:
+    model = Model()
+    model(next(batches()))
+    try:
+        DistributedModelParallel(model, env=world)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_was_used_before_is_refused() -> None:
+    for said in run_ranks(2, open_before):
+        assert "is open, with the rows of this process alone" in said

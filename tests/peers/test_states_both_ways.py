@@ -1,0 +1,267 @@
+"""Optimizer states go from TorchRec's and FBGEMM's tables to ours and back, and training goes on as it would have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchrec
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen as TheirTBE
+from torch import Tensor, nn
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from tierbed import EagerOptimizer, InputError, OptimizerError
+from tierbed.jagged import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+TABLES = [
+    torchrec.EmbeddingBagConfig(name="user", num_embeddings=20, embedding_dim=4, feature_names=["user"]),
+    torchrec.EmbeddingBagConfig(name="item", num_embeddings=12, embedding_dim=4, feature_names=["item", "seen"]),
+    torchrec.EmbeddingBagConfig(name="page", num_embeddings=15, embedding_dim=8, feature_names=["page"]),
+]
+KEYS = ["user", "item", "seen", "page"]
+HOST = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+
+
+def batch(seed: int, kind: type = KeyedJaggedTensor) -> Any:
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(KEYS) * 5,), generator=random)
+    return kind(KEYS, torch.randint(12, (int(lengths.sum()),), generator=random), lengths=lengths)
+
+
+def train(collection: Any, optimizer: Any, seeds: range, kind: type = KeyedJaggedTensor) -> list[Tensor]:
+    losses = []
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss = (collection(batch(seed, kind)).values() + 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, RowWiseAdagrad])
+def test_a_collection_goes_on_from_torchrecs_state_dict_and_back(kind: Any) -> None:
+    def optimizer_of(collection: nn.Module) -> KeyedOptimizerWrapper:
+        return KeyedOptimizerWrapper(dict(collection.named_parameters()), lambda given: kind(given, lr=0.2))
+
+    theirs = torchrec.EmbeddingBagCollection(tables=TABLES)
+    their_optimizer = optimizer_of(theirs)
+    train(theirs, their_optimizer, range(3), torchrec.KeyedJaggedTensor)
+    with EmbeddingBagCollection(tables=TABLES) as ours:
+        optimizer = EagerOptimizer(kind(ours.parameters(), lr=0.2), ours)
+        result = ours.load_state_dict(theirs.state_dict())
+        assert list(result.missing_keys + result.unexpected_keys) == []
+        ours.load_torchrec_optimizer_state(their_optimizer.state_dict())
+        close(
+            train(ours, optimizer, range(3, 6)),
+            train(theirs, their_optimizer, range(3, 6), torchrec.KeyedJaggedTensor),
+        )
+        close(ours.to_torchrec_state_dict(), dict(theirs.state_dict()))
+        states, wanted = ours.to_torchrec_optimizer_state(), their_optimizer.state_dict()["state"]
+        assert states.keys() == wanted.keys()
+        for name, of_table in states.items():
+            close(of_table["sum"], wanted[name]["sum"].view(of_table["sum"].shape))
+        again = torchrec.EmbeddingBagCollection(tables=TABLES)
+        again.load_state_dict(ours.to_torchrec_state_dict())
+        their_again = optimizer_of(again)
+        if kind is RowWiseAdagrad:  # its state exists before the first step
+            their_again.load_state_dict({"state": states})
+            close(
+                train(again, their_again, range(6, 8), torchrec.KeyedJaggedTensor), train(ours, optimizer, range(6, 8))
+            )
+        with EmbeddingBagCollection(tables=TABLES, name="second") as second:
+            second.load_state_dict(ours.to_torchrec_state_dict(), assign=True)
+            close(second.to_torchrec_state_dict(), dict(again.state_dict()))
+
+
+def test_a_fused_collections_state_is_loaded_by_its_names() -> None:
+    fused = FusedEmbeddingBagCollection(
+        tables=TABLES,
+        optimizer_type=torchrec.optim.RowWiseAdagrad,
+        optimizer_kwargs={"learning_rate": 0.2, "eps": 1e-10},
+        location=EmbeddingLocation.HOST,
+        device=torch.device("cpu"),
+    )
+    train(fused, fused.fused_optimizer(), range(3), torchrec.KeyedJaggedTensor)
+    with EmbeddingBagCollection(tables=TABLES) as ours:
+        optimizer = EagerOptimizer(RowWiseAdagrad(ours.parameters(), lr=0.2), ours)
+        ours.load_state_dict(fused.state_dict())
+        ours.load_torchrec_optimizer_state(fused.fused_optimizer().state_dict())
+        close(
+            train(ours, optimizer, range(3, 6)),
+            train(fused, fused.fused_optimizer(), range(3, 6), torchrec.KeyedJaggedTensor),
+        )
+
+
+def test_a_state_dict_that_does_not_fit_is_named() -> None:
+    with (
+        EmbeddingBagCollection(tables=TABLES) as ours,
+        EmbeddingCollection([EmbeddingConfig(None, 4, "any")]) as any_id,
+    ):
+        good = ours.to_torchrec_state_dict()
+        with pytest.raises(RuntimeError, match=r"weights of table user: 19 rows, and the table has 20"):
+            ours.load_state_dict({**good, "embedding_bags.user.weight": torch.rand(19, 4)})
+        lacking = {name: weight for name, weight in good.items() if "item" not in name}
+        with pytest.raises(RuntimeError, match=r"Missing key.*embedding_bags\.item\.weight"):
+            ours.load_state_dict(lacking)
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*embedding_bags\.other\.weight"):
+            ours.load_state_dict({**good, "embedding_bags.other.weight": torch.rand(1, 4)})
+        assert ours.load_state_dict(lacking, strict=False).missing_keys == ["embedding_bags.item.weight"]
+        with pytest.raises(InputError, match="table 'any' takes any id, so it is no dense tensor"):
+            any_id.to_torchrec_state_dict()
+
+
+@pytest.mark.parametrize("name", ["EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"])
+def test_a_table_batched_embedding_goes_on_from_fbgemms_states_and_back(name: str) -> None:
+    def made(kind: type) -> Any:
+        specs = [(20, 4, *HOST), (12, 8, *HOST)]
+        return kind(specs, optimizer=EmbOptimType[name], learning_rate=0.1, eps=1e-8)
+
+    def steps(tbe: Any, seeds: range) -> list[Tensor]:
+        outputs = []
+        for seed in seeds:
+            random = torch.Generator().manual_seed(seed)
+            indices = torch.randint(12, (14,), generator=random)
+            outputs.append(tbe(indices, torch.tensor([0, 3, 7, 7, 9, 12, 14])))
+            outputs[-1].backward(torch.rand(outputs[-1].shape, generator=random))
+        return [output.detach() for output in outputs]
+
+    theirs, ours = made(TheirTBE), made(SplitTableBatchedEmbeddingBagsCodegen)
+    theirs.init_embedding_weights_uniform(-1.0, 1.0)
+    steps(theirs, range(3))
+    weights = [one.clone() for one in theirs.split_embedding_weights()]
+    for states in (theirs.split_optimizer_states(), theirs.get_optimizer_state()):
+        ours.load_dense(weights, states, int(theirs.iter))
+        assert int(ours.iter) == int(theirs.iter)
+        close(ours.split_embedding_weights(), weights)
+        close(ours.split_optimizer_states(), [list(one) for one in theirs.split_optimizer_states()])
+    close(steps(ours, range(3, 6)), steps(theirs, range(3, 6)))
+    for one, other in zip(ours.get_optimizer_state(), theirs.get_optimizer_state(), strict=True):
+        close(dict(one), dict(other))
+    with pytest.raises(InputError, match="got weights of 1 tables and states of 0; give them for each of 2 tables"):
+        ours.load_dense(weights[:1])
+    ours.reset_embedding_weight_momentum(
+        torch.tensor([1, 2, 5]), torch.tensor([0, 2, 3]), torch.tensor([0, 1]), torch.tensor([0, 1])
+    )
+    assert (ours.split_embedding_weights()[0][1:3] == 0).all()
+    assert (ours.split_optimizer_states()[1][0][5] == 0).all()
+    ours.flush()
+    ours.reset_cache_states()
+
+
+class Both(nn.Module):
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc, self.over = ebc, nn.Linear(20, 1)
+        with torch.no_grad():
+            self.over.weight.fill_(0.1)
+            self.over.bias.fill_(0.2)
+
+    def forward(self, features: Any) -> Any:
+        return self.ebc(features)
+
+
+def test_keyed_combined_and_warmup_optimizers_of_torchrec_train_rows() -> None:
+    def optimizer_of(model: nn.Module) -> Any:
+        keyed = [
+            KeyedOptimizerWrapper(dict(part.named_parameters()), lambda given: torch.optim.Adagrad(given, lr=0.2))
+            for part in (model.ebc, model.over)
+        ]
+        stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.1)]
+        combined = CombinedOptimizer([("ebc", keyed[0]), ("over", keyed[1])])
+        return WarmupOptimizer(combined, stages, lr=0.2)
+
+    torch.manual_seed(0)
+    theirs = Both(torchrec.EmbeddingBagCollection(tables=TABLES))
+    with EmbeddingBagCollection(tables=TABLES) as ebc:
+        ours = Both(ebc)
+        ebc.load_state_dict(theirs.ebc.state_dict())
+        optimizer = EagerOptimizer(optimizer_of(ours), ours)
+        close(
+            train(ours, optimizer, range(6)),
+            train(theirs, optimizer_of(theirs), range(6), torchrec.KeyedJaggedTensor),
+        )
+        optimizer.state_dict()
+
+
+def test_a_clipping_optimizer_of_torchrec_is_refused_by_its_name() -> None:
+    from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+
+    with EmbeddingBagCollection(tables=TABLES) as ours:
+        keyed = KeyedOptimizerWrapper(dict(ours.named_parameters()), lambda given: torch.optim.SGD(given, lr=0.2))
+        with pytest.raises(OptimizerError, match="GradientClippingOptimizer clips gradients that tensors hold"):
+            EagerOptimizer(GradientClippingOptimizer(keyed, GradientClipping.NORM), ours)
+        assert [name for name, _ in in_backward_optimizer_filter(ours.named_parameters())]
+
+
+def test_what_is_not_loaded_keeps_its_rows_state_and_step(caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddingBagCollection(tables=TABLES) as whole:
+        optimizer = EagerOptimizer(torch.optim.Adam(whole.parameters(), lr=0.1), whole)
+        train(whole, optimizer, range(3))
+        before, states = whole.to_torchrec_state_dict(), whole.to_torchrec_optimizer_state()
+        part = EmbeddingBagCollection(tables=TABLES[:1], name="part", share=whole)
+        part.load_state_dict(part.to_torchrec_state_dict())
+        assert "a load of rows drops their optimizer state" in caplog.text
+        after = whole.to_torchrec_optimizer_state()
+        close(whole.to_torchrec_state_dict(), before)
+        for name in (f"embedding_bags.{table}.weight" for table in ("item", "page")):
+            close(after[name], states[name])
+        whole.load_torchrec_optimizer_state(states)
+        without = {name: {k: v for k, v in one.items() if k != "step"} for name, one in states.items()}
+        whole.load_torchrec_optimizer_state(without)
+        close(whole.to_torchrec_optimizer_state(), states)  # a state without step keeps the number
+        wrong = {**states, "embedding_bags.page.weight": {"exp_avg": torch.rand(1), "exp_avg_sq": torch.rand(1)}}
+        with pytest.raises(InputError, match=r"states of table page: 'exp_avg' is \[1\]"):
+            whole.load_torchrec_optimizer_state({name: {**one, "step": 99} for name, one in wrong.items()})
+        close(whole.to_torchrec_optimizer_state(), states)
+        for given in ({}, {**states, "other.embedding_bags.page.weight": {}}, {0: {}, "over.page.weight": {}}):
+            with pytest.raises(InputError, match=r"of table '(user|page)'; give one, as 'embedding_bags\."):
+                whole.load_torchrec_optimizer_state(given)
+        whole.reset_parameters()
+        assert [embedding.size() for embedding in whole.each()] == [0, 0]
+        assert {float(one["step"]) for one in whole.to_torchrec_optimizer_state().values()} == {0.0}
+        train(whole, optimizer, range(1))
+
+
+def test_a_load_that_fails_changes_no_table() -> None:
+    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+        [(20, 4, *HOST), (12, 8, *HOST)], optimizer=EmbOptimType.EXACT_ADAGRAD, learning_rate=0.1
+    )
+    tbe.set_optimizer_step(7)
+    weights = [torch.ones(20, 4), torch.ones(12, 8)]
+    with pytest.raises(InputError, match=r"states of table table-1: 'sum' is \[1\]"):
+        tbe.load_dense(weights, [[torch.ones(20, 4)], [torch.ones(1)]])
+    assert all((rows == 0).all() for rows in tbe.split_embedding_weights())
+    tbe.load_dense(weights)
+    assert int(tbe.iter) == 7
+
+
+def test_a_wrapper_that_changes_gradients_is_refused_and_not_left_out() -> None:
+    class Halved(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self._optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+            self.defaults = optimizer.defaults
+
+    with (
+        EmbeddingBagCollection(tables=TABLES) as ours,
+        pytest.raises(OptimizerError, match=r"Halved cannot update rows"),
+    ):
+        EagerOptimizer(Halved(torch.optim.SGD(ours.parameters(), lr=1.0)), ours)
