@@ -135,8 +135,8 @@ class TableBatchedEmbeddingBags(TableModule):
     logs the first; IGNORE drops them. A dropped index is left out of its bag, and `metrics()` counts it. NONE checks
     nothing: any 64-bit index is a row. Offsets are always checked.
     name: begins the names of the embeddings. seed: of initial rows. unsupported: FBGEMM's other arguments, refused
-    unless they ask for nothing. world: a `World` of tierbed.distributed, over whose ranks the rows are spread: every rank calls forward,
-    and backward, of the same modules in the same order.
+    unless they ask for nothing. world: a `World` of tierbed.distributed, over whose ranks the rows are spread: every
+    rank calls forward, and backward, of the same modules in the same order.
 
     Enums of FBGEMM are taken by value. In training mode, all lookups of a table in one forward are one update of its
     rows; in evaluation, and under no_grad, nothing changes. Raises OptionError, OptimizerError.
