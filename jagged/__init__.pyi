@@ -4,6 +4,7 @@ from .collections.configs import PoolingType as PoolingType
 from .collections.embedding_collections import EmbeddingBagCollection as EmbeddingBagCollection
 from .collections.embedding_collections import EmbeddingCollection as EmbeddingCollection
 from .collections.embedding_collections import Padded as Padded
+from .collections.position_weighted import GroupedPositionWeightedModule as GroupedPositionWeightedModule
 from .collections.position_weighted import PositionWeightedModule as PositionWeightedModule
 from .collections.position_weighted import PositionWeightedModuleCollection as PositionWeightedModuleCollection
 from .collections.position_weighted import PositionWeightedProcessor as PositionWeightedProcessor

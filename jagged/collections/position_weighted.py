@@ -85,6 +85,9 @@ class PositionWeightedModuleCollection(nn.Module):
         return KeyedJaggedTensor(batch.keys(), batch.values(), weights, offsets=batch.offsets())
 
 
+GroupedPositionWeightedModule = PositionWeightedModuleCollection  # TorchRec's of sharded collections
+
+
 class PositionWeightedProcessor(PositionWeightedModuleCollection):
     """As a PositionWeightedModuleCollection, of which only the features with weights of their own come back."""
 

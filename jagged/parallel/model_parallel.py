@@ -120,9 +120,8 @@ class InBackward:
     def __init__(self, module: nn.Module) -> None:
         self.defaults = {"_save_param_groups": False}
         self.state: dict[nn.Parameter, Any] = {}  # that of rows is with the rows
-        given = {name: one for name, one in module.named_parameters() if hasattr(one, IN_BACKWARD)}
-        self.params: dict[str, nn.Parameter] = given
-        self.optimizers = {name: optimizer for name, one in given.items() for optimizer in getattr(one, IN_BACKWARD)}
+        self.params = {name: one for name, one in module.named_parameters() if hasattr(one, IN_BACKWARD)}
+        self.optimizers = {name: given for name, one in self.params.items() for given in getattr(one, IN_BACKWARD)}
 
     def __getitem__(self, index: int) -> Any:
         return ("", self)[index]

@@ -71,13 +71,11 @@ class TrainPipelineBase:
 
     def _fill(self, batches: Iterator[Any]) -> None:
         while not self._exhausted and len(self._batches) <= self._ahead:
-            try:
-                batch = next(batches)
-            except StopIteration:
+            batch = next(batches, self)
+            if batch is self:
                 self._exhausted = True
                 return
-            if hasattr(batch, "to"):
-                batch = batch.to(self._device, non_blocking=True)
+            batch = batch.to(self._device, non_blocking=True) if hasattr(batch, "to") else batch
             self._batches.append(batch)
             if self._model.training and len(self._batches) > 1:
                 self._announce(batch)
@@ -89,8 +87,8 @@ class TrainPipelineBase:
                 collection.prefetch(_part(batch, path))
 
     def _collections(self) -> list[EmbeddingBagCollection | EmbeddingCollection]:
-        kinds = (EmbeddingBagCollection, EmbeddingCollection)
-        return [one for one in get_unwrapped_module(self._model).modules() if isinstance(one, kinds)]
+        modules = get_unwrapped_module(self._model).modules()
+        return [one for one in modules if isinstance(one, EmbeddingBagCollection | EmbeddingCollection)]
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):

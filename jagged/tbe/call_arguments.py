@@ -85,8 +85,7 @@ def idle(given: dict[str, Any], dtype: torch.dtype) -> list[str]:
     """Takes arguments out that change nothing, and returns them with the reason. dtype: of stored rows."""
     taken = []
     for name, (default, reason) in IDLE.items():
-        if given.pop(name, default) != default:
-            taken.append(f"{name}: {reason}")
+        taken += [f"{name}: {reason}"] * (given.pop(name, default) != default)
     if given.get("stochastic_rounding") is False and dtype == torch.float32:
         del given["stochastic_rounding"]
     if given.get("preallocated_host_buffers") == {}:
