@@ -23,6 +23,7 @@ from .rows_in_tensors import RowTensors
 
 CHUNK = 1 << 16  # rows
 States = dict[str, Tensor]
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def dense_rows(embedding: KeyedRows, number: int, rows: int) -> Tensor:
@@ -83,14 +84,13 @@ def dense_tensors(
     spec, table = embedding.spec, embedding.table_handle(for_load=True).local_table
     given, given_states = _by_number(spec, "weights", weights), _by_number(spec, "states", states)
     given_states = {number: dict(of_table) for number, of_table in given_states.items()}
-    steps = [int(of_table.pop("step")) for of_table in given_states.values() if "step" in of_table]
-    at = max(steps, default=table.step) if step is None else as_int(step, 0, LAST_STEP)
-    if at is None:
-        raise InputError(f"step={step!r}: give a whole number from 0 to {LAST_STEP}")
+    steps = [_step(of_table.pop("step")) for of_table in given_states.values() if "step" in of_table]
+    at = max(steps, default=table.step) if step is None else _step(step)
     for number, of_table in given_states.items():
         if number not in given:
             raise InputError(f"states of table {spec.labels[number]}: give its weights as well")
-        _check_states(table, number, of_table, len(given[number]))
+        if of_table or table.state.names:  # others have a step alone
+            _check_states(table, number, of_table, len(given[number]))
     for number, rows in given.items():
         _check_rows(spec, number, rows)
     if embedding.world is not None and len(given) < spec.num_tables:
@@ -106,6 +106,15 @@ def dense_tensors(
         chunks = kept + [rows for number in given for rows in _dense(table, number, given, given_states, at)]
         description = spec.describe(table.state, hyper, at)
         return RowTensors.filled(description, sum(map(len, chunks)), chunks).tensors
+
+
+def _step(given: Any) -> int:
+    """A number of steps; torch has it as a tensor of a float. InputError."""
+    number = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+    step = as_int(int(number) if isinstance(number, float) and number.is_integer() else number, 0, LAST_STEP)
+    if step is None:
+        raise InputError(f"step={given!r}: give a whole number from 0 to {LAST_STEP}")
+    return step
 
 
 def _by_number(spec: TableSpec, argument: str, given: Any) -> dict[int, Any]:
@@ -129,9 +138,9 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
     where, ids = f"weights of table {spec.labels[number]}", spec.tables[number].ids
     if isinstance(rows, Tensor) and type(rows).__module__.startswith("torch.distributed"):
         raise InputError(f"{where}: a {type(rows).__name__}, parts of which are on other ranks; give the whole tensor")
-    if not isinstance(rows, Tensor) or not rows.is_floating_point() or rows.dim() != 2 or rows.shape[1] != spec.dim:
+    if not isinstance(rows, Tensor) or rows.dtype not in _FLOATS or rows.dim() != 2 or rows.shape[1] != spec.dim:
         got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(f"{where}: got {got}; give floats [rows, {spec.dim}]")
+        raise InputError(f"{where}: got {got}; give torch.float32, or floats of 16 bits, [rows, {spec.dim}]")
     if ids is not None and len(rows) != ids:
         raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with num_embeddings of them")
     for first in range(0, len(rows), CHUNK):

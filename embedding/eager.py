@@ -352,7 +352,7 @@ def train_in_backward(embedding: EmbeddingBase) -> None:
 
 def follow_in_backward(embedding: EmbeddingBase) -> None:
     """Let the rows follow the optimizer that `apply_optimizer_in_backward` gave the embedding, if there is one."""
-    given = getattr(embedding.shadow, IN_BACKWARD, None)
+    given = getattr(embedding.shadow, IN_BACKWARD, None) if embedding.shadow.requires_grad else None
     if given is not None and len(given) != 1:
         raise OptimizerError(
             f"embedding {embedding.name!r}: apply_optimizer_in_backward gave it {len(given)} optimizers; give it one"

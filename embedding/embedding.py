@@ -199,8 +199,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         weights: by the table's number or name, floats [rows, dim]. states: by table, the optimizer's states by name:
         [rows, dim], or [rows] of one number a row. Without them the optimizer begins with new state.
-        step: how many steps the rows were trained, which Adam's correction counts; None is the `step` among the states,
-        as torch has it, or the embedding's own. Other tables keep their rows, and then the step must be theirs.
+        step: how many steps the rows were trained, which Adam's correction counts; None is the largest `step` of the
+        states, as torch has it, or the embedding's own. Other tables keep their rows, and then the step must be theirs.
 
         If this raises, nothing has changed: InputError, OptimizerError, StoreError, SnapshotError.
         """

@@ -383,7 +383,7 @@ class Graph(ModelSnapshots, HasBuild):
                     self.__splits = True
                     try:
                         return self.__compiled(args, kwargs, static_only)
-                    except GraphError:
+                    except BaseException:
                         self.__splits = False
                         raise
             own = bool(dynamic_leaves) and step.guard is None  # its sizes are not in the signature

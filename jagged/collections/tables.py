@@ -330,10 +330,12 @@ class TableCollection(TableModule):
                 with embedding.raise_on_all_ranks():
                     whole = len(own) == embedding.spec.num_tables
                     rows = dense_tensors(embedding, own, {}, 0 if whole else None) if own else {}
-                if rows and (table := embedding.table_handle().local_table).state.names and table.counts.rows:
-                    log.warning(
-                        "embedding %r: a load of rows drops their optimizer state; load it after", embedding.name
-                    )
+                if (
+                    rows
+                    and (table := embedding.table_handle(for_load=True).local_table).state.names
+                    and table.counts.rows
+                ):
+                    log.warning("embedding %r: a load of rows drops optimizer state; load it after", embedding.name)
             except TierbedError as error:
                 errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
                 embedding.note_failed()

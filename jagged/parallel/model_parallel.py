@@ -200,13 +200,12 @@ def _check_plan(plan: Any) -> None:
 
 
 def _leave_meta(root: nn.Module, device: torch.device) -> None:
-    """Move modules that are on meta to a device, where their parameters get their first values. InputError."""
-    modules, resets = dict(root.named_modules()), {}
+    """Move what is on meta to a device, where parameters get their first values. InputError."""
+    modules, resets, moved = dict(root.named_modules()), {}, {}
     for path, module in modules.items():
-        before = dict(module.named_parameters(recurse=False))
-        if not any(one.device.type == "meta" for one in [*before.values(), *module.buffers(recurse=False)]):
-            continue
-        if not isinstance(module, MultiTableMultiColumnEmbedding):
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        on_meta = [(name, tensor) for name, tensor in own if tensor.device.type == "meta"]
+        if on_meta and not isinstance(module, MultiTableMultiColumnEmbedding):
             around = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
             owner = next((one for one in around if hasattr(modules[one], "reset_parameters")), None)
             if owner is None:
@@ -214,14 +213,14 @@ def _leave_meta(root: nn.Module, device: torch.device) -> None:
                     f"{path or 'module'} is on meta, and has no reset_parameters(); add one, or make it here"
                 )
             resets[owner] = modules[owner]
-        module.to_empty(device=device, recurse=False)
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, MultiTableMultiColumnEmbedding):
-                nn.init.zeros_(parameter)
-            if hasattr(before[name], IN_BACKWARD) and parameter is not before[name]:
+        for name, tensor in on_meta:
+            new = torch.zeros_like(tensor, device=device)
+            new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            setattr(module, name, moved.setdefault(id(tensor), new))  # tied ones stay tied
+            if hasattr(tensor, IN_BACKWARD) and moved[id(tensor)] is new:
                 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 
-                for kind, settings in zip(before[name]._optimizer_classes, before[name]._optimizer_kwargs, strict=True):
-                    _apply_optimizer_in_backward(kind, [parameter], settings)
+                for kind, settings in zip(tensor._optimizer_classes, tensor._optimizer_kwargs, strict=True):
+                    _apply_optimizer_in_backward(kind, [new], settings)
     for module in resets.values():
         module.reset_parameters()

@@ -368,10 +368,8 @@ class TableBatchedEmbeddingBags(TableModule):
                     f"load_dense of {self.name!r}: got weights of {len(weights)} tables and states of "
                     f"{len(states or ())}; give them for each of {len(self.tables)} tables"
                 )
-            names = self._own_optimizer("load_dense").states if states else ()
-        by_name = [
-            dict(one) if isinstance(one, Mapping) else dict(zip(names, one, strict=True)) for one in states or []
-        ]
+            names = [*self._own_optimizer("load_dense").states, "another"] if states else []
+            by_name = [dict(one if isinstance(one, Mapping) else zip(names, one, strict=False)) for one in states or ()]
         loads = []
         for embedding in self.each():
             own = {at: t.name for at, t in enumerate(self.tables) if self.embedding_of(t.name) is embedding}
@@ -381,7 +379,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 loads.append((embedding, dense_tensors(embedding, rows, given, step)))
         for embedding, tensors in loads:
             embedding.load_tensors(tensors)
-        if self._rows is not None and step is not None:
+        if self._rows is not None and (step is not None or any("step" in one for one in by_name)):
             self._rows.shift = 0
 
     @property

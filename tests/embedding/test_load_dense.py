@@ -101,8 +101,18 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
     cases: list[tuple[Any, Any, str]] = [
         ({"c": weights}, None, "weights: table 'c' of embedding 'rows'; give one of 0 to 1, or by name 'a', 'b'"),
         ({"a": weights[1:]}, None, "weights of table a: 29 rows, and the table has 30"),
-        ({"a": weights[:, 1:]}, None, r"weights of table a: got torch.float32 \[30, 3\]; give floats \[rows, 4\]"),
+        (
+            {"a": weights[:, 1:]},
+            None,
+            r"weights of table a: got torch.float32 \[30, 3\]; give torch.float32, .* \[rows, 4\]",
+        ),
         ({"a": weights.long()}, None, "weights of table a: got torch.int64"),
+        ({"a": weights.double()}, None, "weights of table a: got torch.float64"),
+        (
+            {"a": weights},
+            {"a": {"sum": sums, "step": torch.tensor(1.5)}},
+            r"step=tensor\(1.5000\): give a whole number",
+        ),
         ({"a": weights}, {"b": {"sum": sums}}, "states of table b: give its weights as well"),
         ({"a": weights}, {"a": {"exp_avg": sums}}, "'exp_avg' is none of adagrad, which has sum"),
         ({"a": weights}, {"a": {}}, "there is no 'sum'; give all of sum, or none"),

@@ -206,6 +206,12 @@ def test_what_has_no_meaning_here_is_refused_by_its_name() -> None:
     DistributedModelParallel(positions)
     assert positions["p"].position_weights["f"].tolist() == [1, 1, 1]
     assert positions["n"].running_var.tolist() == [1, 1]
+    tied = nn.ModuleList([nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta")])
+    tied[1].weight = tied[0].weight
+    tied[0].register_buffer("kept", torch.full((3,), 2.0))
+    DistributedModelParallel(tied)
+    assert tied[1].weight is tied[0].weight
+    assert tied[0].kept.tolist() == [2, 2, 2]
 
 
 def over_ranks(world: Any) -> list[Tensor]:

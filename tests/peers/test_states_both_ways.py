@@ -125,6 +125,7 @@ def test_a_state_dict_that_does_not_fit_is_named() -> None:
         with pytest.raises(RuntimeError, match=r"Unexpected key.*embedding_bags\.other\.weight"):
             ours.load_state_dict({**good, "embedding_bags.other.weight": torch.rand(1, 4)})
         assert ours.load_state_dict(lacking, strict=False).missing_keys == ["embedding_bags.item.weight"]
+        ours.load_state_dict(good)  # after loads that failed
         with pytest.raises(InputError, match="table 'any' takes any id, so it is no dense tensor"):
             any_id.to_torchrec_state_dict()
 
@@ -219,7 +220,7 @@ def test_what_is_not_loaded_keeps_its_rows_state_and_step(caplog: pytest.LogCapt
         before, states = whole.to_torchrec_state_dict(), whole.to_torchrec_optimizer_state()
         part = EmbeddingBagCollection(tables=TABLES[:1], name="part", share=whole)
         part.load_state_dict(part.to_torchrec_state_dict())
-        assert "a load of rows drops their optimizer state" in caplog.text
+        assert "a load of rows drops optimizer state" in caplog.text
         after = whole.to_torchrec_optimizer_state()
         close(whole.to_torchrec_state_dict(), before)
         for name in (f"embedding_bags.{table}.weight" for table in ("item", "page")):
@@ -250,8 +251,21 @@ def test_a_load_that_fails_changes_no_table() -> None:
     with pytest.raises(InputError, match=r"states of table table-1: 'sum' is \[1\]"):
         tbe.load_dense(weights, [[torch.ones(20, 4)], [torch.ones(1)]])
     assert all((rows == 0).all() for rows in tbe.split_embedding_weights())
+    for states in ([[torch.ones(20, 4)] * 2] * 2, [[], []]):
+        with pytest.raises(InputError, match=r"'another' is none of adagrad|there is no 'sum'"):
+            tbe.load_dense(weights, states)
     tbe.load_dense(weights)
     assert int(tbe.iter) == 7
+    tbe.load_dense(weights, [{"sum": rows, "step": torch.tensor(3.0)} for rows in weights])
+    assert int(tbe.iter) == 3
+
+
+def test_a_collection_of_an_optimizer_without_state_goes_both_ways() -> None:
+    with EmbeddingBagCollection(tables=TABLES) as ours:
+        train(ours, EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours), range(2))
+        state = ours.to_torchrec_optimizer_state()
+        ours.load_torchrec_optimizer_state({name: {"step": 9.0} for name in state})
+        assert {int(one["step"]) for one in ours.to_torchrec_optimizer_state().values()} == {9}
 
 
 def test_a_wrapper_that_changes_gradients_is_refused_and_not_left_out() -> None:
