@@ -202,7 +202,7 @@ def _check_plan(plan: Any) -> None:
 def _leave_meta(root: nn.Module, device: torch.device) -> None:
     """Move what is on meta to a device, where parameters get their first values. InputError."""
     modules, resets = dict(root.named_modules()), {}
-    moved: dict[int, Tensor] = {}  # by the id of the tensor on meta
+    moved: dict[int, torch.Tensor] = {}  # by the id of the tensor on meta
     for path, module in modules.items():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         on_meta = [(name, tensor) for name, tensor in own if tensor.device.type == "meta"]
