@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed.sharded_table import ShardedTable
 from ..engine.errors import InputError, StoreError
 from ..engine.ops.batch import check_legal
-from ..engine.options.lookup import Lookup, check_lookup, check_range, check_row, keys_from, rows_from
+from ..engine.options.lookup import Lookup, check_finite, check_lookup, check_range, check_row, keys_from, rows_from
 from ..engine.options.table_names import with_table_name
 from ..engine.row_format import EMBEDDING
 from ..engine.signals import uninterrupted
@@ -46,10 +46,17 @@ class KeyedRows(SavedRows):
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
         return self._table().get(self._collective_lookup(keys, table_ids))
 
-    def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
-        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last row wins.
+    def put(self, keys: Any, rows: Any, table_ids: Any = None, *, allow_nonfinite: bool = False) -> None:
+        """Write rows and insert new ones. Of a repeated key the last row wins. Optimizer state is unchanged.
 
-        Optimizer state is unchanged.
+        Args:
+            keys: as in `get`.
+            rows: float32, shape keys.shape + (dim,).
+            table_ids: the table of each key, as in a lookup.
+            allow_nonfinite: takes infinities and NaN.
+
+        Raises:
+            InputError: nothing is written.
         """
         with self.raise_on_all_ranks():
             wanted = self._lookup(keys, table_ids)
@@ -59,6 +66,8 @@ class KeyedRows(SavedRows):
                     f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row; leave "
                     "it out"
                 )
+            if not allow_nonfinite:
+                check_finite(self.spec, wanted.ids, values)
             check_range(self.spec, wanted.ids, values)
             check_legal(self.spec, wanted)
         self._table().put(wanted, values)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import os
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from .errors import OptionError
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
 
 
@@ -77,3 +83,34 @@ def expanded(option: str, path: str) -> str:
         user = result.partition("/")[0]
         raise OptionError(f"{option}={path!r}: {user!r} is not a user here; give './{user}' for a folder of that name")
     return result
+
+
+def check_arguments(maker: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises OptionError, which names the nearest argument, if `maker` has no such arguments or lacks one."""
+    names = [name for name in signature.parameters if name != "self"]
+    if unknown := sorted(set(kwargs) - set(names)):
+        raise OptionError(f"{maker}: it has no argument {', '.join(unknown)}; {nearest(unknown, names)}")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise OptionError(f"{maker}: {error}; its arguments are {', '.join(names)}") from None
+
+
+def checked_arguments(maker: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorates a `make_*` function, so that an unknown keyword is an OptionError that names the nearest one."""
+    signature = inspect.signature(maker)
+
+    @wraps(maker)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        check_arguments(maker.__name__, signature, args, kwargs)
+        return maker(*args, **kwargs)
+
+    return call
+
+
+def nearest(unknown: Iterable[str], names: Sequence[str]) -> str:
+    """The remedy for unknown names: the nearest of `names` to the first that has one, else all of them."""
+    for name in sorted(unknown):
+        if near := difflib.get_close_matches(name, names, 1):
+            return f"did you mean {near[0]}?"
+    return f"it has {', '.join(names)}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..engine.checks import checked_arguments
 from ..engine.errors import OptionError
 from ..snapshots import exchange
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 AnyPath = str | os.PathLike[str]
 
 
+@checked_arguments
 def make_persistent_table_reader(
     paths: Sequence[AnyPath] | AnyPath,
     snapshot_name: str,
@@ -46,6 +48,7 @@ def make_persistent_table_reader(
     )
 
 
+@checked_arguments
 def make_persistent_table_writer(
     paths: Sequence[AnyPath] | AnyPath,
     snapshot_name: str,

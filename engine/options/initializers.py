@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checks import int_option
+from ..checks import checked_arguments, int_option
 from ..errors import OptionError
 from ..optim.arithmetic import log_unit
-from .store_options import PlainDict
+from .store_options import PlainDict, options_class
 from .table_names import check_table_name
 
 MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -63,7 +63,7 @@ def normal_quantile(p: float) -> float:
     return -x if q < 0.0 else x
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class Initializer(PlainDict):
     """A distribution of initial values, stored and computed as float32."""
 
@@ -91,7 +91,7 @@ class Initializer(PlainDict):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class UniformInitializer(Initializer):
     """Uniform over [low, high]. Raises OptionError for low > high or what float32 cannot hold."""
 
@@ -116,7 +116,7 @@ class UniformInitializer(Initializer):
         return max(abs(self.low), abs(self.high))
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class ConstantInitializer(Initializer):
     """`value` everywhere. Raises OptionError for what float32 cannot hold."""
 
@@ -131,7 +131,7 @@ class ConstantInitializer(Initializer):
         return abs(self.value)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class NormalInitializer(Initializer):
     """Normal with mean and standard deviation; `std=0` gives the mean.
 
@@ -159,7 +159,7 @@ class NormalInitializer(Initializer):
         return abs(self.mean) + MAX_DEVIATIONS * self.std
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class TruncNormalInitializer(NormalInitializer):
     """Normal within the absolute bounds [a, b] (not multiples of `std`), as `torch.nn.init.trunc_normal_`.
 
@@ -219,12 +219,14 @@ make_normal_initializer = NormalInitializer
 make_constant_initializer = ConstantInitializer
 make_trunc_normal_initializer = TruncNormalInitializer
 
-_INITIALIZERS: dict[str, Callable[..., Initializer]] = {
+_INITIALIZERS: dict[str, type[Initializer]] = {
     "uniform": UniformInitializer,
     "normal": NormalInitializer,
     "constant": ConstantInitializer,
     "trunc_normal": TruncNormalInitializer,
 }
+for _kind, _initializer in _INITIALIZERS.items():
+    _initializer.maker = f"make_{_kind}_initializer"
 
 
 def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
@@ -240,22 +242,17 @@ def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
     kind = given.pop("type", None)
     if kind not in _INITIALIZERS:
         raise OptionError(f"initializer type {kind!r} is unknown; use one of {', '.join(_INITIALIZERS)}")
-    try:
-        return _INITIALIZERS[kind](**given)
-    except TypeError as error:
-        raise OptionError(
-            f"{kind} initializer: {given} are not its arguments ({error}); see make_{kind}_initializer"
-        ) from None
+    return _INITIALIZERS[kind](**given)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class ColumnOptions(PlainDict):
     """One column group of a table."""
 
     initializer: Initializer
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class NamedOptions(PlainDict):
     """The options of one table. `name`, `ids` and `bad_ids` are items if they are not their defaults."""
 
@@ -280,14 +277,14 @@ class NamedOptions(PlainDict):
         return sum(1 for _ in self)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class TableOptions(NamedOptions):
     """One table, whose initializer serves all columns."""
 
     initializer: Initializer
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class MultiColumnTableOptions(NamedOptions):
     """One table with an initializer for each column group."""
 
@@ -297,6 +294,7 @@ class MultiColumnTableOptions(NamedOptions):
 AnyTableOptions = TableOptions | MultiColumnTableOptions
 
 
+@checked_arguments
 def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     """Options of one column group. `initializer`: an initializer, a dict that describes one, or column options.
 
@@ -307,6 +305,7 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     return ColumnOptions(initializer_from_dict(initializer))
 
 
+@checked_arguments
 def make_table_options(
     param: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     name: str | None = None,

@@ -80,9 +80,7 @@ def check_lookup(
         raise InputError(f"{where}: got {type(ids).__name__}; give a torch.Tensor of {spec.key_type}")
     _refuse_nested(where, "ids", ids)
     if ids.dtype != spec.key_type:
-        raise InputError(
-            f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; convert them with ids.to({spec.key_type})"
-        )
+        raise InputError(f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; {_conversion(ids, spec)}")
     _check_device(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
     lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
@@ -269,6 +267,15 @@ def _check_device(where: str, name: str, values: Tensor, ids: Tensor) -> None:
         raise InputError(f"{where} are {values.layout}; give {name}.to_dense()")
 
 
+def _conversion(ids: Tensor, spec: TableSpec) -> str:
+    """How to convert ids to the key type, or what to do where ids of their dtype would become other ids."""
+    if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
+        return f"give the same 64 bits as ids.view({spec.key_type})"  # .to() depends on the processor from 2**63 on
+    if ids.dtype.itemsize > spec.key_type.itemsize and not ids.is_floating_point():
+        return f"make the embedding with key_type={ids.dtype}; ids.to({spec.key_type}) keeps the low bits alone"
+    return f"convert them with ids.to({spec.key_type})"
+
+
 def _refuse_nested(where: str, name: str, values: Any) -> None:
     """Raises InputError for a nested tensor."""
     if isinstance(values, Tensor) and values.is_nested:
@@ -348,15 +355,25 @@ def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float
     return given.reshape(-1, spec.dim).contiguous().numpy()
 
 
+def check_finite(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
+    """Raises InputError for a number in values [n, dim], of n keys, that is infinite or NaN."""
+    _refuse_values(spec, keys, values, ~np.isfinite(values), "is not finite; mend it, or give allow_nonfinite=True")
+
+
 def check_range(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
     """Raises InputError for a finite number in values [n, dim], of n keys, that would be infinite in stored rows."""
-    if spec.dtype == "float32" or not (flags := overflows(values, spec.dtype)).any():
-        return
-    row, column = np.argwhere(flags)[0].tolist()
-    raise InputError(
-        f"rows of embedding {spec.name!r}: {values[row, column]} for key {keys.flatten()[row].item()} overflows "
-        f"dtype=torch.{spec.dtype}; give smaller numbers, or make the embedding with torch.float32"
-    )
+    if spec.dtype != "float32":
+        remedy = f"overflows dtype=torch.{spec.dtype}; give smaller numbers, or make the embedding with torch.float32"
+        _refuse_values(spec, keys, values, overflows(values, spec.dtype), remedy)
+
+
+def _refuse_values(
+    spec: TableSpec, keys: Tensor, values: NDArray[np.float32], flags: NDArray[np.bool_], error: str
+) -> None:
+    if flags.any():
+        row, column = np.argwhere(flags)[0].tolist()
+        key = keys.flatten()[row].item()
+        raise InputError(f"rows of embedding {spec.name!r}: {values[row, column]} for key {key} {error}")
 
 
 def _array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from .. import _core
-from ..checks import as_int, as_number, auto_budget_option, budget_option, expanded, int_option
+from ..checks import (
+    as_int,
+    as_number,
+    auto_budget_option,
+    budget_option,
+    check_arguments,
+    expanded,
+    int_option,
+    nearest,
+)
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
 
@@ -26,12 +37,32 @@ READ_MODES = ("buffered", "mmap", "direct")
 Path_ = str | os.PathLike[str]
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class PlainDict(Mapping[str, Any]):
-    """The base of option classes: `options["capacity"]`, `dict(options)` and `options == {...}` work as for a dict.
+_Class = TypeVar("_Class", bound=type)
 
-    Decorate a subclass with `@dataclass(frozen=True, repr=False, eq=False)`, which keeps the methods of this class.
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
+def options_class(cls: _Class) -> _Class:
+    """Make a frozen dataclass of a subclass of `PlainDict`, whose constructor is a public `make_*` function.
+
+    An unknown keyword or a missing argument is an OptionError, which names `cls.maker` and the nearest argument.
     """
+    made: Any = dataclass(frozen=True, repr=False, eq=False)(cls)
+    initialise, signature = made.__init__, inspect.signature(made.__init__)
+
+    @wraps(initialise)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_arguments(self.maker, signature, (self, *args), kwargs)
+        initialise(self, *args, **kwargs)
+
+    made.__init__ = checked
+    return cls
+
+
+@options_class
+class PlainDict(Mapping[str, Any]):
+    """The base of option classes: `options["capacity"]`, `dict(options)` and `options == {...}` work as for a dict."""
+
+    maker: ClassVar = "options"  # the public name of the constructor, such as "make_host_mem_store_options"
 
     def __getitem__(self, name: str) -> Any:
         if name not in set(self):
@@ -66,17 +97,17 @@ def _plain(value: Any) -> Any:
 # The arguments of a store's options are the fields of its bases, from the last base in the method resolution order on.
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class _Store(PlainDict):
     store: str = field(init=False)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class _Cached(_Store):
     cache_budget_mb: Budget
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class _Stored(_Store):
     persistent_path: Path_ | None = None
     capacity: int | None = None
@@ -85,12 +116,12 @@ class _Stored(_Store):
     physical_block_size: int = 4096
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class _HostCached(_Stored):
     host_cache_budget_mb: Budget = 0
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class StoreOptions(_Stored):
     """The options that every store has. Raises OptionError for values that cannot work.
 
@@ -202,21 +233,21 @@ class StoreOptions(_Stored):
             )
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class DeviceMemOptions(StoreOptions):
     """All rows in device memory (host memory if there is no device): the fastest store, bounded by that memory."""
 
     store: str = field(default="device_mem", init=False)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class HostMemOptions(StoreOptions):
     """All rows in host memory."""
 
     store: str = field(default="host_mem", init=False)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class CachedHostMemOptions(StoreOptions, _Cached):
     """All rows in host memory, the hot ones cached in `cache_budget_mb` MiB of device memory.
 
@@ -241,7 +272,7 @@ class CachedHostMemOptions(StoreOptions, _Cached):
             raise OptionError(f"cache_policy={self.cache_policy!r}: give one of {', '.join(map(repr, CACHE_POLICIES))}")
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@options_class
 class CachedSsdOptions(CachedHostMemOptions, _HostCached):
     """All rows in RocksDB under `persistent_path`, the hot ones cached in device memory and, by option, in host memory.
 
@@ -379,6 +410,8 @@ STORES: dict[str, type[StoreOptions]] = {
     "cached_host_mem": CachedHostMemOptions,
     "cached_ssd": CachedSsdOptions,
 }
+for _store, _options in STORES.items():
+    _options.maker = f"make_{_store}_store_options"
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:
@@ -394,10 +427,10 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
     known = [f.name for f in fields(STORES[store]) if f.init]
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise OptionError(f"{where}: {store} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+        raise OptionError(f"{where}: {store} has no option {', '.join(unknown)}; {nearest(unknown, known)}")
     try:
         return STORES[store](**given)
-    except (TypeError, OptionError) as error:
+    except OptionError as error:
         raise OptionError(f"{where}: {store}: {error}") from None
 
 

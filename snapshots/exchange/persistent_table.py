@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...engine.checks import checked_arguments
 from ...engine.errors import ClosedError, InputError, OptionError
 from ...engine.options.table_spec import KEY_TYPES, check_key_type
 from ...engine.table.row_scan import caught_up
@@ -118,6 +119,7 @@ class PersistentTableWriter:
             self.discard()
 
 
+@checked_arguments
 def make_persistent_table_reader(
     path: str | Path,
     snapshot_name: str,
@@ -152,6 +154,7 @@ def make_persistent_table_reader(
     return PersistentTableReader(snapshot, storage_dim, table_ids)
 
 
+@checked_arguments
 def make_persistent_table_writer(
     path: str | Path,
     snapshot_name: str,

@@ -93,7 +93,7 @@ def test_a_store_on_ssd_asks_for_its_caches_and_buffers(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("chapacity = 5", "host_mem has no option chapacity; it has persistent_path"),
+        ("chapacity = 5", "host_mem has no option chapacity; did you mean capacity?"),
         ("capacity = 0", "capacity=0"),
         ('persistent_path = "${TIERBED_UNSET}/x"', "environment variable 'TIERBED_UNSET' is not set"),
         ('persistent_path = "deploy.toml/x"', "'deploy.toml' is not a folder"),

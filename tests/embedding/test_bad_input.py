@@ -84,7 +84,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> 
         ({"tables": [3]}, r"table options 3"),
         ({"tables": [{"type": "xavier"}]}, r"'xavier' is unknown; use one of uniform, normal"),
         ({"tables": [{"type": "uniform", "low": 2, "high": 1}]}, r"low=2\.0 > high=1\.0; give low <= high"),
-        ({"tables": [{"type": "uniform", "middle": 2}]}, r"uniform initializer.*middle"),
+        ({"tables": [{"type": "uniform", "middle": 2}]}, r"make_uniform_initializer: .*middle.*; it has low, high"),
         ({"tables": [[TABLES[0], TABLES[1]]]}, r"tables\[0\] has 2 column options.*1 columns"),
         ({"tables": None, "default_initializer": {"type": "xavier"}}, r"'xavier' is unknown"),
         ({"padding_idx": 1.5}, r"padding_idx=1\.5: give a whole number"),
@@ -349,3 +349,33 @@ def test_a_snapshot_without_a_place_is_refused() -> None:
                 tierbed.SnapshotError, match=r"'rows' has no persistent_path.*give one in its store options"
             ):
                 use("s")
+
+
+@pytest.mark.parametrize(
+    ("key_type", "given", "remedy"),
+    [
+        (torch.int64, torch.uint64, r"ids\.view\(torch\.int64\)"),
+        (torch.uint64, torch.int64, r"ids\.view\(torch\.uint64\)"),
+        (torch.int32, torch.int64, r"key_type=torch\.int64; ids\.to\(torch\.int32\) keeps the low bits"),
+        (torch.int64, torch.int32, r"ids\.to\(torch\.int64\)"),
+    ],
+)
+def test_the_remedy_for_ids_of_another_dtype_keeps_their_values(
+    key_type: torch.dtype, given: torch.dtype, remedy: str
+) -> None:
+    with make(options("host"), key_type=key_type) as embedding, pytest.raises(InputError, match=remedy):
+        embedding(torch.tensor([1, 2]).to(given), 0)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("kind", ["tensor", "array", "list"])
+def test_a_put_of_values_that_are_not_finite_names_the_key_and_writes_nothing(value: float, kind: str) -> None:
+    rows = torch.zeros(2, DIM)
+    rows[1, 2] = value
+    given = {"tensor": rows, "array": rows.numpy(), "list": rows.tolist()}[kind]
+    with make(options("host")) as embedding:
+        with pytest.raises(InputError, match=r"for key 8 is not finite.*allow_nonfinite=True"):
+            embedding.put([7, 8], given, 0)
+        assert embedding.size() == 0
+        embedding.put([7, 8], given, 0, allow_nonfinite=True)
+        assert torch.equal(embedding.get([7, 8], 0).isfinite(), rows.isfinite())

@@ -56,7 +56,7 @@ def test_a_number_beyond_the_largest_is_refused_with_key_and_value(dtype: torch.
             embedding.put([7, 8, 9], rows, 0)
         assert embedding.size() == 0
         rows[1, 2], rows[0, 0], rows[2, 4] = largest, float("inf"), float("nan")
-        embedding.put([7, 8, 9], rows, 0)
+        embedding.put([7, 8, 9], rows, 0, allow_nonfinite=True)
         found = embedding.get([7, 8, 9], 0)
         assert found[1, 2] == largest
         assert found[0, 0] == float("inf")

@@ -301,3 +301,31 @@ def test_a_build_without_rocksdb_says_what_to_install(monkeypatch: pytest.Monkey
     with pytest.raises(StoreError, match=r"cached_ssd.*no RocksDB; install it \(apt install librocksdb-dev\)"):
         tierbed.make_cached_ssd_store_options(1, "store")
     tierbed.make_cached_host_mem_store_options(1, "store")
+
+
+@pytest.mark.parametrize(
+    ("maker", "args", "kwargs", "message"),
+    [
+        (
+            "make_host_mem_store_options",
+            (),
+            {"persistant_path": "x"},
+            "no argument persistant_path; did you mean persistent_path",
+        ),
+        ("make_device_mem_store_options", (), {"zzz": 1}, "zzz; it has persistent_path, capacity"),
+        ("make_cached_host_mem_store_options", (), {"cache_mb": 1}, "cache_budget_mb"),
+        ("make_cached_ssd_store_options", (1,), {}, "missing a required argument: 'persistent_path'"),
+        ("make_uniform_initializer", (0, 1, 2), {}, "too many positional arguments; its arguments are low, high"),
+        ("make_normal_initializer", (), {"sdt": 1}, "sdt; did you mean std"),
+        ("make_constant_initializer", (), {}, "missing a required argument: 'value'"),
+        ("make_trunc_normal_initializer", (), {"men": 1}, "did you mean mean"),
+        ("make_table_options", ({"type": "uniform"},), {"nam": "a"}, "did you mean name"),
+        ("make_column_options", ({"type": "uniform"},), {"initialiser": 1}, "did you mean initializer"),
+        ("make_persistent_table_reader", ("x", "y"), {"batchsize; did you mean batch_size": 1}, "batchsize; did you mean batch_size"),
+    ],
+)
+def test_wrong_arguments_of_a_maker_are_an_option_error_that_names_the_nearest(
+    maker: str, args: Any, kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=f"^{maker}: .*{message}"):
+        getattr(tierbed, maker)(*args, **kwargs)
