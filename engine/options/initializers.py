@@ -225,8 +225,8 @@ _INITIALIZERS: dict[str, type[Initializer]] = {
     "constant": ConstantInitializer,
     "trunc_normal": TruncNormalInitializer,
 }
-for _kind, _initializer in _INITIALIZERS.items():
-    _initializer.maker = f"make_{_kind}_initializer"
+for _name, _class in _INITIALIZERS.items():
+    _class.maker = f"make_{_name}_initializer"
 
 
 def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:

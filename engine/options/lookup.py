@@ -357,7 +357,9 @@ def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float
 
 def check_finite(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
     """Raises InputError for a number in values [n, dim], of n keys, that is infinite or NaN."""
-    _refuse_values(spec, keys, values, ~np.isfinite(values), "is not finite; mend it, or give allow_nonfinite=True")
+    _refuse_values(
+        spec, keys, values, ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
+    )
 
 
 def check_range(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:

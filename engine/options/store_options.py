@@ -237,6 +237,7 @@ class StoreOptions(_Stored):
 class DeviceMemOptions(StoreOptions):
     """All rows in device memory (host memory if there is no device): the fastest store, bounded by that memory."""
 
+    maker = "make_device_mem_store_options"
     store: str = field(default="device_mem", init=False)
 
 
@@ -244,6 +245,7 @@ class DeviceMemOptions(StoreOptions):
 class HostMemOptions(StoreOptions):
     """All rows in host memory."""
 
+    maker = "make_host_mem_store_options"
     store: str = field(default="host_mem", init=False)
 
 
@@ -260,6 +262,7 @@ class CachedHostMemOptions(StoreOptions, _Cached):
     wait at this bound; a step takes what its own batch needs.
     """
 
+    maker = "make_cached_host_mem_store_options"
     store: str = field(default="cached_host_mem", init=False)
     cache_policy: str = field(default="lru", kw_only=True)
     overflow_mb: float = field(default=64, kw_only=True)
@@ -294,6 +297,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
     {"block_based_table_factory": {...}}.
     """
 
+    maker = "make_cached_ssd_store_options"
     store: str = field(default="cached_ssd", init=False)
     persistent_path: Path_ = field()
     overflow_mb: float = field(default=192, kw_only=True)
@@ -410,8 +414,6 @@ STORES: dict[str, type[StoreOptions]] = {
     "cached_host_mem": CachedHostMemOptions,
     "cached_ssd": CachedSsdOptions,
 }
-for _store, _options in STORES.items():
-    _options.maker = f"make_{_store}_store_options"
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:

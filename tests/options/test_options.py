@@ -321,7 +321,7 @@ def test_a_build_without_rocksdb_says_what_to_install(monkeypatch: pytest.Monkey
         ("make_trunc_normal_initializer", (), {"men": 1}, "did you mean mean"),
         ("make_table_options", ({"type": "uniform"},), {"nam": "a"}, "did you mean name"),
         ("make_column_options", ({"type": "uniform"},), {"initialiser": 1}, "did you mean initializer"),
-        ("make_persistent_table_reader", ("x", "y"), {"batchsize; did you mean batch_size": 1}, "batchsize; did you mean batch_size"),
+        ("make_persistent_table_reader", ("x", "y"), {"storage_dims": 1}, "did you mean storage_dim"),
     ],
 )
 def test_wrong_arguments_of_a_maker_are_an_option_error_that_names_the_nearest(
