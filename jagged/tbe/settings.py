@@ -118,7 +118,7 @@ class Settings:
         if self.optimizer is OptimType.LARS_SGD:
             return LarsSGD(shadows, lr, x["momentum"], x["weight_decay"], x["eta"])
         mode = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
-        return RowWiseAdagrad(shadows, lr, x["eps"], x["weight_decay"], mode)
+        return RowWiseAdagrad(shadows, lr, x["eps"], x["weight_decay"] if self._decays else 0.0, mode)
 
     def change(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
         """Write numbers by FBGEMM's names, and `lr`, to the optimizer's param group. OptionError, and none is written.
