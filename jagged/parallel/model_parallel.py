@@ -20,6 +20,7 @@ from ...embedding.ddp_guard import LEAVES_ROWS
 from ...embedding.eager import IN_BACKWARD
 from ...embedding.embedding import MultiTableMultiColumnEmbedding
 from ...engine.errors import InputError, OptionError
+from .fused_settings import check_sharding, fuse
 
 
 class DistributedModelParallel(nn.Module):
@@ -28,8 +29,11 @@ class DistributedModelParallel(nn.Module):
     module: its embeddings that have no world get that of `env`, or of torch's default group; they must not be open yet.
     With one process they have none. env: TorchRec's ShardingEnv, a process group, or a World.
     device: where the module is moved. What is on meta begins there, by `reset_parameters()` of its module.
-    plan: taken where it asks for row-wise sharding. sharders: change nothing. init_data_parallel: whether the dense
-    part is wrapped now, by DistributedDataParallel, or when `init_data_parallel()` is called.
+    plan: taken where it asks for row-wise sharding, and for nothing else. sharders: their `fused_params` choose the
+    optimizer of rows, and its numbers; what else they ask for is refused. An optimizer of torch's or TorchRec's that
+    `apply_optimizer_in_backward` gave rows has FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).
+    init_data_parallel: whether the dense part is wrapped now, by DistributedDataParallel, or when
+    `init_data_parallel()` is called.
 
     Every rank makes it, and all of its calls, as the others. Raises OptionError, InputError.
     """
@@ -57,6 +61,7 @@ class DistributedModelParallel(nn.Module):
         self._wrapped: nn.Module = module
         for embedding in self._embeddings():
             _share(embedding, self._world)
+        fuse(module, sharders)
         if init_parameters:
             _leave_meta(module, self.device)
             module.to(self.device)
@@ -197,6 +202,7 @@ def _check_plan(plan: Any) -> None:
                     "'row_wise', since no table is known to be small and no rank may have more than its share: leave "
                     "the plan out (docs/distributed.md)"
                 )
+            check_sharding(f"{path}.{name}", sharding)
 
 
 def _leave_meta(root: nn.Module, device: torch.device) -> None:

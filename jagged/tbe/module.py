@@ -41,7 +41,7 @@ from .enums import (
     parse_dtype,
     parse_enum,
 )
-from .settings import DEFAULTS, Settings, ShiftedOptimizer, checked_state_dtype, checked_step
+from .settings import DEFAULTS, LEARNING_RATE, ShiftedOptimizer, checked_state_dtype, checked_step, settings_of
 from .specs import LOAD_FACTOR, Bounds, Caching, checked_features, checked_specs, device_of, stores_for
 
 log = logging.getLogger("tierbed")
@@ -148,7 +148,7 @@ class TableBatchedEmbeddingBags(TableModule):
         feature_table_map: Sequence[int] | None = None,
         *,
         optimizer: Any = OptimType.EXACT_SGD,
-        learning_rate: float = 0.01,
+        learning_rate: float = LEARNING_RATE,
         eps: float = DEFAULTS["eps"],
         beta1: float = DEFAULTS["beta1"],
         beta2: float = DEFAULTS["beta2"],
@@ -189,18 +189,21 @@ class TableBatchedEmbeddingBags(TableModule):
                 f"pooling_mode=PoolingMode.NONE returns a row for each index, and embedding_specs have dims {dims}; "
                 "give all tables one dim, or make a module for each"
             )
-        chosen = parse_enum(OptimType, optimizer, "optimizer")
-        numbers = {
-            "eps": eps,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "eta": eta,
-        }
-        mode = parse_enum(WeightDecayMode, weight_decay_mode, "weight_decay_mode")
         # without an optimizer of its own the module's rows are trained by an EagerOptimizer or a Graph
-        self._settings = None if chosen is OptimType.NONE else Settings(chosen, learning_rate, numbers, mode, max_norm)
+        self._settings = settings_of(
+            {
+                "optimizer": optimizer,
+                "learning_rate": learning_rate,
+                "eps": eps,
+                "beta1": beta1,
+                "beta2": beta2,
+                "weight_decay": weight_decay,
+                "weight_decay_mode": weight_decay_mode,
+                "momentum": momentum,
+                "eta": eta,
+                "max_norm": max_norm,
+            }
+        )
         clip = _checked_clip(gradient_clipping, max_gradient)
         caching = Caching(parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm"), cache_load_factor)
         output, run_on = parse_dtype(output_dtype), device_of(tables[0].compute, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...engine.optim.partial_rowwise_adam import PartialRowWiseAdam
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
 from ...engine.row_format import LAST_STEP
-from .enums import OptimType, WeightDecayMode, parse_dtype
+from .enums import OptimType, WeightDecayMode, parse_dtype, parse_enum
 
 _NEAREST = {
     OptimType.SGD: OptimType.EXACT_SGD,
@@ -53,6 +53,7 @@ _DECAYS = {
     OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE),
     **dict.fromkeys(_LIKE_ADAM, (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)),
 }
+LEARNING_RATE = 0.01  # FBGEMM's default, as those of the other numbers
 DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "momentum": 0.9, "eta": 0.001}
 
 
@@ -89,10 +90,10 @@ class Settings:
         mode = self.weight_decay_mode
         return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
-    def idle(self) -> list[str]:
-        """The numbers that change nothing, with the reason."""
+    def idle(self, names: Collection[str] = ()) -> list[str]:
+        """The numbers that change nothing, with the reason. names: of those that a user gave, defaults or not."""
         name, has = self.optimizer.name, _NUMBERS[self.optimizer]
-        given = {number: value for number, value in self.numbers.items() if value != DEFAULTS[number]}
+        given = [one for one, value in self.numbers.items() if value != DEFAULTS[one] or (value and one in names)]
         lacks = [f"{number}: OptimType.{name} has none" for number in given if number not in has]
         no_decay = "weight_decay" in given and "weight_decay" in has and not self._decays
         return lacks + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * no_decay
@@ -142,6 +143,16 @@ class Settings:
             beta1, beta2 = group["betas"]
             group["betas"] = (changes.get("beta1", beta1), changes.get("beta2", beta2))
         group.update({name: value for name, value in changes.items() if not name.startswith("beta")})
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings | None:
+    """The settings by FBGEMM's arguments; None for OptimType.NONE. OptionError."""
+    kind = parse_enum(OptimType, given.get("optimizer", OptimType.EXACT_SGD), "optimizer")
+    mode = parse_enum(WeightDecayMode, given.get("weight_decay_mode", WeightDecayMode.NONE), "weight_decay_mode")
+    if kind is OptimType.NONE:
+        return None
+    numbers = {name: given.get(name, default) for name, default in DEFAULTS.items()}
+    return Settings(kind, given.get("learning_rate", LEARNING_RATE), numbers, mode, given.get("max_norm", 0.0))
 
 
 class ShiftedOptimizer(RowOptimizer):

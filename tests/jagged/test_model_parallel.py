@@ -92,7 +92,7 @@ def rows_of(model: Model) -> list[Tensor]:
 
 def plain_loop() -> tuple[list[Tensor], list[Tensor]]:
     model = Model()
-    optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model)
+    optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8), model)
     losses = []
     for batch in batches():
         optimizer.zero_grad()
@@ -116,11 +116,11 @@ def test_a_pipeline_trains_as_a_plain_loop(kind: Any, in_backward: bool) -> None
     assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in model.named_parameters()]
     optimizer: Any
     if in_backward:
-        optimizer = torch.optim.Adagrad(model.over.parameters(), lr=0.1)
+        optimizer = torch.optim.Adagrad(model.over.parameters(), lr=0.1, eps=1e-8)
         assert [group["lr"] for group in parallel.fused_optimizer.param_groups] == [0.1] * 3
         parallel.fused_optimizer.load_state_dict(parallel.fused_optimizer.state_dict())
     else:
-        optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1), parallel.module)
+        optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1, eps=1e-8), parallel.module)
     pipeline = kind(parallel, optimizer, CPU)
     found = list(every(pipeline, batches()))
     assert all(torch.equal(one, other) for one, other in zip(found, losses, strict=True))
@@ -218,7 +218,7 @@ def over_ranks(world: Any) -> list[Tensor]:
     model = Model("meta")
     train_in_backward(torch.optim.Adagrad, model)
     parallel = DistributedModelParallel(model, env=world, device=CPU)
-    optimizer = torch.optim.Adagrad(parallel.module.over.parameters(), lr=0.1)
+    optimizer = torch.optim.Adagrad(parallel.module.over.parameters(), lr=0.1, eps=1e-8)
     pipeline, given = TrainPipelineSparseDist(parallel, optimizer, CPU), batches(rank=world.rank)
     for _ in range(STEPS):
         pipeline.progress(given)
@@ -228,7 +228,7 @@ def over_ranks(world: Any) -> list[Tensor]:
 def test_ranks_train_the_mean_of_their_losses() -> None:
     """As one process does by both batches at once."""
     model = Model()
-    optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model)
+    optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8), model)
     for pair in zip(batches(rank=0), batches(rank=1), strict=True):
         optimizer.zero_grad()
         sum(model(batch)[0] / 2 for batch in pair).backward()

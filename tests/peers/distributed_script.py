@@ -75,7 +75,7 @@ def batches(first: int, last: int) -> Iterator[Batch]:
 
 def training() -> tuple[nn.Module, CombinedOptimizer, TrainPipelineSparseDist]:
     model = Model()
-    apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.1, "eps": 1e-8})
+    apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.1})
     parallel = DistributedModelParallel(model, device=torch.device("cpu"))
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(parallel.named_parameters())), lambda given: torch.optim.Adam(given, lr=0.01)

@@ -1,0 +1,210 @@
+"""Rows of a DistributedModelParallel are trained with other numbers than TorchRec's fused modules have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection as TheirCollection
+from torchrec import EmbeddingBagConfig as TheirConfig
+from torchrec import KeyedJaggedTensor as TheirTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel as TheirParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
+from torchrec.distributed.utils import _OPTIMIZER_CLASS_TO_EMB_OPT_TYPE as FUSED
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from support.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from tierbed import InputError, OptionError
+from tierbed.engine.errors import TierbedError
+from tierbed.jagged import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    OptimType,
+)
+
+CPU, ROWS, DIM = torch.device("cpu"), 12, 4
+ON_CPU = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    def __init__(self, theirs: bool = False) -> None:
+        super().__init__()
+        self.ebc: Any
+        if theirs:
+            self.ebc = TheirCollection(
+                [TheirConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["t"])]
+            )
+        else:
+            self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t")])
+
+    def forward(self, features: Any) -> Tensor:
+        pooled: Tensor = self.ebc(features).values()
+        return pooled
+
+
+def their_plan(model: Model, sharders: Any) -> ShardingPlan:
+    """The fused module, where the planner would take a dense one for a small table."""
+    [sharder, *_] = sharders or [EmbeddingBagCollectionSharder()]
+    of_table = {"t": row_wise(compute_kernel="fused")}
+    return ShardingPlan({"ebc": construct_module_sharding_plan(model.ebc, of_table, sharder, 1, 1, "cpu")})
+
+
+def parallel(theirs: bool, kind: Any, numbers: dict[str, Any], fused: dict[str, Any] | None = None) -> Any:
+    model = Model(theirs)
+    if kind is not None:
+        apply_optimizer_in_backward(kind, model.ebc.parameters(), dict(numbers))
+    sharders = None if fused is None else [EmbeddingBagCollectionSharder(dict(fused)), EmbeddingCollectionSharder()]
+    plan = their_plan(model, sharders) if theirs else None
+    made = (TheirParallel if theirs else DistributedModelParallel)(model, device=CPU, plan=plan, sharders=sharders)
+    state = {name: torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM) for name in made.state_dict()} if theirs else {}
+    if theirs:
+        for name, shards in made.state_dict().items():
+            shard = shards.local_shards()[0].tensor if hasattr(shards, "local_shards") else shards
+            shard.copy_(state[name])
+    else:
+        model.ebc.embedding_of("t").put(torch.arange(ROWS), torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM), "t")
+    return made
+
+
+def trained(made: Any, theirs: bool) -> Tensor:
+    """All rows after three steps with small gradients, on which eps shows."""
+    for step in range(3):
+        keys, ids, lengths = ["t"], torch.tensor([0, 1, 1, 2, 5, step]), torch.tensor([2, 3, 1])
+        features = (TheirTensor if theirs else KeyedJaggedTensor)(keys, ids, lengths=lengths)
+        random = torch.Generator().manual_seed(step)
+        made(features).backward(torch.randn(3, DIM, generator=random) * 1e-7)
+    every = torch.arange(ROWS)
+    features = (TheirTensor if theirs else KeyedJaggedTensor)(["t"], every, lengths=torch.ones(ROWS, dtype=torch.int64))
+    rows: Tensor = made(features).detach()
+    return rows
+
+
+CASES = [  # of an optimizer in backward, its numbers, and fused_params
+    *((kind, {}, None) for kind, theirs in FUSED.items() if theirs in ON_CPU),
+    (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}, None),
+    (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-5}, {"eps": 1e-3}),
+    (RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.1}, None),
+    (torch.optim.Adagrad, {}, {"learning_rate": 0.3, "eps": 1e-6}),
+    (None, {}, {"learning_rate": 1e4}),
+    (
+        None,
+        {},
+        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "output_dtype": SparseType.FP32},
+    ),
+    (None, {}, {"optimizer": EmbOptimType.EXACT_ADAGRAD, "weight_decay_mode": WeightDecayMode.NONE}),
+]
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{getattr(case[0], '__module__', '')}.{getattr(case[0], '__name__', '')}"
+)
+def test_rows_are_torchrecs(case: Any) -> None:
+    ours, theirs = (trained(parallel(is_theirs, *case), is_theirs) for is_theirs in (False, True))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", FUSED, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_numbers_that_are_not_given_are_fbgemms(kind: Any) -> None:
+    made = parallel(False, kind, {})
+    defaults = {
+        name: one.default for name, one in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters.items()
+    }
+    [group] = made.fused_optimizer.param_groups
+    found = dict(group) | dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+    names = {"lr": "learning_rate", **{name: name for name in ("eps", "beta1", "beta2", "eta", "weight_decay")}}
+    if FUSED[kind] is EmbOptimType.LARS_SGD:
+        names["momentum"] = "momentum"
+    for name in names.keys() & found.keys():
+        assert found[name] == defaults[names[name]], name
+    rule = trained(made, False) is not None and made.module.ebc.embedding_of("t").row_optimizer.rule
+    assert rule == {OptimType.ADAM.value: "adamw", "exact_sgd": "sgd"}.get(FUSED[kind].value, rule)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "fused", "said"),
+    [
+        (None, {}, {"cache_load_factor": 0.5}, "cache_load_factor=0.5: give store_options="),
+        (None, {}, {"output_dtype": SparseType.FP16}, "give output_dtype= to the collection"),
+        (None, {}, {"optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD}, "the nearest is"),
+        (None, {}, {"optimizer": EmbOptimType.NONE}, "optimizer=OptimType.NONE"),
+        (None, {}, {"gradient_clipping": True}, "gradient_clipping=True: limit rows by clip_grad_value"),
+        (None, {}, {"learning_rat": 0.5}, "there is no such argument; did you mean learning_rate"),
+        (None, {}, {"learning_rate": "fast"}, "learning_rate='fast'"),
+        (torch.optim.AdamW, {}, {"eps": 0.1}, "AdamW has its own numbers"),
+        (torch.optim.SGD, {"nesterov": False, "foreach": True}, None, "there is no such argument"),
+    ],
+)
+def test_what_is_not_followed_is_refused_by_name(kind: Any, numbers: Any, fused: Any, said: str) -> None:
+    with pytest.raises(OptionError) as error:
+        parallel(False, kind, numbers, fused)
+    assert said in str(error.value)
+    assert "ebc-d4" in str(error.value)
+
+
+def test_betas_of_torchs_adam_are_taken() -> None:
+    assert parallel(False, torch.optim.Adam, {"betas": (0.5, 0.6)}).fused_optimizer.param_groups[0]["betas"] == (
+        0.5,
+        0.6,
+    )
+
+
+def test_other_optimizers_in_backward_keep_their_class() -> None:
+    made = parallel(False, torch.optim.AdamW, {"lr": 0.1, "eps": 1e-5}, {})
+    assert made.fused_optimizer.param_groups[0]["eps"] == 1e-5
+
+
+def test_settings_that_change_nothing_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    parallel(False, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"prefetch_pipeline": True})
+    [line] = [record.message for record in caplog.records if "change nothing" in record.message]
+    assert "prefetch_pipeline" in line
+    assert "momentum: OptimType.EXACT_SGD has none" in line
+
+
+def test_what_else_sharders_and_plans_ask_for_is_refused() -> None:
+    codecs = EmbeddingBagCollectionSharder(qcomm_codecs_registry={"all_to_all": object()})
+    with pytest.raises(OptionError, match="qcomm_codecs_registry; leave it out"):
+        DistributedModelParallel(Model(), device=CPU, sharders=[codecs])
+    with pytest.raises(OptionError, match="sharders=5: give a list"):
+        DistributedModelParallel(Model(), device=CPU, sharders=5)
+    bag = nn.Sequential(nn.EmbeddingBag(4, 4))
+    with pytest.raises(OptionError, match=r"has fused_params, and the model's .*EmbeddingBag'> stays as it is"):
+        DistributedModelParallel(bag, device=CPU, sharders=[EmbeddingBagSharder({"learning_rate": 0.1})])
+    for field, value in (("cache_params", CacheParams()), ("enforce_hbm", True), ("stochastic_rounding", False)):
+        of_table = ParameterSharding("row_wise", "fused", **{field: value})
+        with pytest.raises(OptionError, match=f"plan: ebc.t: {field}="):
+            DistributedModelParallel(Model(), device=CPU, plan=SimpleNamespace(plan={"ebc": {"t": of_table}}))
+    plain = ParameterSharding("row_wise", "fused", stochastic_rounding=True, enforce_hbm=False)
+    DistributedModelParallel(Model(), device=CPU, plan=SimpleNamespace(plan={"ebc": {"t": plain}}))
+
+
+def test_rows_that_are_open_cannot_take_other_numbers() -> None:
+    model = Model()
+    apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {})
+    trained(model, False)
+    with pytest.raises(InputError, match="'ebc-d4' is open; make DistributedModelParallel before"):
+        DistributedModelParallel(model, device=CPU)
+    assert issubclass(InputError, TierbedError)
