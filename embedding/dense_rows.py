@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from .eager import follow_in_backward
 from .keyed_rows import KeyedRows
 from .rows_in_tensors import RowTensors
 
+log = logging.getLogger("tierbed")
 CHUNK = 1 << 16  # rows
 States = dict[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,7 +86,9 @@ def dense_tensors(
     spec, table = embedding.spec, embedding.table_handle(for_load=True).local_table
     given, given_states = _by_number(spec, "weights", weights), _by_number(spec, "states", states)
     given_states = {number: dict(of_table) for number, of_table in given_states.items()}
-    steps = [_step(of_table.pop("step")) for of_table in given_states.values() if "step" in of_table]
+    steps = [_step(one.pop(name)) for one in given_states.values() for name in ("step", "iter") if name in one]
+    if step is None and not steps and any(given_states.values()):
+        _check_step_known(table)
     at = max(steps, default=table.step) if step is None else _step(step)
     for number, of_table in given_states.items():
         if number not in given:
@@ -115,6 +119,22 @@ def _step(given: Any) -> int:
     if step is None:
         raise InputError(f"step={given!r}: give a whole number from 0 to {LAST_STEP}")
     return step
+
+
+def _check_step_known(table: OpenTable) -> None:
+    """InputError if states come without the step that the rule counts, and the table has none; else a warning."""
+    rows = table.optimizer
+    if rows is None or not rows.counts_steps():
+        return
+    if not table.step + rows.shift:
+        raise InputError(
+            f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rows.rule} counts steps; give "
+            "step=, how many the rows were trained"
+        )
+    log.warning(
+        "states of embedding %r have no 'step' or 'iter': %s goes on counting from %d; give step= for another number",
+        table.spec.name, rows.rule, table.step + rows.shift,
+    )  # fmt: skip
 
 
 def _by_number(spec: TableSpec, argument: str, given: Any) -> dict[int, Any]:
@@ -166,6 +186,8 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
         if not isinstance(state, Tensor) or state.shape not in shapes:
             got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise InputError(f"{where}: {name!r} is {got}; give a tensor {list(shapes[-1])}")
+        if not state.is_floating_point() or (state.isfinite() & ~state.float().isfinite()).any():
+            raise InputError(f"{where}: {name!r} is {state.dtype}, or beyond float32; give floats that float32 holds")
     if missing := [name for name in names if name not in states]:
         raise InputError(f"{where}: there is no {missing[0]!r}; give all of {', '.join(names)}, or none")
 

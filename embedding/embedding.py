@@ -199,8 +199,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         weights: by the table's number or name, floats [rows, dim]. states: by table, the optimizer's states by name:
         [rows, dim], or [rows] of one number a row. Without them the optimizer begins with new state.
-        step: how many steps the rows were trained, which Adam's correction counts; None is the largest `step` of the
-        states, as torch has it, or the embedding's own. Other tables keep their rows, and then the step must be theirs.
+        step: how many steps the rows were trained, which Adam's correction counts; None is the largest `step` or `iter`
+        of the states, as torch and FBGEMM have them. Without any the embedding's own counts on, with a warning if the
+        optimizer counts steps, and an InputError if it is 0. Other tables keep their rows; the step must be theirs.
 
         If this raises, nothing has changed: InputError, OptimizerError, StoreError, SnapshotError.
         """

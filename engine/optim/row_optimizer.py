@@ -28,8 +28,10 @@ class RowOptimizer:
     """One param group of an optimizer that trains rows. Settings are read from the group at each step.
 
     Attributes: `rule`, the name for `_core.update`; `states`, the names of the states of a row; `initial`, the initial
-    value of each.
+    value of each; `shift`, what a subclass adds to the embedding's step.
     """
+
+    shift = 0
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
         self._optimizer = optimizer
@@ -66,6 +68,10 @@ class RowOptimizer:
     def numbers(self, step: int) -> dict[str, float]:
         """The numbers of `hyper` by name, as `lr`."""
         return dict(zip((*self._names, *LIMITS), self.hyper(step), strict=False))
+
+    def counts_steps(self) -> bool:
+        """True if an update depends on how many there were, as Adam's correction does."""
+        return self.hyper(1) != self.hyper(2)
 
     def _check(self, group: Group, settings: dict[str, Any]) -> None:
         rule = _rule_of(self._optimizer, group)

@@ -83,3 +83,9 @@ def rule_named(name: str) -> Rule:
 def catches_up(name: str | None) -> bool:
     """Whether rows of the rule of that name need the steps that they missed before they are used."""
     return any(rule.kernel.name == name and rule.catch_up is not None for rule in all_rules())
+
+
+@cache
+def counts_steps(name: str | None) -> bool:
+    """True if updates by the rule of that name depend on how many there were, whatever its settings."""
+    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.hypers for rule in all_rules())

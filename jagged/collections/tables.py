@@ -281,12 +281,14 @@ class TableCollection(TableModule):
             found[name] = {"step": step, **{one: state.view(rows, -1) for one, state in states.items()}}
         return found
 
-    def load_torchrec_optimizer_state(self, state: Mapping[str, Any]) -> None:
+    def load_torchrec_optimizer_state(self, state: Mapping[str, Any], step: int | None = None) -> None:
         """Load state as `to_torchrec_optimizer_state`, or `state_dict()` of TorchRec's optimizer, has it.
 
         The optimizer comes first, then the rows, then their state: give the collection's parameters to it, and load the
-        rows. Names may begin with those of modules around the collection. Writes all rows of each table. Raises as
-        `load_dense` of an embedding; InputError for a table without state.
+        rows. Names may begin with those of modules around the collection. Writes all rows of each table.
+        step: as of `load_dense` of an embedding. TorchRec's fused Adam has none in its state: give it here.
+
+        Raises as `load_dense` of an embedding; InputError for a table without state.
         """
         with self.raise_on_all_ranks():
             of_tables = {one.name: _state_of(self._kind, one.name, state.get("state", state)) for one in self.configs}
@@ -298,7 +300,7 @@ class TableCollection(TableModule):
                 follow_in_backward(embedding)
                 names = embedding.table_handle().local_table.state.names
                 states = {name: {_state_name(k, names): v for k, v in of_tables[name].items()} for name in own}
-                loads.append((embedding, dense_tensors(embedding, {name: weights[name] for name in own}, states, None)))
+                loads.append((embedding, dense_tensors(embedding, {name: weights[name] for name in own}, states, step)))
         for embedding, tensors in loads:
             embedding.load_tensors(tensors)
 

@@ -156,9 +156,7 @@ def settings_of(given: Mapping[str, Any]) -> Settings | None:
 
 
 class ShiftedOptimizer(RowOptimizer):
-    """A row optimizer whose rule counts steps from another number. shift: what it adds to the embedding's step."""
-
-    shift = 0
+    """A row optimizer whose rule counts steps from another number."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         super().__init__(optimizer, group)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...engine.errors import InputError
+from ...engine.optim.rule import counts_steps
 from ...engine.options.table_names import FIELD, OF_TENSORS, Names, are_names, names_in
 from ...engine.options.table_spec import check_dtype
 from ...engine.row_format import RowForm
@@ -133,6 +134,11 @@ def _fitted(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]
         raise InputError(
             f"states: {min(unknown)!r} is none of the description, which has {description['states'] or 'none'}: give "
             "description=description_for(..., optimizer=row_optimizer(...), step=...)"
+        )
+    if source.states and not description["step"] and counts_steps(description["optimizer"]):
+        raise InputError(
+            f"states: {description['optimizer']} counts steps, and the description has step=0; give step= to "
+            "description_for"
         )
     missing = [state for state in description["states"] if state not in source.names]
     if missing and len(missing) < len(description["states"]):

@@ -120,11 +120,20 @@ class Source:
                     end = begin + len(columns[EMBEDDING])
                     columns[EMBEDDING] = columns[EMBEDDING].astype(np.float32, copy=False)
                     for state in self.states.intersection(columns):
-                        numbers = columns[state].astype(np.float32, copy=False)
+                        numbers = _single(columns[state], f"states[{state!r}]")
                         columns[state] = numbers[:, None] if numbers.ndim == 1 else numbers
                     columns.setdefault(KEY, np.arange(begin, end))
                     begin = end
                     yield columns if part.table is None else {**columns, TABLE: part.table}
+
+
+def _single(numbers: NDArray[Any], where: str) -> NDArray[np.float32]:
+    """The numbers as float32. InputError for integers, and numbers that it does not hold."""
+    with np.errstate(over="ignore"):
+        single: NDArray[np.float32] = numbers.astype(np.float32, copy=False)
+    if numbers.dtype.kind in "iub" or (np.isfinite(numbers) & ~np.isfinite(single)).any():
+        raise InputError(f"{where}: it is {numbers.dtype}, or beyond float32; give floats that float32 holds")
+    return single
 
 
 def open_source(

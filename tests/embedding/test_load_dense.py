@@ -22,6 +22,7 @@ from tierbed import (
     make_device_mem_store_options,
     make_host_mem_store_options,
     make_table_options,
+    optim,
 )
 
 ROWS, DIM, STEPS = 30, 4, 4
@@ -156,3 +157,54 @@ def test_an_optimizer_in_backward_is_known_before_the_first_lookup() -> None:
         _apply_optimizer_in_backward(torch.optim.Adam, rows.parameters(), {"lr": 0.1})
         rows.load_dense({"a": torch.rand(ROWS, DIM)}, {"a": state})
         assert rows.table_handle().local_table.step == 4
+
+
+COUNT_STEPS = {
+    "adam": lambda p: torch.optim.Adam(p),
+    "adagrad with decay": lambda p: torch.optim.Adagrad(p, lr_decay=0.1),
+    "lamb": lambda p: optim.LAMB(p),
+    "partial": lambda p: optim.PartialRowWiseAdam(p),
+}
+
+
+@pytest.mark.parametrize("name", COUNT_STEPS)
+def test_states_without_the_step_that_their_rule_counts_are_refused(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with made(make_device_mem_store_options(), names=("a",)) as rows:
+        kept = EagerOptimizer(COUNT_STEPS[name](rows.parameters()), rows)
+        weights, table = {"a": torch.rand(ROWS, DIM)}, rows.table_handle().local_table
+        kinds = zip(table.state.names, table.state.widths, strict=True)
+        state = {state: torch.rand(ROWS, width) for state, width in kinds}
+        with pytest.raises(InputError, match=r"states of embedding 'rows' have no 'step' or 'iter', .* give step="):
+            rows.load_dense(weights, {"a": state})
+        assert rows.size() == 0
+        for given, step, found in (
+            ({}, 0, 0),
+            ({}, 5, 5),
+            ({"step": torch.tensor(6.0)}, None, 6),
+            ({"iter": torch.tensor([7])}, None, 7),
+            ({"step": 3}, 8, 8),
+        ):
+            rows.load_dense(weights, {"a": {**state, **given}}, step)
+            assert rows.table_handle().local_table.step == found
+        assert not caplog.records
+        rows.load_dense(weights, {"a": state})  # to rows that have a number
+        assert rows.table_handle().local_table.step == 8
+        assert "goes on counting from 8; give step= for another number" in caplog.text
+        rows.load_dense(weights)
+        del kept
+
+
+def test_states_that_float32_does_not_hold_are_refused() -> None:
+    with made(make_device_mem_store_options(), names=("a",)) as rows:
+        kept = EagerOptimizer(torch.optim.Adagrad(rows.parameters()), rows)
+        weights, state = torch.rand(ROWS, DIM), torch.rand(ROWS, DIM, dtype=torch.float64)
+        for wrong in (state.index_fill(0, torch.tensor([3]), -1e39), state.int(), state.bool(), state.to(torch.cfloat)):
+            with pytest.raises(
+                InputError, match=r"'sum' is torch\.[a-z0-9]+, or beyond float32; give fl"
+            ):
+                rows.load_dense({"a": weights}, {"a": {"sum": wrong}})
+        rows.load_dense({"a": weights}, {"a": {"sum": state}})
+        rows.load_dense({"a": weights}, {"a": {"sum": state.index_fill(0, torch.tensor([3]), torch.inf)}})
+        del kept

@@ -279,3 +279,33 @@ def test_a_wrapper_that_changes_gradients_is_refused_and_not_left_out() -> None:
         pytest.raises(OptimizerError, match=r"Halved cannot update rows"),
     ):
         EagerOptimizer(Halved(torch.optim.SGD(ours.parameters(), lr=1.0)), ours)
+
+
+def test_states_of_fused_adam_need_the_step_that_torchrec_keeps_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddingBagCollection(tables=TABLES) as ours:
+        kept = EagerOptimizer(torch.optim.Adam(ours.parameters(), lr=0.1), ours)
+        rows = ours.to_torchrec_state_dict()
+        ours.load_state_dict(rows)
+        fused = {
+            name: {f"{name.split('.')[1]}.{state}": torch.rand(weight.shape) for state in ("momentum1", "exp_avg_sq")}
+            for name, weight in rows.items()
+        }
+        with pytest.raises(InputError, match="have no 'step' or 'iter', and adam counts steps; give step="):
+            ours.load_torchrec_optimizer_state(fused)
+        ours.load_torchrec_optimizer_state(fused, step=70)
+        assert {int(one["step"]) for one in ours.to_torchrec_optimizer_state().values()} == {70}
+        ours.load_torchrec_optimizer_state({name: {**one, "t.iter": torch.tensor([80])} for name, one in fused.items()})
+        assert {int(one["step"]) for one in ours.to_torchrec_optimizer_state().values()} == {80}
+        assert kept is not None
+
+
+def test_states_of_a_table_batched_adam_need_a_step() -> None:
+    tbe = SplitTableBatchedEmbeddingBagsCodegen([(20, 4, *HOST)], optimizer=EmbOptimType.ADAM)
+    weights, states = [torch.rand(20, 4)], [[torch.rand(20, 4), torch.rand(20, 4)]]
+    with pytest.raises(InputError, match="adamw counts steps; give step="):
+        tbe.load_dense(weights, states)
+    tbe.set_optimizer_step(7)
+    tbe.load_dense(weights, states)
+    assert int(tbe.iter) == 7
+    tbe.load_dense(weights, states, 9)
+    assert int(tbe.iter) == 9

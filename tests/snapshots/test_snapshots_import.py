@@ -328,3 +328,23 @@ def test_states_of_a_dense_table_come_with_its_rows(kind: str, tmp_path: Path) -
         InputError, match=r"states\['sum'\]=\['a', 'b'\]: give the name of a tensor for each of \['w'\]"
     ):
         import_snapshot(tmp_path / "x", "s", file, tensor="w", states={"sum": ["a", "b"]}, description=about)
+
+
+def test_states_without_their_step_and_beyond_float32_are_refused(tmp_path: Path) -> None:
+    shadow = [nn.Parameter(torch.zeros(1))]
+    weights, state = torch.rand(20, DIM), torch.rand(20, DIM, dtype=torch.float64)
+
+    def about(optimizer: torch.optim.Optimizer, step: int) -> Any:
+        rows = row_optimizer(optimizer, optimizer.param_groups[0])
+        return description_for("rows", DIM, optimizer=rows, step=step)
+
+    states = {"exp_avg": state, "exp_avg_sq": state}
+    with pytest.raises(InputError, match="states: adam counts steps, and the description has step=0; give step="):
+        import_snapshot(tmp_path, "s", weights, states=states, description=about(torch.optim.Adam(shadow), 0))
+    import_snapshot(tmp_path, "s", weights, states=states, description=about(torch.optim.Adam(shadow), 9))
+    import_snapshot(tmp_path, "t", weights, description=about(torch.optim.Adam(shadow), 0))  # without states
+    for wrong in (state * 1e39, torch.ones(20, DIM, dtype=torch.int64), torch.ones(20, DIM, dtype=torch.bool)):
+        with pytest.raises(InputError, match=r"states\['sum'\]: it is .*, or beyond float32"):
+            import_snapshot(
+                tmp_path, "u", weights, states={"sum": wrong}, description=about(torch.optim.Adagrad(shadow), 0)
+            )
