@@ -28,10 +28,10 @@ States = dict[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def dense_rows(embedding: KeyedRows, number: int, rows: int) -> Tensor:
+def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The rows [rows, dim] of one table; a row that was never written has its initial value."""
     with torch.inference_mode(False):
-        weights = torch.empty(rows, embedding.dim, device=embedding.device)
+        weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
     for first in range(0, rows, CHUNK):
         keys = torch.arange(first, min(first + CHUNK, rows)).to(embedding.spec.key_type)
         weights[first : first + CHUNK] = embedding.get(keys, number)
@@ -123,18 +123,13 @@ def _step(given: Any) -> int:
 
 def _check_step_known(table: OpenTable) -> None:
     """InputError if states come without the step that the rule counts, and the table has none; else a warning."""
-    rows = table.optimizer
-    if rows is None or not rows.counts_steps():
+    if table.optimizer is None or not table.optimizer.counts_steps():
         return
-    if not table.step + rows.shift:
-        raise InputError(
-            f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rows.rule} counts steps; give "
-            "step=, how many the rows were trained"
-        )
-    log.warning(
-        "states of embedding %r have no 'step' or 'iter': %s goes on counting from %d; give step= for another number",
-        table.spec.name, rows.rule, table.step + rows.shift,
-    )  # fmt: skip
+    at, rule = table.step + table.optimizer.shift, table.optimizer.rule
+    said = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
+    if not at:
+        raise InputError(f"{said}; give step=, how many the rows were trained")
+    log.warning("%s: it goes on from %d; give step= for another number", said, at)
 
 
 def _by_number(spec: TableSpec, argument: str, given: Any) -> dict[int, Any]:

@@ -70,7 +70,7 @@ def divided(options: StoreOptions, requests: Mapping[str, StoreRequest]) -> dict
         return dict.fromkeys(requests, options)
     known = all(request.rows is not None for request in requests.values())
     rows = [request.rows or 0 if known else 1 for request in requests.values()]
-    sizes = [request.rows * _row_bytes(request) if known and request.rows else 1 for request in requests.values()]
+    sizes = [request.rows * row_bytes(request) if known and request.rows else 1 for request in requests.values()]
     parts: list[dict[str, Any]] = [{} for _ in requests]
     if isinstance(options, CachedHostMemOptions):
         for budget in BUDGETS:
@@ -109,7 +109,7 @@ def stores_text(stores: Mapping[str, StoreOptions]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
 
 
-def _row_bytes(request: StoreRequest, states: int = 0) -> int:
+def row_bytes(request: StoreRequest, states: int = 0) -> int:
     """Bytes of a row in a cache, metadata included. states: floats of state for each number of the embedding."""
     return (request.dim * (request.itemsize + 4 * states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
 
@@ -130,7 +130,7 @@ def _divide_budget(
             "number of MiB, which is divided, or store_options for each by its name"
         )
     rows = WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one set
-    minimum = [max(rows * _row_bytes(request, MAX_STATES), 1) for request in requests.values()]
+    minimum = [max(rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
     shares = _shares(int(whole * MB), sizes, minimum)
     if shares is None:
         raise OptionError(

@@ -261,12 +261,12 @@ class TableCollection(TableModule):
         return list(self._original_configs)
 
     def to_torchrec_state_dict(self) -> dict[str, Tensor]:
-        """The tables as `state_dict()` of TorchRec's collection has them, [num_embeddings, dim] each, copied.
+        """The tables as `state_dict()` of TorchRec's collection has them, [num_embeddings, dim] of their dtype, copied.
 
         `load_state_dict` takes such a state as well: then optimizers begin with new state, until
         `load_torchrec_optimizer_state`. InputError for a table that takes any id.
         """
-        return {name: dense_rows(*self._dense_of(config)) for name, config in self._weight_names.items()}
+        return {name: dense_rows(*self._dense_of(config), config.dtype) for name, config in self._weight_names.items()}
 
     def to_torchrec_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The state of each table as TorchRec's KeyedOptimizer has it: tensors by the names of torch, and `step`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from enum import Enum
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -71,11 +72,10 @@ IDLE: dict[str, tuple[Any, str]] = {
     "prefetch_pipeline": (False, "a cache keeps the rows of announced batches by itself"),
 }
 
+IDLE_CALL = ("hash_zch_identities", "hash_zch_runtime_meta")  # of a call
 CALL: dict[str, tuple[Any, str]] = {
     "total_unique_indices": (None, "it is of OptimType.NONE; leave it out"),
     "forward_stream": (None, "a table synchronises its own streams with the caller's; leave it out"),
-    "hash_zch_identities": (None, _INTERNAL),
-    "hash_zch_runtime_meta": (None, _INTERNAL),
     "vbe_output": (None, _OUTPUT),
     "vbe_output_offsets": (None, _OUTPUT),
 }
@@ -90,9 +90,11 @@ def idle(given: dict[str, Any], dtype: torch.dtype) -> list[str]:
         del given["stochastic_rounding"]
     if given.get("preallocated_host_buffers") == {}:
         del given["preallocated_host_buffers"]
-    if (counts := given.get("record_cache_metrics")) is not None and not any(
-        getattr(counts, "__dict__", {1: counts}).values()
-    ):
+    for name in ("extra_optimizer_config", "ensemble_mode", "emainplace_mode", "global_weight_decay"):
+        value: Any = given.get(name)
+        if is_dataclass(value) and value == type(value)():  # type: ignore[misc]  # of defaults alone
+            del given[name]
+    if isinstance(counts := given.get("record_cache_metrics"), tuple) and not any(counts):
         del given["record_cache_metrics"]
     return taken
 

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from ...distributed.world import World
 from ...embedding.dense_rows import CHUNK, dense_rows, dense_states, dense_tensors
 from ...embedding.embedding import MultiTableEmbedding
-from ...engine.cache.memory_split import MB
 from ...engine.checks import as_number
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.options.initializers import make_uniform_initializer
@@ -28,7 +27,7 @@ from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
 from ..collections.tables import Table, TableModule, group_tables
 from ..tensors.validation import is_traced
-from .call_arguments import CONSTRUCTOR, IDLE, POSITIONS, TBECall, checked_call, idle, refuse, refuse_call
+from .call_arguments import CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, idle, refuse, refuse_call
 from .dispatch import CallSplitter, FusedUpdater
 from .enums import (
     BoundsCheckMode,
@@ -42,7 +41,7 @@ from .enums import (
     parse_enum,
 )
 from .settings import DEFAULTS, LEARNING_RATE, ShiftedOptimizer, checked_state_dtype, checked_step, settings_of
-from .specs import LOAD_FACTOR, Bounds, Caching, checked_features, checked_specs, device_of, stores_for
+from .specs import LOAD_FACTOR, Bounds, Caching, checked_features, checked_specs, device_of, set_budget_mb, stores_for
 
 log = logging.getLogger("tierbed")
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
@@ -181,7 +180,9 @@ class TableBatchedEmbeddingBags(TableModule):
         tables = checked_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
         super().__init__(check_name(name), [table.name for table in tables])
         self.tables, self._bounds = tables, bounds
-        self.features = checked_features(feature_table_map, len(tables))
+        self.features = self.feature_table_map = checked_features(feature_table_map, len(tables))
+        self.embedding_specs: list[tuple[Any, ...]] = list(embedding_specs)
+        self._said_idle = False
         self.pooling_mode = parse_enum(PoolingMode, pooling_mode, "pooling_mode")
         dims = list(dict.fromkeys(table.embedding_dim for table in tables))
         if self.pooling_mode is PoolingMode.NONE and len(dims) > 1:
@@ -257,7 +258,7 @@ class TableBatchedEmbeddingBags(TableModule):
         feature_requires_grad: integers [features]: whether weights of each feature get a gradient; None: all do.
         batch_size_per_feature_per_rank: how many bags each feature has for each rank. Offsets are then
         [all bags + 1], and the result is 1-D: rank by rank, and feature by feature within a rank.
-        unsupported: FBGEMM's other arguments, which are refused.
+        unsupported: FBGEMM's other arguments, which are refused; hash_zch_* change nothing, and the log says so once.
 
         Raises InputError, StoreError; GraphError while a graph is traced.
         """
@@ -319,7 +320,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 embedding.spec = replace(embedding.spec, tables=options)
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """The rows of each table [rows, dim], copied: an in-place write into them raises InputError.
+        """The rows of each table [rows, dim] as stored, copied: an in-place write into them raises InputError.
 
         `embedding_of(table).put(keys, rows, table)` writes, and `clone()` gives a tensor of your own.
         """
@@ -331,7 +332,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 f"changes no stored row; call embedding_of({table.name!r}).put(torch.arange({table.num_embeddings}), "
                 f"rows, {table.name!r}) or load_dense, or clone() them for a tensor of your own"
             )
-            weights = dense_rows(self.embedding(group), number, table.num_embeddings)
+            weights = dense_rows(self.embedding(group), number, table.num_embeddings, table.dtype)
             copies.append(ReadOnlyCopy.of(weights, remedy))
         return copies
 
@@ -458,8 +459,12 @@ class TableBatchedEmbeddingBags(TableModule):
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
                 "it; make it with OptimType.NONE, and give its parameters() to an optimizer that add_optimizer takes"
             )
-        if self._rows is None:  # FBGEMM needs it, to make the memory of gradients
-            unsupported = {name: given for name, given in unsupported.items() if name != "total_unique_indices"}
+        # FBGEMM needs the number to make the memory of gradients
+        ignored = ("total_unique_indices", *IDLE_CALL) if self._rows is None else IDLE_CALL
+        if not self._said_idle and any(unsupported.get(name) is not None for name in IDLE_CALL):
+            self._said_idle = True
+            log.warning("%r: no rows are streamed, so these change nothing: %s", self.name, ", ".join(IDLE_CALL))
+        unsupported = {name: given for name, given in unsupported.items() if name not in ignored}
         refuse_call(unsupported, ("indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"))
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
@@ -501,7 +506,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
 class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
     """FBGEMM's table-batched embedding of rows in the folder `ssd_storage_directory`, below a cache of 32 rows a set.
 
-    embedding_specs: (rows, dim) each. Rows begin uniform between ssd_uniform_init_lower and ssd_uniform_init_upper.
+    embedding_specs: (rows, dim) each. cache_sets: sets of the cache, which is divided between the dims; each dim gets
+    one set of tierbed's 64 rows at least. Rows begin uniform between ssd_uniform_init_lower and ssd_uniform_init_upper.
     options: those of a TableBatchedEmbeddingBags; RocksDB's are refused.
     """
 
@@ -517,10 +523,12 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
         **options: Any,
     ) -> None:
         place = EmbeddingLocation.MANAGED, ComputeDevice.CUDA if torch.cuda.is_available() else ComputeDevice.CPU
-        row_bytes = max(8 * dim + 64 for _, dim in embedding_specs)  # with the state of most optimizers
-        store = make_cached_ssd_store_options(cache_sets * 32 * row_bytes / MB, ssd_storage_directory)
+        optimizer = parse_enum(OptimType, options.get("optimizer", OptimType.EXACT_ROWWISE_ADAGRAD), "optimizer")
+        budget = set_budget_mb(embedding_specs, cache_sets, optimizer)
+        store = make_cached_ssd_store_options(budget, ssd_storage_directory)
         options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "store_options": store, **options}
         super().__init__([(*spec, *place) for spec in embedding_specs], feature_table_map, **options)
+        self.embedding_specs = list(embedding_specs)
         self.init_embedding_weights_uniform(ssd_uniform_init_lower, ssd_uniform_init_upper)
 
 

@@ -22,15 +22,17 @@ from ...engine.options.store_options import (
     make_host_mem_store_options,
 )
 from ...engine.options.table_names import check_distinct, check_table_name
-from ..collections.store_split import stores_of
+from ..collections.store_split import MAX_STATES, StoreRequest, row_bytes, stores_of
 from ..collections.tables import store_requests
-from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, parse_enum
+from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, OptimType, parse_enum
 
 log = logging.getLogger("tierbed")
 
 _BAD_IDS = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
 ZEROS = make_constant_initializer(0.0)  # rows begin as zeros, as FBGEMM's
 LOAD_FACTOR = 0.2  # FBGEMM's default
+# numbers of state for each number of a row, where that is not one
+STATES = {OptimType.EXACT_SGD: 0, OptimType.EXACT_ROWWISE_ADAGRAD: 0, OptimType.ADAM: 2, OptimType.LAMB: 2}
 
 
 class Bounds:
@@ -193,6 +195,22 @@ def stores_for(
         else:
             stores[name] = make_host_mem_store_options()
     return stores
+
+
+def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
+    """MiB of a cache of FBGEMM's sets for all tables, with one set of ours for each dim at least. OptionError.
+
+    embedding_specs: (rows, dim) of each table.
+    """
+    specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
+    pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
+    dims = {as_int(dim, 1, 1 << 16) or 0 for _, dim in pairs}
+    if not dims or 0 in dims:
+        raise OptionError(f"embedding_specs={embedding_specs!r}: give a list of (rows, dim)")
+    if as_int(cache_sets, 1) is None:
+        raise OptionError(f"cache_sets={cache_sets!r}: give a whole number > 0")
+    wanted = cache_sets * 32 * max(row_bytes(StoreRequest(dim), STATES.get(optimizer, 1)) for dim in dims)
+    return max(wanted, sum(WAYS * row_bytes(StoreRequest(dim), MAX_STATES) for dim in dims)) / MB
 
 
 def device_of(compute: ComputeDevice, device: Any) -> torch.device:

@@ -191,7 +191,7 @@ def test_states_without_the_step_that_their_rule_counts_are_refused(
         assert not caplog.records
         rows.load_dense(weights, {"a": state})  # to rows that have a number
         assert rows.table_handle().local_table.step == 8
-        assert "goes on counting from 8; give step= for another number" in caplog.text
+        assert "it goes on from 8; give step= for another number" in caplog.text
         rows.load_dense(weights)
         del kept
 
@@ -201,9 +201,7 @@ def test_states_that_float32_does_not_hold_are_refused() -> None:
         kept = EagerOptimizer(torch.optim.Adagrad(rows.parameters()), rows)
         weights, state = torch.rand(ROWS, DIM), torch.rand(ROWS, DIM, dtype=torch.float64)
         for wrong in (state.index_fill(0, torch.tensor([3]), -1e39), state.int(), state.bool(), state.to(torch.cfloat)):
-            with pytest.raises(
-                InputError, match=r"'sum' is torch\.[a-z0-9]+, or beyond float32; give fl"
-            ):
+            with pytest.raises(InputError, match=r"'sum' is torch\.[a-z0-9]+, or beyond float32; give fl"):
                 rows.load_dense({"a": weights}, {"a": {"sum": wrong}})
         rows.load_dense({"a": weights}, {"a": {"sum": state}})
         rows.load_dense({"a": weights}, {"a": {"sum": state.index_fill(0, torch.tensor([3]), torch.inf)}})

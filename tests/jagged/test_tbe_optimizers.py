@@ -82,9 +82,10 @@ def test_rows_of_16_bits_are_trained_by_chance_and_copied_exactly(precision, dty
     tbe = one(learning_rate=0.1, weights_precision=precision)
     assert list(tbe.embeddings) == [f"tbe-d{DIM}-{str(dtype).removeprefix('torch.')}-host"]
     [before] = tbe.split_embedding_weights()
-    assert torch.equal(before, rows().to(dtype).float())
+    assert torch.equal(before, rows().to(dtype))
+    assert before.dtype == dtype
+    before = before.float()
     tbe(IDS, OFFSETS).sum().backward()
     [after] = tbe.split_embedding_weights()
     wanted = before - torch.tensor([[0.1], [0.2], [0.1], [0.0]])
-    assert torch.equal(after, after.to(dtype).float())
-    torch.testing.assert_close(after, wanted, rtol=0, atol=float(torch.finfo(dtype).eps))
+    torch.testing.assert_close(after.float(), wanted, rtol=0, atol=float(torch.finfo(dtype).eps))

@@ -7,6 +7,13 @@ from enum import Enum
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import RecordCacheMetrics
+from fbgemm_gpu.tbe.config.optimizer_config import (
+    EmainplaceModeDefinition,
+    EnsembleModeDefinition,
+    GlobalWeightDecayDefinition,
+    UserEnabledConfigDefinition,
+)
 
 from support.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from support.tbe import ours
@@ -22,7 +29,7 @@ from tierbed.jagged import (
     TableBatchedEmbeddingBags,
     WeightDecayMode,
 )
-from tierbed.jagged.tbe.call_arguments import CALL, CONSTRUCTOR, IDLE
+from tierbed.jagged.tbe.call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL
 from tierbed.jagged.tbe.enums import parse_dtype, parse_enum
 
 ENUMS = [
@@ -75,7 +82,7 @@ def test_every_argument_of_fbgemm_is_here_or_refused():
         "world",
     }
     for call in ("forward", "prefetch"):
-        assert set(parameters(getattr(peer, call))) <= set(CALL) | set(parameters(getattr(mine, call)))
+        assert set(parameters(getattr(peer, call))) <= {*CALL, *IDLE_CALL, *parameters(getattr(mine, call))}
 
 
 def test_defaults_are_fbgemms():
@@ -159,6 +166,45 @@ def test_an_argument_of_a_call_is_refused_by_name(name):
         with pytest.raises(InputError, match=f"^{name}="):
             call(ids, offsets, **{name: torch.ones(2)})
         call(ids, offsets, **{name: None})
+
+
+def test_identities_of_a_hash_change_nothing_and_are_said_once(caplog):
+    tbe, given = ours(TABLES, [0, 1]), dict.fromkeys(IDLE_CALL, torch.tensor([7, 8]))
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
+    tbe.prefetch(ids, offsets, **dict.fromkeys(IDLE_CALL))
+    assert not caplog.records
+    for _ in range(2):
+        tbe.prefetch(ids, offsets, **given)
+        assert torch.equal(tbe(ids, offsets, **given), tbe(ids, offsets))
+    [line] = [record.message for record in caplog.records]
+    assert "these change nothing: hash_zch_identities, hash_zch_runtime_meta" in line
+
+
+DEFINITIONS = {
+    "extra_optimizer_config": (
+        UserEnabledConfigDefinition(),
+        UserEnabledConfigDefinition(use_rowwise_bias_correction=True),
+    ),
+    "ensemble_mode": (EnsembleModeDefinition(), EnsembleModeDefinition(step_ema=1)),
+    "emainplace_mode": (EmainplaceModeDefinition(), EmainplaceModeDefinition(step_start=1)),
+    "global_weight_decay": (GlobalWeightDecayDefinition(), GlobalWeightDecayDefinition(start_iter=1)),
+    "record_cache_metrics": (RecordCacheMetrics(False, False), RecordCacheMetrics(True, False)),
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_definition_of_defaults_alone_is_taken(name):
+    plain, other = DEFINITIONS[name]
+    ours(TABLES, [0, 1], **{name: plain})
+    with pytest.raises(OptionError, match=f"^{name}="):
+        ours(TABLES, [0, 1], **{name: other})
+
+
+def test_the_tables_and_features_are_attributes():
+    tbe = ours(TABLES, [0, 0, 1])
+    assert tbe.embedding_specs == [(rows, dim, EmbeddingLocation.HOST, CPU) for rows, dim in TABLES]
+    assert tbe.feature_table_map == [0, 0, 1]
+    assert ours(TABLES, None).feature_table_map == [0, 1]
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest():
