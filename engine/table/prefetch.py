@@ -2,6 +2,9 @@
 
 An announcement is a hint. A step uses a prepared batch only if its ids are the announced ones, and it reads values when
 it runs. So hints change when work is done, but never a row.
+
+A step may take several announcements, as where gradients accumulate over micro-batches. The first step that has the
+lookups of several tells how many belong together; their batch is prepared once all of them are announced.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ QUEUE = 4 * WINDOW  # the maximum of batches that wait
 NOTHING_ANNOUNCED = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
 
 
-class _AnnouncedLookups:
-    """The lookups of an announced step, and its batch. They are copies, since the caller may reuse its tensors."""
+class _Announcement:
+    """Announced lookups. They are copies, since the caller may reuse its tensors."""
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         copy = torch.clone if processor.defers_errors else _copy
@@ -41,16 +44,27 @@ class _AnnouncedLookups:
         # if comparing ids would wait for a device, the same memory counts as equal; `adopt` checks it asynchronously
         self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
         self._kept = lookups  # so that no other tensor gets their memory
+
+    def is_of(self, lookups: Sequence[Lookup]) -> bool:
+        if self._memories is not None and self._memories == [_memory(lookup) for lookup in lookups]:
+            return True
+        return same_lookups(self.lookups, lookups)
+
+
+class _AnnouncedStep:
+    """The announcements that one step takes, and its batch."""
+
+    def __init__(self, parts: list[_Announcement]) -> None:
+        self.parts = parts
         self.batch: Any = None
         self.ready_event: Any = None  # an event: the batch exists
         self.is_known = False  # whether the store knows the batch
         self.is_fetched = False  # whether its rows are resident
         self.error: BaseException | None = None
 
-    def is_of(self, lookups: Sequence[Lookup]) -> bool:
-        if self._memories is not None and self._memories == [_memory(lookup) for lookup in lookups]:
-            return True
-        return same_lookups(self.lookups, lookups)
+    @property
+    def lookups(self) -> list[Lookup]:
+        return [lookup for part in self.parts for lookup in part.lookups]
 
 
 def copied(lookup: Lookup, copy: Callable[[Tensor], Tensor] = torch.clone) -> Lookup:
@@ -103,7 +117,8 @@ class Prefetcher:
         self._store = store
         self._threads = threads
         self.counts = dict(NOTHING_ANNOUNCED)
-        self._announced: deque[_AnnouncedLookups] = deque()  # empty if there is no thread
+        self._announced: deque[_AnnouncedStep] = deque()  # empty if there is no thread
+        self._per_step = 1  # how many announcements the last announced step took
         self._changed = Condition()
         self._thread: Thread | None = None  # the thread that continues; any other one ends
         self._process = 0  # of the thread
@@ -111,7 +126,7 @@ class Prefetcher:
         self._paused = False  # whether the thread may begin no work
         self._steps_done = 0  # how many steps have ended
         self._full = False  # whether the store can fetch nothing more until a step ends
-        self._unmatched = 0  # how many steps in a row were not announced
+        self._unmatched = 0  # how many steps in a row were not announced, since there are announcements
 
     @property
     def has_thread(self) -> bool:
@@ -122,18 +137,31 @@ class Prefetcher:
 
         Raises RuntimeError if the system starts no thread.
         """
-        if len(self._announced) == QUEUE:  # no step uses these batches
+        is_part = bool(self._announced) and len(self._announced[-1].parts) < self._per_step
+        is_full = len(self._announced) == QUEUE and not is_part
+        if is_full:  # no step uses these batches
             self.counts["prefetch_dropped"] += 1
-            return
-        announced = _AnnouncedLookups(lookups, self._processor)
+            if not self._is_idle:
+                return
+        announced = _Announcement(lookups, self._processor)
         with self._changed:
             if self._thread is None or not self._thread.is_alive():
                 self._busy = False
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
                 thread.start()  # start may fail; the thread waits for the lock
                 self._thread, self._process = thread, os.getpid()
-            self._announced.append(announced)
+            if is_full:
+                self._announced.popleft()
+            if is_part:
+                self._announced[-1].parts.append(announced)
+            else:
+                self._announced.append(_AnnouncedStep([announced]))
             self._changed.notify_all()
+
+    @property
+    def _is_idle(self) -> bool:
+        """True after many steps that were not announced. Announcements are then only kept, until a step has one."""
+        return self._unmatched > WINDOW
 
     @contextmanager
     def step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
@@ -144,8 +172,8 @@ class Prefetcher:
         if not self._announced:
             yield None
             return
-        skipped = next((i for i, announced in enumerate(self._announced) if lookups and announced.is_of(lookups)), None)
-        if skipped == 0 and lookups is not None:
+        found = self._find(lookups) if lookups else None
+        if found == (0, self._per_step) and len(self._announced[0].parts) == self._per_step and not self._is_idle:
             batch = self._take(lookups)
             try:
                 yield batch
@@ -154,7 +182,7 @@ class Prefetcher:
                 self._resume()
                 raise
             return
-        batch = self._interrupt(skipped, lookups)
+        batch = self._interrupt(found, lookups)
         try:
             yield batch
         finally:
@@ -176,11 +204,39 @@ class Prefetcher:
         with self._changed:
             self._thread = None
             self._announced.clear()
+            self._unmatched = 0
             self._changed.notify_all()
         if thread is not current_thread():  # garbage collection in the thread may close the table
             thread.join()
         self._busy = self._full = False
         self._store.cancel()
+
+    def _find(self, lookups: Sequence[Lookup]) -> tuple[int, int] | None:
+        """The position and the number of the announcements that together have these lookups, if there are any."""
+        parts = [part for announced in self._announced for part in announced.parts]
+        for start in range(len(parts)):
+            end = 0
+            for count, part in enumerate(islice(parts, start, None), 1):
+                begin, end = end, end + len(part.lookups)
+                if not part.is_of(lookups[begin:end]):
+                    break
+                if end == len(lookups):
+                    return start, count
+        return None
+
+    def _pop(self, start: int, count: int) -> _AnnouncedStep:
+        """Remove these announcements and those before them. Returns their step; it has a batch if they were together.
+
+        The announcements after them are of steps that take as many.
+        """
+        while start >= len(self._announced[0].parts):
+            start -= len(self._announced.popleft().parts)
+        if start == 0 and count == len(self._announced[0].parts) == self._per_step:
+            return self._announced.popleft()
+        parts = [part for announced in self._announced for part in announced.parts][start:]
+        steps = [_AnnouncedStep(parts[i : i + count]) for i in range(0, len(parts), count)]
+        self._announced, self._per_step = deque(steps[1:]), count
+        return steps[0]
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
         """Take the oldest announced batch. Its lookups are those of the step."""
@@ -194,15 +250,15 @@ class Prefetcher:
                 self._unmatched = 0
                 self.counts["prefetch_hits"] += 1
                 return self._adopt(self._announced.popleft(), lookups)
-        self._interrupt(0, lookups)
+        self._interrupt((0, self._per_step), lookups)
         self._resume()
         raise first.error
 
-    def _interrupt(self, position: int | None, lookups: Sequence[Lookup] | None) -> Any:
+    def _interrupt(self, found: tuple[int, int] | None, lookups: Sequence[Lookup] | None) -> Any:
         """Pause the thread and let the store forget every batch. Batches are announced again after `_resume`.
 
-        Returns the batch at this position of the announced ones, or None if it is not made, and drops it and the
-        batches before it. lookups: those of the step, if there is one.
+        Returns the batch of the announcements that `_find` found, or None if it is not made, and drops them and those
+        before them. lookups: those of the step, if there is one.
         """
         with self._changed:
             self._paused = True
@@ -215,16 +271,15 @@ class Prefetcher:
             if lookups is not None:
                 self.counts["prefetch_misses"] += 1
                 self._unmatched += 1
-            if position is not None and lookups is not None:
-                for _ in range(position):
-                    self._announced.popleft()
+            if found is not None and lookups is not None:
                 self._unmatched = 0
-                return self._adopt(self._announced.popleft(), lookups)
-            if self._unmatched > WINDOW:  # no step uses these hints
-                self._announced.clear()
+                return self._adopt(self._pop(*found), lookups)
+            if self._unmatched > QUEUE:  # no step uses the oldest hint
+                self._announced.popleft()
+                self._unmatched *= bool(self._announced)
             return None
 
-    def _adopt(self, announced: _AnnouncedLookups, lookups: Sequence[Lookup]) -> Any:
+    def _adopt(self, announced: _AnnouncedStep, lookups: Sequence[Lookup]) -> Any:
         """Let the thread of its step use an announced batch. Returns None if the batch is not made."""
         if announced.batch is not None:
             self._processor.wait_event(announced.ready_event)
@@ -259,19 +314,19 @@ class Prefetcher:
                 with self._changed:
                     announced.error = error
 
-    def _next(self) -> _AnnouncedLookups | None:
+    def _next(self) -> _AnnouncedStep | None:
         """The batch to work on. The store knows every batch of the window before any is fetched."""
         unfetched = None
-        for announced in islice(self._announced, WINDOW):
-            if announced.error is not None:
-                break  # its step raises the error; later batches wait
+        for announced in islice(self._announced, 0 if self._is_idle else WINDOW):
+            if announced.error is not None or len(announced.parts) < self._per_step:
+                break  # its step raises the error, or has more announcements; later batches wait
             if not announced.is_known:
                 return announced
             if not announced.is_fetched and unfetched is None:
                 unfetched = announced
         return None if self._full else unfetched
 
-    def _prepare(self, announced: _AnnouncedLookups) -> None:
+    def _prepare(self, announced: _AnnouncedStep) -> None:
         if announced.is_known:
             steps_done = self._steps_done
             fetched = self._store.prefetch(announced.batch)
@@ -280,7 +335,8 @@ class Prefetcher:
                 self._full = not fetched and steps_done == self._steps_done
             return
         if announced.batch is None:
-            self._processor.wait_event(announced.copied)
+            for part in announced.parts:
+                self._processor.wait_event(part.copied)
             batch = self._processor.batch(announced.lookups, ahead=True)
             announced.ready_event = self._processor.record_event()
             announced.batch = batch
