@@ -6,13 +6,13 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...engine.errors import OptionError
+from ...engine.errors import InputError, OptionError
 from ..collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
 from .model_parallel import get_unwrapped_module
 
@@ -24,8 +24,9 @@ class TrainPipelineBase:
     """Steps of a model that returns (losses, output) for a batch: forward, backward, and the optimizer's step.
 
     model: in eval mode it is only called. optimizer: an EagerOptimizer for rows, or one of the dense part where
-    `apply_optimizer_in_backward` or a TableBatchedEmbeddingBags trains the rows. device: where batches are moved by
-    their `to(device, non_blocking=)`. custom_model_fwd: called instead of the model.
+    `apply_optimizer_in_backward` or a TableBatchedEmbeddingBags trains the rows; None if the model is never trained.
+    device: where batches are moved by their `to(device, non_blocking=)`. custom_model_fwd: called instead of the model.
+    Raises OptionError.
     """
 
     _ahead = 0  # batches that it holds besides that of its step
@@ -37,27 +38,39 @@ class TrainPipelineBase:
         device: torch.device | str,
         custom_model_fwd: Callable[[Any], tuple[Tensor, Any]] | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"model={type(model).__name__}: give an nn.Module that returns (losses, output)")
+        if optimizer is not None and not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad")):
+            raise OptionError(f"optimizer={type(optimizer).__name__}: give an EagerOptimizer, or one of torch.optim")
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._forward = custom_model_fwd or model
-        self._batches: deque[Any] = deque()  # the first is that of the next step
+        self._batches: deque[tuple[Iterator[Any], Any]] = deque()  # to be trained, each with its loader
         self._paths: dict[nn.Module, Path | None] = {}  # where in a batch a collection's features are
-        self._execute_all_batches, self._exhausted = True, False
-        self._loader: Iterator[Any] | None = None
+        self._execute_all_batches = True
+        self._loader: Iterator[Any] | None = None  # of the last training step
+        self._end: Exception | None = None  # what that loader raised, until the batches before it are trained
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Make a step with the next batch, and return the model's output. StopIteration after the last one."""
-        if dataloader_iter is not self._loader:
-            self._loader, self._exhausted = dataloader_iter, False
-        self._fill(dataloader_iter)
-        if not self._batches or (self._exhausted and not self._execute_all_batches):
-            self.reset()
-            raise StopIteration
-        if self._model.training:
+        """Make a step with the next batch, and return the model's output.
+
+        StopIteration after the loader's last batch. Any other exception of the loader is raised in its turn as well.
+        An exception of a step uses up the step's batch, as in a plain loop: the next call goes on with the next batch.
+
+        In training mode, batches that were drawn from another loader come first, so each batch is trained once. In eval
+        mode, only batches of this loader are scored; batches of others stay for the next step in training mode.
+        Raises InputError, OptionError.
+        """
+        if not hasattr(dataloader_iter, "__next__"):
+            raise InputError(f"dataloader_iter={type(dataloader_iter).__name__}: give an iterator, iter(loader)")
+        is_training = self._model.training
+        if is_training and self._optimizer is None:
+            raise OptionError("optimizer=None: give the optimizer that trains the model, or call the model's eval()")
+        batch = (self._next_trained if is_training else self._next_scored)(dataloader_iter)
+        if is_training:
             self._optimizer.zero_grad()
-        with _observed(self._collections(), self._paths, self._batches[0]):
-            losses, output = self._forward(self._batches[0])
-        self._batches.popleft()
-        if self._model.training:
+        with _observed(self._collections(), self._paths, batch):
+            losses, output = _pair(self._forward(batch))
+        if is_training:
             torch.sum(losses, dim=0).backward()
             self._optimizer.step()
         return output
@@ -65,26 +78,60 @@ class TrainPipelineBase:
     def reset(self) -> None:
         """Forget the batches that were taken and not trained."""
         self._batches.clear()
-        self._exhausted = False
+        self._loader = self._end = None
+        self._forget_announced()
+
+    def _next_trained(self, loader: Iterator[Any]) -> Any:
+        if loader is not self._loader:
+            self._loader, self._end = loader, None
+        while self._end is None and len(self._batches) <= self._ahead:
+            try:
+                batch = self._draw(loader)
+            except Exception as end:
+                self._end = end.with_traceback(None) if isinstance(end, StopIteration) else end
+                break
+            self._batches.append((loader, batch))
+            if len(self._batches) > 1:
+                self._announce(batch)
+        is_last = isinstance(self._end, StopIteration) and not self._execute_all_batches
+        if self._end is not None and (is_last or not self._batches):
+            if not self._batches:
+                self._forget_announced()
+            self._raise_end()
+        return self._batches.popleft()[1]
+
+    def _next_scored(self, loader: Iterator[Any]) -> Any:
+        for number, (source, batch) in enumerate(self._batches):
+            if source is loader:
+                del self._batches[number]
+                return batch
+        if loader is self._loader and self._end is not None:
+            self._raise_end()
+        return self._draw(loader)
+
+    def _raise_end(self) -> None:
+        end, self._end = self._end, None
+        try:
+            raise end or StopIteration
+        finally:
+            del end  # or this frame would keep the model through the traceback
+
+    def _draw(self, loader: Iterator[Any]) -> Any:
+        batch = next(loader)
+        return batch.to(self._device, non_blocking=True) if hasattr(batch, "to") else batch
+
+    def _forget_announced(self) -> None:
         for embedding in (embedding for collection in self._collections() for embedding in collection.each()):
             embedding.forget_announced()
 
-    def _fill(self, batches: Iterator[Any]) -> None:
-        while not self._exhausted and len(self._batches) <= self._ahead:
-            batch = next(batches, self)
-            if batch is self:
-                self._exhausted = True
-                return
-            batch = batch.to(self._device, non_blocking=True) if hasattr(batch, "to") else batch
-            self._batches.append(batch)
-            if self._model.training and len(self._batches) > 1:
-                self._announce(batch)
-
     def _announce(self, batch: Any) -> None:
+        """Announce a batch that is built like the first one. Any other one is not prefetched, on no rank."""
         for collection in self._collections():
-            path = self._paths.get(collection)
-            if path is not None and all(one.row_optimizer and one.shadow.requires_grad for one in collection.each()):
-                collection.prefetch(_part(batch, path))
+            features = _part(batch, self._paths.get(collection))
+            is_known = features is not None or any(one.world and collection in self._paths for one in collection.each())
+            if is_known and all(one.row_optimizer and one.shadow.requires_grad for one in collection.each()):
+                with suppress(Exception):  # the step itself raises what is wrong
+                    collection.prefetch(features)
 
     def _collections(self) -> list[EmbeddingBagCollection | EmbeddingCollection]:
         modules = get_unwrapped_module(self._model).modules()
@@ -95,8 +142,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     """As TrainPipelineBase, which holds two batches more, whose rows are prefetched while a step runs.
 
     A collection's rows are prefetched if its features are a part of the batch, as `batch.sparse_features` is; the first
-    step finds it. execute_all_batches: whether the batches that are held when the loader ends are trained.
-    Its other arguments are of TorchRec's streams, and change nothing here.
+    step finds it. execute_all_batches: whether the batches that are held when the loader ends are trained before
+    StopIteration; else they are the first of the next loader's. Its other arguments are of TorchRec's streams, and change nothing here.
     """
 
     _ahead = 2
@@ -167,8 +214,10 @@ def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
         inner: list[tuple[Any, Any]] = [*whole.items()]
     elif isinstance(whole, (list, tuple)):
         inner = [*enumerate(whole)]
-    elif dataclasses.is_dataclass(whole) or hasattr(whole, "__dict__"):
+    elif hasattr(whole, "__dict__"):
         inner = [((name,), value) for name, value in vars(whole).items()]
+    elif dataclasses.is_dataclass(whole):  # with slots
+        inner = [((one.name,), getattr(whole, one.name, None)) for one in dataclasses.fields(whole)]
     else:
         return None
     for step, value in inner:
@@ -178,7 +227,21 @@ def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
     return None
 
 
-def _part(whole: Any, path: Path) -> Any:
-    for step in path:
-        whole = getattr(whole, step[0]) if isinstance(step, tuple) else whole[step]
+def _part(whole: Any, path: Path | None) -> Any:
+    """The part of a batch at a path; None if it has none there, or the path is None."""
+    if path is None:
+        return None
+    try:
+        for step in path:
+            whole = getattr(whole, step[0]) if isinstance(step, tuple) else whole[step]
+    except Exception:  # whatever a batch of another structure raises
+        return None
     return whole
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    """What a pipeline's model returned. InputError unless it is a pair."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        what = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+        raise InputError(f"the model returned {what}; a pipeline's model returns a pair, (losses, output)")
+    return result[0], result[1]

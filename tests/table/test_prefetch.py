@@ -19,9 +19,9 @@ from support.embeddings import attach, contents, make, train
 from support.examples import examples
 from support.forked import in_process
 from support.stores import STORES, options
-from tierbed import InputError, MultiTableEmbedding, OptimizerError, StoreError
+from tierbed import EagerOptimizer, InputError, MultiTableEmbedding, OptimizerError, StoreError
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.table.prefetch import QUEUE, WINDOW, Prefetcher
+from tierbed.engine.table.prefetch import QUEUE, Prefetcher
 
 STEPS = 12
 BATCHES = [torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
@@ -116,9 +116,9 @@ def test_a_hint_is_checked_at_once() -> None:
 def test_hints_that_no_step_wants_are_dropped() -> None:
     with make(options("cached_host"), "adagrad") as embedding:
         hint(embedding, torch.full((8,), 10_000))
-        for _ in range(40):
+        for _ in range(QUEUE + 5):
             train(embedding, BATCHES[0])
-        assert embedding.metrics()["table"]["prefetch_misses"] == WINDOW + 1  # then no hint is left to look at
+        assert embedding.metrics()["table"]["prefetch_misses"] == QUEUE + 1  # then no hint is left to look at
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -220,3 +220,48 @@ def _fork_beside_hints() -> list[int]:
 
 def test_a_child_has_a_thread_of_its_own_or_may_not_use_the_table() -> None:
     assert in_process(_fork_beside_hints) == [0, 0]
+
+
+def accumulate(embedding: MultiTableEmbedding, batches: list[torch.Tensor], ahead: int, together: int) -> int:
+    """Train by steps that take the gradients of `together` batches, announced one by one. Returns the hits."""
+    optimizer = EagerOptimizer(torch.optim.Adagrad(embedding.parameters(), lr=0.1), embedding)
+    before = embedding.metrics()["table"]["prefetch_hits"] if embedding.is_open else 0
+    for i, ids in enumerate(batches):
+        for later in batches[:ahead] if i == 0 else batches[i + ahead - 1 : i + ahead]:
+            hint(embedding, later)
+        embedding(ids, torch.zeros_like(ids)).square().sum().backward()
+        if (i + 1) % together == 0 or i + 1 == len(batches):
+            optimizer.step()
+            optimizer.zero_grad()
+    return int(embedding.metrics()["table"]["prefetch_hits"]) - before
+
+
+@pytest.mark.parametrize("ahead", [2, 5, 40])
+def test_hints_of_accumulated_batches_belong_to_one_step(tmp_path: Path, ahead: int) -> None:
+    batches = BATCHES * 4  # 48
+    with make(options("device")) as plain, make(options("cached_ssd", tmp_path)) as embedding:
+        for together, least in [(2, 20), (3, 12), (1, 40), (4, 8)]:  # of 24, 16, 48 and 12 steps
+            accumulate(plain, batches, 0, together)
+            assert accumulate(embedding, batches, ahead, together) >= least
+        assert contents(embedding).tobytes() == contents(plain).tobytes()
+
+
+@pytest.mark.parametrize("wrong", [40, QUEUE + 50])
+@pytest.mark.parametrize("ahead", [1, 3, 60])
+def test_hints_are_used_again_after_many_wrong_ones(ahead: int, wrong: int) -> None:
+    with make(options("cached_host"), "adagrad") as embedding:
+        for i in range(wrong):  # each step was announced as another one
+            hint(embedding, torch.full((8,), 10_000 + i))
+            train(embedding, BATCHES[0])
+        for i, ids in enumerate(BATCHES * 10):
+            hint(embedding, (BATCHES * 16)[i + ahead])
+            train(embedding, ids)
+        hits = embedding.metrics()["table"]["prefetch_hits"]
+        assert hits >= len(BATCHES) * 10 - ahead - 2
+        embedding.forget_announced()
+        for i in range(wrong):  # batches that are evaluated alone
+            hint(embedding, torch.full((8,), 10_000 + i))
+        embedding.forget_announced()
+        hint(embedding, BATCHES[0])
+        train(embedding, BATCHES[0])
+        assert embedding.metrics()["table"]["prefetch_hits"] == hits + 1
