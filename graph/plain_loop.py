@@ -21,7 +21,7 @@ from ..snapshots.store.selection import Selection
 from .graph import Graph
 from .state import checkpoint
 from .state.extra_state import Training, check_extra_state, check_modules
-from .trace.names import path_of
+from .trace.names import path_of, unwrapped
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -40,14 +40,16 @@ def save_checkpoint(
 
     The checkpoint is durable on return. Call it after step(); over ranks, all of them call it.
 
-    model: any module; the rows of all embeddings in it are saved at the same step. optimizers: one or several, an
+    model: any module; the rows of all embeddings in it are saved at the same step. Names in a checkpoint leave out
+    wrappers such as DistributedModelParallel, DistributedDataParallel and that of torch.compile, so it loads with any
+    of them, or none. optimizers: one or several, an
     EagerOptimizer instead of the optimizer that it wraps. schedulers: of torch's learning rates. scaler: a GradScaler.
     extra: plain values and tensors of your own, such as the epoch, which `load_checkpoint` returns. Random states of
     torch are saved as well. overwrite: whether to replace an existing checkpoint, atomically.
     Raises SnapshotError if `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold,
     InputError for an argument of another type.
     """
-    training = _training(model, optimizers, schedulers, scaler)
+    model, training = _training(model, optimizers, schedulers, scaler)
     for one in model.modules():
         if isinstance(one, SavedRows) and isinstance(one.shadow.grad, ShadowGrad) and one.shadow.grad.rows.is_waiting:
             raise GraphError(
@@ -81,7 +83,7 @@ def load_checkpoint(
     """
     if not isinstance(convert, bool):
         raise InputError(f"convert={convert!r}: give True or False")
-    training = _training(model, optimizers, schedulers, scaler)
+    model, training = _training(model, optimizers, schedulers, scaler)
 
     def model_state(state: dict[str, Any]) -> OrderedDict[str, Any]:
         of_model = OrderedDict(state["model"])
@@ -103,8 +105,9 @@ def load_checkpoint(
     return extra
 
 
-def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> Training:
-    """Raises InputError for arguments of another type."""
+def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, Training]:
+    """The model without wrappers around it, and what trains it. InputError for arguments of another type."""
+    model = unwrapped(model) if isinstance(model, nn.Module) else model
     if not isinstance(model, nn.Module) or isinstance(model, Graph):
         remedy = "call its save and load" if isinstance(model, Graph) else "give the nn.Module that is trained"
         raise InputError(f"model={type(model).__name__}: {remedy}")
@@ -127,4 +130,4 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> Trai
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler={scaler!r}: give a torch.amp.GradScaler, or None")
     remedy, of_scaler = "give those that were saved, in their order", "give scaler={}"
-    return Training(given, listed, scaler, "this call", remedy, of_scaler)
+    return model, Training(given, listed, scaler, "this call", remedy, of_scaler)

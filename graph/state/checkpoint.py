@@ -59,7 +59,7 @@ from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotErr
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import refuse_worlds
-from ..trace.names import path_of
+from ..trace.names import bare_name, path_of, plain_names
 from .kept import CALLS, FORMATS, ROWS, STATE, TENSORS, checksum, read_format
 from .optimizer_set import embeddings_of
 
@@ -288,10 +288,13 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     # in a store folder, a name is used once
     name = saving.first("its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
+    named = state if of == "graph" else state["model"]
+    names = plain_names(root, [*named, *(versions := getattr(state, "_metadata", None) or {})])
+    state = _renamed(state, names, {names[path]: version for path, version in versions.items()}, of)
     record = saving.each("state", lambda: _record(state, tensors, of))
     training, model = (EXTRA, "") if of == "graph" else ("training", "model.")
     random = state[training]["random"] if training in state else []
-    buffers = {model + buffer for buffer, _ in root.named_buffers()}
+    buffers = {model + name for name in plain_names(root, dict(root.named_buffers())).values()}
     own = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
     saving.check_equal(
         [record["state"], record["metadata"]], {key: tensor for key, tensor in tensors.items() if key not in own}
@@ -367,6 +370,7 @@ def load(
     embeddings = _saved(root)
     saving = CheckpointRanks(refuse_worlds(dict(embeddings)), f"loading checkpoint {folder.name!r}")
     record, state = saving.each("reading", lambda: _read(folder, list(embeddings), of))
+    state = _with_own_names(root, state, of)
     saving.each(
         "its id",
         lambda: None,
@@ -415,12 +419,35 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
         record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
-    if embeddings != record["embeddings"]:
+    if [*map(bare_name, embeddings)] != [*map(bare_name, record["embeddings"])]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this {_thing(of)} has "
             f"{embeddings}; load it into the {_thing(of)} that saved it"
         )
     return record, state
+
+
+def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
+    """The state of a checkpoint with the names that `load_state_dict` of `root` takes, whatever wrappers either had."""
+    named, versions = state if of == "graph" else state["model"], getattr(state, "_metadata", None) or {}
+    children = ((name, child) for name, child in root._modules.items() if child is not None)
+    own = [EXTRA, *root._parameters, *root._buffers]
+    own += [name for path, child in children for name in child.state_dict(prefix=f"{path}.")]
+    by_bare = {bare_name(name): name for name in own}
+    names = {name: name if name in own else by_bare.get(bare_name(name), name) for name in named}
+    bare = {bare_name(path): version for path, version in versions.items()}
+    found = {
+        path: versions.get(path, bare.get(bare_name(path))) for path, _ in root.named_modules(remove_duplicate=False)
+    }
+    return _renamed(state, names, {path: version for path, version in found.items() if version is not None}, of)
+
+
+def _renamed(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], of: str) -> Any:
+    """A state with other names of tensors, and these versions of modules."""
+    named = OrderedDict((names[name], value) for name, value in (state if of == "graph" else state["model"]).items())
+    renamed = named if of == "graph" else OrderedDict({**state, "model": dict(named)})
+    renamed._metadata = versions  # type: ignore[attr-defined]
+    return renamed
 
 
 def _thing(of: str) -> str:
@@ -430,7 +457,8 @@ def _thing(of: str) -> str:
 def _saved(root: nn.Module) -> dict[str, SavedRows]:
     """The embeddings under `root`, by path. GraphError for rows that no checkpoint can hold."""
     found: dict[str, SavedRows] = {}
-    for path, embedding in embeddings_of(root).items():
+    embeddings = embeddings_of(root)
+    for path, embedding in zip(plain_names(root, embeddings).values(), embeddings.values(), strict=True):
         if not isinstance(embedding, SavedRows):
             raise GraphError(
                 f"{path} is a {type(embedding).__name__}, whose rows no checkpoint holds; leave it out of the graph "

@@ -1,9 +1,9 @@
-"""Names of tensors in errors and in the printed graph, and paths that users give."""
+"""Names of tensors in errors, in the printed graph and in checkpoints, and paths that users give."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,12 @@ from torch import Tensor, nn
 
 from ...engine.errors import InputError
 from .built import HasBuild
+
+# classes whose modules wrap one other, and what they call it
+_WRAPPERS = {
+    "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
+    "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
+}  # fmt: skip
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
@@ -54,6 +60,35 @@ def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[st
         taken.append(candidate)
         result.append(candidate)
     return result
+
+
+def _wrapped(module: nn.Module) -> str | None:
+    """The name of the module that a wrapper wraps; None for any other module."""
+    names = (_WRAPPERS.get(kind.__name__) for kind in type(module).__mro__)
+    return next((name for name in names if name in module._modules), None)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module in wrappers, such as DistributedModelParallel, DistributedDataParallel or that of torch.compile."""
+    while (name := _wrapped(module)) is not None:
+        module = module.get_submodule(name)
+    return module
+
+
+def plain_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Paths under `root` of modules and tensors, each with the path that it has without wrappers under `root`."""
+    plain = {name: f"{name}." for name in names}
+    for path, module in reversed([*root.named_modules()]):  # inner wrappers first
+        if (child := _wrapped(module)) is not None:
+            inner = f"{path}.{child}."
+            changed = (name for name, one in plain.items() if one.startswith(inner))
+            plain |= {name: f"{path}.{plain[name].removeprefix(inner)}" for name in changed}
+    return {name: one[:-1] for name, one in plain.items()}
+
+
+def bare_name(name: str) -> str:
+    """A path without any name that a wrapper gives: equal for all ways to wrap."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
 
 
 def path_of(path: Any) -> Path:

@@ -67,6 +67,7 @@ class DistributedModelParallel(nn.Module):
             module.to(self.device)
         if init_data_parallel:
             self.init_data_parallel()
+        self.register_load_state_dict_pre_hook(_find_wrapped)
 
     @property
     def module(self) -> nn.Module:
@@ -163,6 +164,13 @@ def get_module(module: nn.Module) -> nn.Module:
     while isinstance(module, DistributedModelParallel):
         module = module._wrapped
     return module
+
+
+def _find_wrapped(parallel: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    """Let a module around a DistributedModelParallel load its state_dict(), which has the names of the model."""
+    inner = prefix + ("_wrapped.module." if isinstance(parallel._wrapped, DistributedDataParallel) else "_wrapped.")
+    for name in [name for name in state_dict if name.startswith(prefix) and not name.startswith(inner)]:
+        state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
 
 
 def _world_of(env: Any) -> tuple[World, dist.ProcessGroup | None]:

@@ -143,7 +143,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
     A collection's rows are prefetched if its features are a part of the batch, as `batch.sparse_features` is; the first
     step finds it. execute_all_batches: whether the batches that are held when the loader ends are trained before
-    StopIteration; else they are the first of the next loader's. Its other arguments are of TorchRec's streams, and change nothing here.
+    StopIteration; if not, they are trained before those of the next loader. Its other arguments are of TorchRec's
+    streams, and change nothing here.
     """
 
     _ahead = 2
