@@ -236,8 +236,9 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
     name, shadow = embedding.name, embedding.shadow
     if embedding.handle not in holders:
         raise GraphError(
-            f"embedding {name!r}: backward() outside a graph; call it in the build() of a tierbed.Graph, give the "
-            "optimizer to a tierbed.EagerOptimizer to train in a loop, or read under torch.no_grad()"
+            f"embedding {name!r}: backward() outside a graph, and no EagerOptimizer trains the embedding; to train in "
+            "a loop, give tierbed.EagerOptimizer the optimizer and a module that has the embedding; or call backward() "
+            "in the build() of a tierbed.Graph, or read under torch.no_grad()"
         )
     if shadow._backward_hooks or shadow._post_accumulate_grad_hooks:
         raise GraphError(

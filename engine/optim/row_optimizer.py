@@ -79,7 +79,8 @@ class RowOptimizer:
             raise OptimizerError(
                 f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now has the settings of "
                 f"{rule.kernel.name!r}, whose state the rows lack; do not change momentum (from or to zero) or "
-                "decoupled_weight_decay"
+                "decoupled_weight_decay. OneCycleLR and CyclicLR set momentum: give them cycle_momentum=False, or make "
+                "the optimizer with a momentum"
             )
         _check(self._optimizer, group)
         self._limits = [_limit(group, name) for name in LIMITS]

@@ -4,7 +4,7 @@ An announcement is a hint. A step uses a prepared batch only if its ids are the 
 it runs. So hints change when work is done, but never a row.
 
 A step may take several announcements, as where gradients accumulate over micro-batches. The first step that has the
-lookups of several tells how many belong together; their batch is prepared once all of them are announced.
+lookups of several shows how many belong together; their batch is prepared once all of them are announced.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class Prefetcher:
             yield None
             return
         found = self._find(lookups) if lookups else None
-        if found == (0, self._per_step) and len(self._announced[0].parts) == self._per_step and not self._is_idle:
+        is_first = found == (0, self._per_step) and len(self._announced[0].parts) == self._per_step
+        if is_first and lookups is not None and not self._is_idle:
             batch = self._take(lookups)
             try:
                 yield batch

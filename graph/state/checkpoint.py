@@ -444,9 +444,9 @@ def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
 
 def _renamed(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], of: str) -> Any:
     """A state with other names of tensors, and these versions of modules."""
-    named = OrderedDict((names[name], value) for name, value in (state if of == "graph" else state["model"]).items())
-    renamed = named if of == "graph" else OrderedDict({**state, "model": dict(named)})
-    renamed._metadata = versions  # type: ignore[attr-defined]
+    named = {names[name]: value for name, value in (state if of == "graph" else state["model"]).items()}
+    renamed: Any = OrderedDict(named if of == "graph" else {**state, "model": named})
+    renamed._metadata = versions
     return renamed
 
 

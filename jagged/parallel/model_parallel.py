@@ -199,18 +199,21 @@ def _share(embedding: MultiTableMultiColumnEmbedding, world: World) -> None:
 
 
 def _check_plan(plan: Any) -> None:
-    """OptionError for a plan of other than row-wise sharding."""
-    of_modules = getattr(plan, "plan", plan) or {}
-    for path, of_module in of_modules.items():
-        for name, sharding in dict(of_module).items():
-            kind = getattr(sharding.sharding_type, "value", sharding.sharding_type)
-            if kind != "row_wise":
-                raise OptionError(
-                    f"plan: {path}.{name} is {kind!r}; rows are spread over all ranks by the hash of their ids, "
-                    "'row_wise', since no table is known to be small and no rank may have more than its share: leave "
-                    "the plan out (docs/distributed.md)"
-                )
-            check_sharding(f"{path}.{name}", sharding)
+    """OptionError for what is no plan of TorchRec, for other than row-wise sharding and for settings of a sharding."""
+    of_modules = {} if plan is None else getattr(plan, "plan", plan)
+    try:
+        shardings = {f"{path}.{name}": one for path, of in of_modules.items() for name, one in of.items()}
+        kinds = {path: one.sharding_type for path, one in shardings.items()}
+    except AttributeError:
+        raise OptionError(f"plan={plan!r:.200}: give TorchRec's ShardingPlan, or leave it out") from None
+    for path, kind in kinds.items():
+        if (kind := getattr(kind, "value", kind)) != "row_wise":
+            raise OptionError(
+                f"plan: {path} is {kind!r}; rows are spread over all ranks by the hash of their ids, "
+                "'row_wise', since no table is known to be small and no rank may have more than its share: leave "
+                "the plan out (docs/distributed.md)"
+            )
+        check_sharding(path, shardings[path])
 
 
 def _leave_meta(root: nn.Module, device: torch.device) -> None:

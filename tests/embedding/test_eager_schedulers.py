@@ -100,3 +100,15 @@ def test_a_graph_refuses_an_eager_optimizer_and_takes_what_it_wraps() -> None:
     before: Tensor = model.rows.get(IDS)
     Rating(model.rows, model.mlp, optimizer.optimizer)(IDS)
     assert not torch.equal(model.rows.get(IDS), before)
+
+
+@pytest.mark.parametrize("schedule", [lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR])
+def test_a_schedule_that_gives_rows_a_momentum_names_its_option(schedule: Any) -> None:
+    model = Model()
+    optimizer = wrapped(model)
+    schedule(optimizer, 0.1, **({"total_steps": 8} if schedule is lr_scheduler.OneCycleLR else {"max_lr": 0.5}))
+    train(model.rows, model.mlp, IDS)
+    before = model.rows.get(IDS)
+    with pytest.raises(OptimizerError, match=r"OneCycleLR and CyclicLR set momentum: give them cycle_momentum=False"):
+        optimizer.step()
+    assert torch.equal(model.rows.get(IDS), before)

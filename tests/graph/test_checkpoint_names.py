@@ -174,12 +174,12 @@ def over_ranks(world: Any, folder: Path) -> tuple[list[float], Tensor]:
     found = sorted(folder.iterdir())
     if found:
         load_checkpoint(found[-1], parallel, optimizer)
-    held = net.rows.get(torch.arange(24))
+    rows = net.rows.get(torch.arange(24))
     optimizer.zero_grad()
     parallel(IDS[0]).backward()
     optimizer.step()
     save_checkpoint(folder / f"{len(found)}", parallel, optimizer)
-    return [float(net.scale.detach())], held if found else net.rows.get(torch.arange(24))
+    return [float(net.scale.detach())], rows if found else net.rows.get(torch.arange(24))
 
 
 def test_a_checkpoint_over_ranks_loads_over_any_number_of_them(tmp_path: Path) -> None:

@@ -180,6 +180,9 @@ def test_what_has_no_meaning_here_is_refused_by_its_name() -> None:
     plan = SimpleNamespace(plan={"bags": {"user": SimpleNamespace(sharding_type="table_wise")}})
     with pytest.raises(OptionError, match=r"plan: bags\.user is 'table_wise'; rows are spread over all ranks"):
         DistributedModelParallel(model, plan=plan)
+    for wrong in ({"bags": {"user": "row_wise"}}, {"bags": "row_wise"}, {"bags": None}, "row_wise", 3):
+        with pytest.raises(OptionError, match=r"plan=.*: give TorchRec's ShardingPlan, or leave it out"):
+            DistributedModelParallel(model, plan=wrong)
     plan.plan["bags"]["user"].sharding_type = "row_wise"
     assert DistributedModelParallel(model, plan=plan, sharders=[]).plan is plan
     with pytest.raises(OptionError, match=r"data_parallel_wrapper=<object .*>: torch's DistributedDataParallel wraps"):

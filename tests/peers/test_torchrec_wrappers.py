@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline.gradient_accumulation import (
+    GradientAccumulationConfig,
+    GradientAccumulationWrapper,
+)
 from torchrec.inference.modules import quantize_inference_model
 
 from tierbed import EagerOptimizer, Graph, GraphError, OptimizerError, make_host_mem_store_options
-from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, TrainPipelineSparseDist
 
 BATCH = KeyedJaggedTensor(["a"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 2]))
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # TorchRec gives them
@@ -82,3 +86,36 @@ def test_torchrecs_quantised_serving_is_none_of_ours_as_the_page_says() -> None:
     model = Model()
     assert quantize_inference_model(model).ebc is model.ebc
     assert model(BATCH).isfinite()
+
+
+def accumulated(steps: int, count: int) -> Iterator[KeyedJaggedTensor]:
+    for number in range(count):
+        ids = torch.randint(100, (steps + 2,), generator=torch.Generator().manual_seed(number))
+        yield KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([2, steps]))
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_accumulated_batches_of_a_pipeline_are_prefetched_and_train_as_in_a_plain_loop(steps: int) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    torch.manual_seed(0)
+    plain = Model()
+    ours, optimizer = (EagerOptimizer(torch.optim.Adagrad(one.parameters()), one) for one in (model, plain))
+    rows = model.ebc.embedding_of("a")
+    for epoch in range(2):
+        pipeline = TrainPipelineSparseDist(model, ours, "cpu", custom_model_fwd=lambda batch: (model(batch), None))
+        config = GradientAccumulationConfig(is_enabled=True, num_steps=steps)
+        wrapper = GradientAccumulationWrapper(pipeline, ours, model, config)
+        batches = accumulated(steps, 41)  # the last update has one
+        for _ in range(41):
+            wrapper.progress(batches)
+        with pytest.raises(StopIteration):
+            wrapper.progress(batches)
+        for number, batch in enumerate(accumulated(steps, 41)):
+            plain(batch).backward()
+            if (number + 1) % steps == 0 or number == 40:
+                optimizer.step()
+                optimizer.zero_grad()
+        updates = 40 // steps
+        assert rows.metrics()["table"]["prefetch_hits"] >= (epoch + 1) * (updates - 3)
+        assert torch.equal(rows.get(torch.arange(100)), plain.ebc.embedding_of("a").get(torch.arange(100)))
