@@ -34,8 +34,11 @@ QUEUE = 4 * WINDOW  # the maximum of batches that wait
 NOTHING_ANNOUNCED = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
 
 
-class _Announcement:
-    """Announced lookups. They are copies, since the caller may reuse its tensors."""
+class _AnnouncedLookups:
+    """The lookups of an announcement. They are copies, since the caller may reuse its tensors.
+
+    The first announcement of a step also has the step's batch.
+    """
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         copy = torch.clone if processor.defers_errors else _copy
@@ -44,6 +47,11 @@ class _Announcement:
         # if comparing ids would wait for a device, the same memory counts as equal; `adopt` checks it asynchronously
         self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
         self._kept = lookups  # so that no other tensor gets their memory
+        self.batch: Any = None
+        self.ready_event: Any = None  # an event: the batch exists
+        self.is_known = False  # whether the store knows the batch
+        self.is_fetched = False  # whether its rows are resident
+        self.error: BaseException | None = None
 
     def is_of(self, lookups: Sequence[Lookup]) -> bool:
         if self._memories is not None and self._memories == [_memory(lookup) for lookup in lookups]:
@@ -51,20 +59,8 @@ class _Announcement:
         return same_lookups(self.lookups, lookups)
 
 
-class _AnnouncedStep:
-    """The announcements that one step takes, and its batch."""
-
-    def __init__(self, parts: list[_Announcement]) -> None:
-        self.parts = parts
-        self.batch: Any = None
-        self.ready_event: Any = None  # an event: the batch exists
-        self.is_known = False  # whether the store knows the batch
-        self.is_fetched = False  # whether its rows are resident
-        self.error: BaseException | None = None
-
-    @property
-    def lookups(self) -> list[Lookup]:
-        return [lookup for part in self.parts for lookup in part.lookups]
+def _lookups(step: Sequence[_AnnouncedLookups]) -> list[Lookup]:
+    return [lookup for announced in step for lookup in announced.lookups]
 
 
 def copied(lookup: Lookup, copy: Callable[[Tensor], Tensor] = torch.clone) -> Lookup:
@@ -117,8 +113,7 @@ class Prefetcher:
         self._store = store
         self._threads = threads
         self.counts = dict(NOTHING_ANNOUNCED)
-        self._announced: deque[_AnnouncedStep] = deque()  # empty if there is no thread
-        self._per_step = 1  # how many announcements the last announced step took
+        self._announced: deque[_AnnouncedLookups] = deque()  # empty if there is no thread
         self._changed = Condition()
         self._thread: Thread | None = None  # the thread that continues; any other one ends
         self._process = 0  # of the thread
@@ -126,7 +121,8 @@ class Prefetcher:
         self._paused = False  # whether the thread may begin no work
         self._steps_done = 0  # how many steps have ended
         self._full = False  # whether the store can fetch nothing more until a step ends
-        self._unmatched = 0  # how many steps in a row were not announced, since there are announcements
+        self._unmatched = 0  # how many steps in a row were not announced
+        self._per_step = 1  # how many announcements the last announced step took
 
     @property
     def has_thread(self) -> bool:
@@ -137,30 +133,25 @@ class Prefetcher:
 
         Raises RuntimeError if the system starts no thread.
         """
-        is_part = bool(self._announced) and len(self._announced[-1].parts) < self._per_step
-        is_full = len(self._announced) == QUEUE and not is_part
-        if is_full:  # no step uses these batches
+        if len(self._announced) == QUEUE:  # no step uses these batches
             self.counts["prefetch_dropped"] += 1
             if not self._is_idle:
                 return
-        announced = _Announcement(lookups, self._processor)
+        announced = _AnnouncedLookups(lookups, self._processor)
         with self._changed:
             if self._thread is None or not self._thread.is_alive():
                 self._busy = False
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
                 thread.start()  # start may fail; the thread waits for the lock
                 self._thread, self._process = thread, os.getpid()
-            if is_full:
+            if len(self._announced) == QUEUE:
                 self._announced.popleft()
-            if is_part:
-                self._announced[-1].parts.append(announced)
-            else:
-                self._announced.append(_AnnouncedStep([announced]))
+            self._announced.append(announced)
             self._changed.notify_all()
 
     @property
     def _is_idle(self) -> bool:
-        """True after many steps that were not announced. Announcements are then only kept, until a step has one."""
+        """True after many steps that were not announced. Announcements then wait until a step has one of them."""
         return self._unmatched > WINDOW
 
     @contextmanager
@@ -173,8 +164,7 @@ class Prefetcher:
             yield None
             return
         found = self._find(lookups) if lookups else None
-        is_first = found == (0, self._per_step) and len(self._announced[0].parts) == self._per_step
-        if is_first and lookups is not None and not self._is_idle:
+        if lookups is not None and found == (0, self._per_step) and not self._is_idle:
             batch = self._take(lookups)
             try:
                 yield batch
@@ -204,8 +194,8 @@ class Prefetcher:
             return
         with self._changed:
             self._thread = None
-            self._announced.clear()
             self._unmatched = 0
+            self._announced.clear()
             self._changed.notify_all()
         if thread is not current_thread():  # garbage collection in the thread may close the table
             thread.join()
@@ -214,43 +204,28 @@ class Prefetcher:
 
     def _find(self, lookups: Sequence[Lookup]) -> tuple[int, int] | None:
         """The position and the number of the announcements that together have these lookups, if there are any."""
-        parts = [part for announced in self._announced for part in announced.parts]
-        for start in range(len(parts)):
+        for start in range(len(self._announced)):
             end = 0
-            for count, part in enumerate(islice(parts, start, None), 1):
-                begin, end = end, end + len(part.lookups)
-                if not part.is_of(lookups[begin:end]):
+            for count, announced in enumerate(islice(self._announced, start, None), 1):
+                begin, end = end, end + len(announced.lookups)
+                if not announced.is_of(lookups[begin:end]):
                     break
                 if end == len(lookups):
                     return start, count
         return None
-
-    def _pop(self, start: int, count: int) -> _AnnouncedStep:
-        """Remove these announcements and those before them. Returns their step; it has a batch if they were together.
-
-        The announcements after them are of steps that take as many.
-        """
-        while start >= len(self._announced[0].parts):
-            start -= len(self._announced.popleft().parts)
-        if start == 0 and count == len(self._announced[0].parts) == self._per_step:
-            return self._announced.popleft()
-        parts = [part for announced in self._announced for part in announced.parts][start:]
-        steps = [_AnnouncedStep(parts[i : i + count]) for i in range(0, len(parts), count)]
-        self._announced, self._per_step = deque(steps[1:]), count
-        return steps[0]
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
         """Take the oldest announced batch. Its lookups are those of the step."""
         with self._changed:
             first = self._announced[0]
             if not wait_for(self._changed, lambda: first.is_known or first.error, self._thread):
-                while len(self._announced) > 1:  # the steps of these are not prefetched
+                while len(self._announced) > self._per_step:  # the steps of these are not prefetched
                     self._announced.pop()
                 first.error = MemoryError("the prefetch thread died without raising an error")
             if first.error is None:
                 self._unmatched = 0
                 self.counts["prefetch_hits"] += 1
-                return self._adopt(self._announced.popleft(), lookups)
+                return self._adopt(self._per_step, lookups)
         self._interrupt((0, self._per_step), lookups)
         self._resume()
         raise first.error
@@ -273,19 +248,26 @@ class Prefetcher:
                 self.counts["prefetch_misses"] += 1
                 self._unmatched += 1
             if found is not None and lookups is not None:
+                for _ in range(found[0]):
+                    self._announced.popleft()
                 self._unmatched = 0
-                return self._adopt(self._pop(*found), lookups)
+                return self._adopt(found[1], lookups)
             if self._unmatched > QUEUE:  # no step uses the oldest hint
                 self._announced.popleft()
                 self._unmatched *= bool(self._announced)
             return None
 
-    def _adopt(self, announced: _AnnouncedStep, lookups: Sequence[Lookup]) -> Any:
-        """Let the thread of its step use an announced batch. Returns None if the batch is not made."""
-        if announced.batch is not None:
-            self._processor.wait_event(announced.ready_event)
-            self._processor.adopt(announced.batch, announced.lookups, lookups)
-        return announced.batch
+    def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
+        """Drop the oldest announcements, and let the thread of their step use its batch. None if it is not made."""
+        if count != self._per_step:  # batches that are made are of another number of announcements
+            self._per_step = count
+            for announced in self._announced:
+                announced.batch = None
+        first, *others = [self._announced.popleft() for _ in range(count)]
+        if first.batch is not None:
+            self._processor.wait_event(first.ready_event)
+            self._processor.adopt(first.batch, _lookups([first, *others]), lookups)
+        return first.batch
 
     def _resume(self) -> None:
         with self._changed:
@@ -305,29 +287,31 @@ class Prefetcher:
                 )
                 if self._thread is not me:
                     return
-                announced = self._next()
-                assert announced is not None
+                step = self._next()
+                assert step is not None
                 self._busy = True
             try:
                 with self._processor.side_stream():
-                    self._prepare(announced)
+                    self._prepare(step)
             except BaseException as error:
                 with self._changed:
-                    announced.error = error
+                    step[0].error = error
 
-    def _next(self) -> _AnnouncedStep | None:
-        """The batch to work on. The store knows every batch of the window before any is fetched."""
-        unfetched = None
-        for announced in islice(self._announced, 0 if self._is_idle else WINDOW):
-            if announced.error is not None or len(announced.parts) < self._per_step:
-                break  # its step raises the error, or has more announcements; later batches wait
+    def _next(self) -> list[_AnnouncedLookups] | None:
+        """The announcements of the step to work on. The store knows every batch of the window before any is fetched."""
+        size, position = self._per_step, None
+        steps = 0 if self._is_idle else min(len(self._announced) // size, WINDOW)
+        for number, announced in enumerate(islice(self._announced, 0, steps * size, size)):
+            if announced.error is not None:
+                break  # its step raises the error; later batches wait
             if not announced.is_known:
-                return announced
-            if not announced.is_fetched and unfetched is None:
-                unfetched = announced
-        return None if self._full else unfetched
+                return [*islice(self._announced, number * size, (number + 1) * size)]
+            if not announced.is_fetched and not self._full and position is None:
+                position = number * size
+        return None if position is None else [*islice(self._announced, position, position + size)]
 
-    def _prepare(self, announced: _AnnouncedStep) -> None:
+    def _prepare(self, step: list[_AnnouncedLookups]) -> None:
+        announced = step[0]
         if announced.is_known:
             steps_done = self._steps_done
             fetched = self._store.prefetch(announced.batch)
@@ -336,9 +320,9 @@ class Prefetcher:
                 self._full = not fetched and steps_done == self._steps_done
             return
         if announced.batch is None:
-            for part in announced.parts:
+            for part in step:
                 self._processor.wait_event(part.copied)
-            batch = self._processor.batch(announced.lookups, ahead=True)
+            batch = self._processor.batch(_lookups(step), ahead=True)
             announced.ready_event = self._processor.record_event()
             announced.batch = batch
         self._store.announce(announced.batch)

@@ -65,7 +65,7 @@ class TrainPipelineBase:
         is_training = self._model.training
         if is_training and self._optimizer is None:
             raise OptionError("optimizer=None: give the optimizer that trains the model, or call the model's eval()")
-        batch = (self._next_trained if is_training else self._next_scored)(dataloader_iter)
+        batch = self._next(dataloader_iter)
         if is_training:
             self._optimizer.zero_grad()
         with _observed(self._collections(), self._paths, batch):
@@ -81,7 +81,27 @@ class TrainPipelineBase:
         self._loader = self._end = None
         self._forget_announced()
 
-    def _next_trained(self, loader: Iterator[Any]) -> Any:
+    def _next(self, loader: Iterator[Any]) -> Any:
+        is_training = self._model.training
+        if is_training:
+            self._fill(loader)
+        number = next((n for n, (source, _) in enumerate(self._batches) if is_training or source is loader), None)
+        leaves_rest = is_training and isinstance(self._end, StopIteration) and not self._execute_all_batches
+        if self._end is not None and loader is self._loader and (number is None or leaves_rest):
+            if not self._batches:
+                self._forget_announced()
+            end, self._end = self._end, None
+            try:
+                raise end
+            finally:
+                del end  # or this frame would keep the model through the traceback
+        if number is None:
+            return self._draw(loader)
+        batch = self._batches[number][1]
+        del self._batches[number]
+        return batch
+
+    def _fill(self, loader: Iterator[Any]) -> None:
         if loader is not self._loader:
             self._loader, self._end = loader, None
         while self._end is None and len(self._batches) <= self._ahead:
@@ -89,32 +109,10 @@ class TrainPipelineBase:
                 batch = self._draw(loader)
             except Exception as end:
                 self._end = end.with_traceback(None) if isinstance(end, StopIteration) else end
-                break
+                return
             self._batches.append((loader, batch))
             if len(self._batches) > 1:
                 self._announce(batch)
-        is_last = isinstance(self._end, StopIteration) and not self._execute_all_batches
-        if self._end is not None and (is_last or not self._batches):
-            if not self._batches:
-                self._forget_announced()
-            self._raise_end()
-        return self._batches.popleft()[1]
-
-    def _next_scored(self, loader: Iterator[Any]) -> Any:
-        for number, (source, batch) in enumerate(self._batches):
-            if source is loader:
-                del self._batches[number]
-                return batch
-        if loader is self._loader and self._end is not None:
-            self._raise_end()
-        return self._draw(loader)
-
-    def _raise_end(self) -> None:
-        end, self._end = self._end, None
-        try:
-            raise end or StopIteration
-        finally:
-            del end  # or this frame would keep the model through the traceback
 
     def _draw(self, loader: Iterator[Any]) -> Any:
         batch = next(loader)
