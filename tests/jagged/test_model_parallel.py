@@ -237,8 +237,28 @@ def test_ranks_train_the_mean_of_their_losses() -> None:
         sum(model(batch)[0] / 2 for batch in pair).backward()
         optimizer.step()
     expected = [*rows_of(model), *(one.detach() for one in model.over.parameters())]
-    for found in run_ranks(2, over_ranks):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for task in (over_ranks, of_unlike_batches):
+        for found in run_ranks(2, task):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def of_unlike_batches(world: Any) -> list[Tensor]:
+    """Trains batches whose features one rank finds elsewhere in some of them, and in the first, where they are made."""
+    model = Model("meta")
+    parallel = DistributedModelParallel(model, env=world, device=CPU)
+    optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1), parallel)
+
+    def forward(batch: Any) -> Any:
+        features = batch["f"] if "f" in batch else KeyedJaggedTensor.concat([batch["g"]])
+        return parallel(Batch(features, batch["labels"]))
+
+    given = (
+        {"g" if (step % 3 == world.rank) else "f": batch.features, "labels": batch.labels}
+        for step, batch in enumerate(batches(rank=world.rank))
+    )
+    pipeline = TrainPipelineSparseDist(parallel, optimizer, CPU, custom_model_fwd=forward)
+    assert len(list(every(pipeline, iter(given)))) == STEPS
+    return [*rows_of(model), *(one.detach() for one in model.over.parameters())]
 
 
 def mistakes(world: Any) -> list[str]:
