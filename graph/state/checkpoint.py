@@ -430,9 +430,9 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
 def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
     """The state of a checkpoint with the names that `load_state_dict` of `root` takes, whatever wrappers either had."""
     named, versions = state if of == "graph" else state["model"], getattr(state, "_metadata", None) or {}
-    children = ((name, child) for name, child in root._modules.items() if child is not None)
-    own = {EXTRA, *root._parameters, *root._buffers}
-    own.update(name for path, child in children for name in child.state_dict(prefix=f"{path}."))
+    tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
+    own = {EXTRA, *(name for name, _ in tensors)}
+    own.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
     by_bare = {bare_name(name): name for name in own}
     names = {name: name if name in own else by_bare.get(bare_name(name), name) for name in named}
     bare = {bare_name(path): version for path, version in versions.items()}

@@ -65,7 +65,7 @@ def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[st
 def _wrapped(module: nn.Module) -> str | None:
     """The name of the module that a wrapper wraps; None for any other module."""
     names = (_WRAPPERS.get(kind.__name__) for kind in type(module).__mro__)
-    return next((name for name in names if name in module._modules), None)
+    return next((name for name in names if isinstance(getattr(module, name or "", None), nn.Module)), None)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -78,7 +78,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def plain_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Paths under `root` of modules and tensors, each with the path that it has without wrappers under `root`."""
     plain = {name: f"{name}." for name in names}
-    for path, module in reversed([*root.named_modules()]):  # inner wrappers first
+    for path, module in reversed([*root.named_modules(remove_duplicate=False)]):  # inner wrappers first
         if (child := _wrapped(module)) is not None:
             inner = f"{path}.{child}."
             changed = (name for name, one in plain.items() if one.startswith(inner))
