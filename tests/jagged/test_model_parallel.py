@@ -246,7 +246,7 @@ def of_unlike_batches(world: Any) -> list[Tensor]:
     """Trains batches whose features one rank finds elsewhere in some of them, and in the first, where they are made."""
     model = Model("meta")
     parallel = DistributedModelParallel(model, env=world, device=CPU)
-    optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1), parallel)
+    optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1, eps=1e-8), parallel)
 
     def forward(batch: Any) -> Any:
         features = batch["f"] if "f" in batch else KeyedJaggedTensor.concat([batch["g"]])
