@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.checks import as_number
+from ..engine.checks import as_number, checked_arguments
 from ..engine.errors import GroupError, OptionError
 from .handshake import Handshake, HandshakeResult
 from .rank_group import RankGroup
@@ -98,6 +98,7 @@ class World(RankGroup):
     call raises GroupError.
     """
 
+    @checked_arguments("group", "rows", "grads")
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,

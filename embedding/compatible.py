@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine.checks import fits
 from ..engine.errors import InputError, OptimizerError, SnapshotError, StoreError
 from ..engine.optim.kernel import kernels
 from ..engine.optim.row_optimizer import RowOptimizer
@@ -149,7 +150,7 @@ def fitting(
     """
     remarks: list[str] = []
     names, given = names_in(stored), selection.tables
-    if given is not None and (isinstance(given, str) or not isinstance(given, Collection) or not len(given)):
+    if given is not None and (not fits(given, Collection) or not len(given)):
         raise InputError(f"tables={given!r}: give a list of table ids or names, or None for all")
     if selection.where is not None and not callable(selection.where):
         raise InputError(f"where={selection.where!r}: give a function of (table_ids, keys), NumPy arrays, or None")

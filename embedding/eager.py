@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
 from ..distributed.world import World
-from ..engine.checks import as_number
+from ..engine.checks import as_number, checked_arguments
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.ops.exact_sum import sum_of_squares
 from ..engine.ops.rows_contract import EmbeddingBase
@@ -56,6 +56,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     left to a DistributedDataParallel beside them.
     """
 
+    @checked_arguments("module")
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         # not super().__init__: groups, state, defaults and hooks are the wrapped optimizer's
         if not isinstance(optimizer, torch.optim.Optimizer):

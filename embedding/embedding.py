@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 
 from ..distributed.sharded_table import ShardedTable
 from ..distributed.world import World
-from ..engine.checks import as_int
+from ..engine.checks import as_int, checked_arguments
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..engine.ops.batch import check_offsets, segment
 from ..engine.ops.rows_contract import TRACED, Pinned
@@ -189,6 +189,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
         self.announce([lookup])
 
+    @checked_arguments("states")
     def load_dense(
         self,
         weights: Mapping[Any, Tensor],

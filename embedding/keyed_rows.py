@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.sharded_table import ShardedTable
+from ..engine.checks import checked_arguments
 from ..engine.errors import InputError, StoreError
 from ..engine.ops.batch import check_legal
 from ..engine.options.lookup import Lookup, check_finite, check_lookup, check_range, check_row, keys_from, rows_from
@@ -46,6 +47,7 @@ class KeyedRows(SavedRows):
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
         return self._table().get(self._collective_lookup(keys, table_ids))
 
+    @checked_arguments("allow_nonfinite")
     def put(self, keys: Any, rows: Any, table_ids: Any = None, *, allow_nonfinite: bool = False) -> None:
         """Write rows and insert new ones. Of a repeated key the last row wins. Optimizer state is unchanged.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine import _core
 from ..engine._core import WAYS
 from ..engine.cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySplit, split_memory
-from ..engine.checks import as_int, as_number, budget_option, int_option
+from ..engine.checks import as_int, as_number, budget_option, checked_arguments, int_option
 from ..engine.errors import InputError, OptionError
 from ..engine.host_memory import free_host_memory
 from ..engine.options.initializers import MASK64
@@ -186,6 +186,7 @@ class Plan:
         return float(self._model.chances(rows)[of].mean())
 
 
+@checked_arguments("trace")
 def plan(
     trace: Iterable[Any],
     dim: int,
@@ -275,6 +276,8 @@ def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArra
 
 
 def _integers(values: Any, where: str) -> NDArray[Any]:
+    if isinstance(values, Tensor) and values.is_meta:
+        raise InputError(f"{where} are on meta and have no values; give them on the CPU")
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.dtype.kind not in "iu":
         raise InputError(f"{where} are of {array.dtype}; give a tensor or an array of integers")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+from ..engine.checks import checked_arguments
 from ..engine.errors import (
     ClosedError,
     InputError,
@@ -82,6 +83,7 @@ class SavedRows(EmbeddingBase):
                 self.world.handshake(f"a call of embedding {self.name!r}", error)
             raise
 
+    @checked_arguments("kind")
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
@@ -135,6 +137,7 @@ class SavedRows(EmbeddingBase):
         self.keep_rows()
         return report
 
+    @checked_arguments("kind")
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
         """Raise what `save_snapshot` would raise now for these arguments. Call it before the training to be saved.
 

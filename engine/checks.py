@@ -7,10 +7,11 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, wraps
 from numbers import Integral, Real
-from typing import Any, Literal, ParamSpec, TypeVar
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from .errors import OptionError
 
@@ -57,6 +58,12 @@ def auto_budget_option(name: str, value: Any, zero: bool) -> float | Literal["au
     return budget_option(name, value, zero, alternative=', or "auto"')
 
 
+def choice_option(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises OptionError if `value` is none of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise OptionError(f"{name}={value!r}: give one of {', '.join(map(repr, choices))}")
+
+
 def is_folder_name(name: Any) -> bool:
     """Whether `name` is 1 to 200 printable bytes of UTF-8, without separators and without a leading dot."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
@@ -88,7 +95,8 @@ def expanded(option: str, path: str) -> str:
 def check_arguments(maker: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises OptionError, which names the nearest argument, if `maker` has no such arguments or lacks one."""
     names = [name for name in signature.parameters if name != "self"]
-    if unknown := sorted(set(kwargs) - set(names)):
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    if not open_ended and (unknown := sorted(set(kwargs) - set(names))):
         raise OptionError(f"{maker}: it has no argument {', '.join(unknown)}; {nearest(unknown, names)}")
     try:
         signature.bind(*args, **kwargs)
@@ -96,16 +104,53 @@ def check_arguments(maker: str, signature: inspect.Signature, args: Sequence[Any
         raise OptionError(f"{maker}: {error}; its arguments are {', '.join(names)}") from None
 
 
-def checked_arguments(maker: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorates a `make_*` function, so that an unknown keyword is an OptionError that names the nearest one."""
-    signature = inspect.signature(maker)
+def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Decorates a public function that no step calls: an unknown keyword is an OptionError that names the nearest one.
 
-    @wraps(maker)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        check_arguments(maker.__name__, signature, args, kwargs)
-        return maker(*args, **kwargs)
+    typed: arguments whose annotations are checked as well, since the function uses them without a check of its own.
+    """
 
-    return call
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(function)
+        name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+        @cache
+        def hint(argument: str) -> Any:
+            return eval(function.__annotations__[argument], inspect.unwrap(function).__globals__)
+
+        @wraps(function)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            check_arguments(name, signature, args, kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            for argument in typed:
+                if argument in given and not fits(given[argument], hint(argument)):
+                    remedy = "True or False" if hint(argument) is bool else function.__annotations__[argument]
+                    raise OptionError(f"{argument}={given[argument]!r:.80}: give {remedy}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """False if a value cannot have the type that an annotation names. Items are checked of sequences alone."""
+    origin = get_origin(kind) or kind
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in get_args(kind))
+    if origin is Literal:
+        return any(value is one or (type(value) is type(one) and value == one) for one in get_args(kind))
+    if origin is Any or not isinstance(origin, type | None):
+        return True
+    if origin is float:
+        return isinstance(value, Real) or getattr(value, "ndim", None) == 0
+    if origin in (Sequence, Iterable, Collection) and (isinstance(value, str) or getattr(value, "ndim", None) == 0):
+        return False  # a text has letters and a scalar has a length in name only
+    if origin is Sequence and isinstance(value, (list, tuple)):
+        return all(fits(item, element) for element in get_args(kind) for item in value)
+    if origin is int:
+        return isinstance(value, Integral)
+    return value is None if origin is None else isinstance(value, origin)
 
 
 def nearest(unknown: Iterable[str], names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from itertools import islice
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ..embedding.ddp_guard import refuse_around
 from ..embedding.model_snapshots import ModelSnapshots
 from ..embedding.saved_rows import are_apart, rows_apart
-from ..engine.checks import as_int
+from ..engine.checks import as_int, checked_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
 from ..engine.signals import uninterrupted
@@ -225,6 +226,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__steps.drop(type(self).__name__, step, cause)
         return result
 
+    @checked_arguments("progress", "uneven")
     def run(
         self, batches: Iterable[Any], *, ahead: int | None = None, progress: bool | str = False, uneven: str = "stop"
     ) -> Run:
@@ -250,7 +252,7 @@ class Graph(ModelSnapshots, HasBuild):
         The steps are those of `run(batches, ahead=ahead)`, bit for bit. `print` shows time by stage; `by_op()` and
         `chrome_trace(path)` have each op. Raises what `run` raises.
         """
-        if steps is not None and as_int(steps, minimum=1) is None:
+        if steps is not None and as_int(steps, 1, sys.maxsize) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
         timer = Timer()
         self.__forward = timer.forward

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.checks import checked_arguments
 from ..engine.errors import OptionError
 
 
@@ -20,6 +21,14 @@ class FusedMLP(nn.Module):
     `weight_<i>` [out, in] and `bias_<i>` [out], as OneFlow's. Raises OptionError.
     """
 
+    @checked_arguments(
+        "in_features",
+        "hidden_features",
+        "out_features",
+        "hidden_dropout_rates",
+        "out_dropout_rate",
+        "skip_final_activation",
+    )
     def __init__(
         self,
         in_features: int,

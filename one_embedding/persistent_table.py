@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 AnyPath = str | os.PathLike[str]
 
 
-@checked_arguments
+@checked_arguments()
 def make_persistent_table_reader(
     paths: Sequence[AnyPath] | AnyPath,
     snapshot_name: str,
@@ -48,7 +48,7 @@ def make_persistent_table_reader(
     )
 
 
-@checked_arguments
+@checked_arguments()
 def make_persistent_table_writer(
     paths: Sequence[AnyPath] | AnyPath,
     snapshot_name: str,

@@ -37,7 +37,7 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     return {
         "lr": float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"])),
         "weight_decay": float(group["weight_decay"]),
-        "maximize": float(group["maximize"]),
+        "maximize": float(bool(group["maximize"])),
         "eps": float(group["eps"]),
     }
 

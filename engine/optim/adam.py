@@ -80,7 +80,7 @@ def hyper(group: Group, step: int) -> dict[str, float]:
         "step_size": lr / (1.0 - beta1**step),
         "weight_decay": weight_decay,
         "decay": 1.0 - lr * weight_decay,
-        "maximize": float(group["maximize"]),
+        "maximize": float(bool(group["maximize"])),
         "one_minus_beta1": 1.0 - beta1,
         "beta2": beta2,
         "one_minus_beta2": 1.0 - beta2,

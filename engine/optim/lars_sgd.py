@@ -89,7 +89,7 @@ def lars_sgd(x: Row) -> None:
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
     numbers = {name: number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
-    return {**numbers, "maximize": float(group["maximize"])}
+    return {**numbers, "maximize": float(bool(group["maximize"]))}
 
 
 RULES = (Rule(LARS_SGD, LarsSGD, _hyper, lars_sgd),)

@@ -46,7 +46,7 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     return {
         "lr": float(group["lr"]),
         "weight_decay": float(group["weight_decay"]),
-        "maximize": float(group["maximize"]),
+        "maximize": float(bool(group["maximize"])),
         "alpha": alpha,
         "one_minus_alpha": 1.0 - alpha,
         "eps": float(group["eps"]),

@@ -48,7 +48,7 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     return {
         "lr": float(group["lr"]),
         "weight_decay": float(group["weight_decay"]),
-        "maximize": float(group["maximize"]),
+        "maximize": float(bool(group["maximize"])),
         "momentum": float(group["momentum"]),
         "one_minus_dampening": 1.0 - float(group["dampening"]),
         "nesterov": float(group["nesterov"]),

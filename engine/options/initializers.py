@@ -265,7 +265,7 @@ class NamedOptions(PlainDict):
         if self.ids is not None:
             expected = "how many ids the table has, from 1 to 2**64, all below it, or None for any id"
             object.__setattr__(self, "ids", int_option("ids", self.ids, expected, 1, 2**64))
-        if self.bad_ids not in BAD_IDS:
+        if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
             raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not below `ids`")
         if self.bad_ids != "raise" and self.ids is None:
             raise OptionError(f"bad_ids={self.bad_ids!r}: without ids every id is legal; give ids as well")
@@ -294,7 +294,7 @@ class MultiColumnTableOptions(NamedOptions):
 AnyTableOptions = TableOptions | MultiColumnTableOptions
 
 
-@checked_arguments
+@checked_arguments()
 def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     """Options of one column group. `initializer`: an initializer, a dict that describes one, or column options.
 
@@ -305,7 +305,7 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     return ColumnOptions(initializer_from_dict(initializer))
 
 
-@checked_arguments
+@checked_arguments()
 def make_table_options(
     param: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     name: str | None = None,

@@ -19,10 +19,12 @@ from ..checks import (
     auto_budget_option,
     budget_option,
     check_arguments,
+    checked_arguments,
+    choice_option,
     expanded,
     int_option,
     nearest,
-)
+)  # fmt: skip
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
 
@@ -182,8 +184,7 @@ class StoreOptions(_Stored):
                 "the disk's block"
             )
         self._set("physical_block_size", size)
-        if self.open not in OPEN_MODES:
-            raise OptionError(f"open={self.open!r}: give one of {', '.join(map(repr, OPEN_MODES))}")
+        choice_option("open", self.open, OPEN_MODES)
         number = self.state_dict_snapshots
         if not isinstance(number, bool):
             expected = "True, False, or how many snapshots of the latest states to keep, from 1"
@@ -199,8 +200,7 @@ class StoreOptions(_Stored):
         object.__setattr__(self, name, value)
 
     def _check_lifecycle(self) -> None:
-        if self.eviction not in EVICTIONS:
-            raise OptionError(f"eviction={self.eviction!r}: give one of {', '.join(map(repr, EVICTIONS))}")
+        choice_option("eviction", self.eviction, EVICTIONS)
         if self.eviction != "none" and self.capacity is None:
             raise OptionError(
                 f"eviction={self.eviction!r} makes room at the capacity, and capacity=None has none; give a capacity"
@@ -271,8 +271,7 @@ class CachedHostMemOptions(StoreOptions, _Cached):
         super().__post_init__()
         self._set("cache_budget_mb", auto_budget_option("cache_budget_mb", self.cache_budget_mb, zero=False))
         self._set("overflow_mb", budget_option("overflow_mb", self.overflow_mb, zero=False))
-        if self.cache_policy not in CACHE_POLICIES:
-            raise OptionError(f"cache_policy={self.cache_policy!r}: give one of {', '.join(map(repr, CACHE_POLICIES))}")
+        choice_option("cache_policy", self.cache_policy, CACHE_POLICIES)
 
 
 @options_class
@@ -316,8 +315,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
         if self.shards is not None:
             expected = f"a whole number from 1 to {BUCKETS}, or None"
             self._set("shards", int_option("shards", self.shards, expected, 1, BUCKETS))
-        if self.read_mode not in READ_MODES:
-            raise OptionError(f"read_mode={self.read_mode!r}: give one of {', '.join(map(repr, READ_MODES))}")
+        choice_option("read_mode", self.read_mode, READ_MODES)
         if self.read_mode == "direct":
             cache_mb = ROCKSDB_CACHE_MB if self.rocksdb_cache_mb is None else self.rocksdb_cache_mb
             self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, zero=True))
@@ -436,6 +434,7 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
         raise OptionError(f"{where}: {store}: {error}") from None
 
 
+@checked_arguments("path")
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """The store options of embedding `name` from a TOML file: a table [name] with `store` and the maker's arguments.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...distributed.world import World
 from ...embedding.embedding import MultiTableEmbedding
-from ...engine.checks import as_int
+from ...engine.checks import as_int, checked_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor, is_value, padded
@@ -57,6 +57,7 @@ class EmbeddingBagCollection(TableCollection):
 
     _kind = "embedding_bags"
 
+    @checked_arguments("name", "is_weighted", "seed")
     def __init__(
         self,
         tables: Sequence[Any],
@@ -231,6 +232,7 @@ class EmbeddingCollection(TableCollection):
 
     _kind = "embeddings"
 
+    @checked_arguments("name", "need_indices", "seed")
     def __init__(
         self,
         tables: Sequence[Any],

@@ -19,6 +19,7 @@ from ...distributed.world import World
 from ...embedding.ddp_guard import LEAVES_ROWS
 from ...embedding.eager import IN_BACKWARD
 from ...embedding.embedding import MultiTableMultiColumnEmbedding
+from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
 from .fused_settings import check_sharding, fuse
 
@@ -38,6 +39,7 @@ class DistributedModelParallel(nn.Module):
     Every rank makes it, and all of its calls, as the others. Raises OptionError, InputError.
     """
 
+    @checked_arguments("module", "init_data_parallel", "init_parameters")
     def __init__(
         self,
         module: nn.Module,

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...engine.checks import checked_arguments
 from ...engine.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
 from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import Names, choices, names_in, table_number
@@ -24,6 +25,7 @@ from .sources import path_of
 FORMATS = ("parquet", "npz", "safetensors", "snapshot")
 
 
+@checked_arguments("format", "progress", "state", "overwrite")
 def export_snapshot(
     snapshot: Snapshot,
     path: str | Path,

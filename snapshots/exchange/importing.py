@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...engine.checks import checked_arguments
 from ...engine.errors import InputError
 from ...engine.optim.rule import counts_steps
 from ...engine.options.table_names import FIELD, OF_TENSORS, Names, are_names, names_in
@@ -26,6 +27,7 @@ from .sorting import RowSorter
 from .sources import Source, open_source
 
 
+@checked_arguments("store", "keys", "tensor", "states", "progress")
 def import_snapshot(
     store: str | Path,
     name: str,

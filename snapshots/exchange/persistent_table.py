@@ -119,7 +119,7 @@ class PersistentTableWriter:
             self.discard()
 
 
-@checked_arguments
+@checked_arguments("table_ids")
 def make_persistent_table_reader(
     path: str | Path,
     snapshot_name: str,
@@ -154,7 +154,7 @@ def make_persistent_table_reader(
     return PersistentTableReader(snapshot, storage_dim, table_ids)
 
 
-@checked_arguments
+@checked_arguments()
 def make_persistent_table_writer(
     path: str | Path,
     snapshot_name: str,

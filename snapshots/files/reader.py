@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from ...engine.checks import checked_arguments
 from ...engine.durable import open_regular, read_record
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks, RowArray, keys_of
@@ -397,7 +398,8 @@ class Listing(NamedTuple):
     damaged: dict[str, SnapshotError]
 
 
-def list_snapshots(folder: Path) -> Listing:
+@checked_arguments("folder")
+def list_snapshots(folder: str | Path) -> Listing:
     """Open every snapshot in a folder, reading only manifests; none if the folder does not exist.
 
     Raises SnapshotError if the folder cannot be listed, or if this process lacks descriptors or memory.
@@ -414,7 +416,8 @@ def list_snapshots(folder: Path) -> Listing:
     return listing
 
 
-def latest_snapshot(folder: Path) -> Snapshot | None:
+@checked_arguments("folder")
+def latest_snapshot(folder: str | Path) -> Snapshot | None:
     """The latest snapshot in a folder, verified; None if there is none.
 
     An older snapshot never replaces a damaged one: SnapshotError is raised if the latest does not verify, or if any

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...engine.checks import choice_option
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
 from ..files.format import KINDS, Manifest
@@ -112,8 +113,7 @@ def save_snapshot_of(
 
 def check_kind(kind: str) -> None:
     """Raises OptionError for an unknown kind of snapshot."""
-    if kind not in KINDS:
-        raise OptionError(f"kind={kind!r}: give one of {', '.join(map(repr, KINDS))}")
+    choice_option("kind", kind, KINDS)
 
 
 def recovery_snapshot_of(store: StoreFolder) -> Snapshot | None:
