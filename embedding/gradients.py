@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ..engine.errors import GraphError, InputError
+from ..engine.errors import ClosedError, GraphError, InputError
 from ..engine.ops.rows_contract import TRACED, EmbeddingBase, Pinned
 from ..engine.options.lookup import Lookup
 
@@ -65,9 +65,10 @@ class RowGradients:
 
     @property
     def embedding(self) -> EmbeddingBase:
-        """The embedding. It lives: callers of the methods here hold it."""
+        """The embedding. ClosedError if only its parameter is left, as in an optimizer that outlives the model."""
         embedding = self._embedding()
-        assert embedding is not None
+        if embedding is None:
+            raise ClosedError("a gradient's embedding was dropped, and only its parameter is left: keep the module")
         return embedding
 
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:

@@ -56,6 +56,7 @@ class TrainingGroup:
         self.embeddings: WeakSet[Any] = WeakSet()
         self.ids: dict[str, str] = {}  # by the real path of a store
         self.gate = StepGate()  # of all their tables
+        self.is_joined = True  # False after a join that raised, as on a full disk: the next one tries again
 
     def begin_pass(self) -> None:
         """A backward pass has pinned the rows of one of them, which it updates before it comes to others."""
@@ -98,7 +99,7 @@ def train_together(modules: Iterable[Any]) -> None:
         return
     groups = {id(one.group): one.group for one in stored if one.group is not None}
     together = next(iter(groups.values()), TrainingGroup())
-    if len(groups) == 1 and all(one.group is together for one in stored):
+    if together.is_joined and len(groups) == 1 and all(one.group is together for one in stored):
         return
     for group in groups.values():
         together.embeddings |= group.embeddings
@@ -106,8 +107,10 @@ def train_together(modules: Iterable[Any]) -> None:
     together.embeddings |= WeakSet(stored)
     for one in list(together.embeddings):
         one.group = together
+    together.is_joined = False
     for one in sorted(together.embeddings, key=lambda one: one.name):  # in one order on all ranks
         one.join()
+    together.is_joined = True
 
 
 def check_failed_step(embeddings: Iterable[Any], error: BaseException) -> None:
@@ -296,12 +299,12 @@ class Membership:
         return known or secrets.token_hex(8)
 
     def open_peers(self) -> list[Membership]:
-        """Those of the others that this process has open."""
+        """Those of the others that this process has open, and that have joined."""
         if self.record is None:
             return []
         places = (place for peer in self.record.peers.values() for place in peer.places(self.store))
-        found = (_open.get(os.path.realpath(place)) for place in places)
-        return list({one.path: one for one in found if one is not None and one.table is not None}.values())
+        found = [one for place in places if (one := _open.get(os.path.realpath(place))) is not None]
+        return list({one.path: one for one in found if one.table is not None and one.record is not None}.values())
 
     def instant(self) -> Instant:
         """That of now, with a new number. The caller holds the locks of all open stores (`between_steps`)."""

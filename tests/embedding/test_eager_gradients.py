@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from support.graphs import DIM, embedding, graph_of
-from tierbed import EagerOptimizer, GraphError, MultiTableEmbedding, OptimizerError, OptionError
+from tierbed import ClosedError, EagerOptimizer, GraphError, MultiTableEmbedding, OptimizerError, OptionError
 
 IDS = torch.tensor([3, 4, 3])
 THREADS, STEPS = 4, 50
@@ -238,3 +238,15 @@ def test_gradients_that_stayed_on_another_device_are_named_by_the_step() -> None
     rows.to_empty(device="cpu")
     kept.step()
     assert rows.size() == 2
+
+
+def test_a_gradient_whose_embedding_was_dropped_says_so() -> None:
+    rows = embedding()
+    optimizer = sgd(rows)
+    rows(IDS).sum().backward()
+    shadow = rows.shadow
+    del optimizer, rows
+    gc.collect()
+    for use in (lambda: torch.nn.utils.clip_grad_norm_([shadow], 1.0), lambda: shadow.grad.mul_(0.5)):  # type: ignore[union-attr]
+        with pytest.raises(ClosedError, match="keep the module"):
+            use()
