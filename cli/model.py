@@ -86,7 +86,7 @@ def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bo
     from ..snapshots.store.closed_store import save_closed_store
 
     def save(folder: StoreFolder, commit: Decided) -> None:
-        own = kind if kind != "incremental" or folder.recovery_folder.recovery_snapshot else "full"
+        own = kind if kind != "incremental" or folder.recovery_folder.parent_snapshot else "full"
         save_closed_store(folder, name, advance, own, overwrite, OfAll(name, folders[0].path, commit))
 
     if folders:

@@ -62,10 +62,8 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     with locked_store(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         place = folder.snapshots / new
-        needed = {
-            *needed_snapshots(folder.path),
-            *(state.recovery_snapshot for state in folder.recovery_folders),
-        }
+        kept = (state.recovery_snapshots for state in folder.recovery_folders)
+        needed = needed_snapshots(folder.path).union(*kept)
         if overwrite and new != name and new in needed:
             raise SnapshotError(
                 f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: it is the recovery snapshot of live "

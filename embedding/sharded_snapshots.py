@@ -23,7 +23,7 @@ from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE
 from ..snapshots.store.retention import state_snapshot
-from ..snapshots.store.save import begin_save, check_kind, check_save, parent_for
+from ..snapshots.store.save import begin_save, check_kind, check_save, note_state, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
@@ -121,8 +121,14 @@ class ShardedSnapshots(TableSnapshots):
                 made = save.commit(error)
                 if self.membership is not None:
                     self.membership.saved_as(made)
+            if name:
+                self._on_rank_0(f"{op}: noted", lambda store: self._note_state(store, self.folder / name))
         found = saved_as(self.place, name) or RowsReference(table.step, version=self._now() if name else EMPTY)
         return found._replace(instant=instant)
+
+    def _note_state(self, store: StoreFolder, place: Path) -> None:
+        if note_state(store, place):
+            store.note_saved(self.own.life.writes)
 
     def _state_place(self, keep: int | None) -> tuple[str, bool, str | None]:
         """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made.

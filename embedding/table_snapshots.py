@@ -24,7 +24,7 @@ from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
-from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_leftovers, save_snapshot_of
+from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_leftovers, note_state, save_snapshot_of
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
 from .rank_recovery import check_row_count
@@ -54,7 +54,7 @@ class TableSnapshots:
     @property
     def base(self) -> str | None:
         """The snapshot that was saved or loaded last, if any. Local."""
-        return None if self.place is None else FolderState(self.place.parent).recovery_snapshot or None
+        return None if self.place is None else FolderState(self.place.parent).parent_snapshot or None
 
     @property
     def folder(self) -> Path:
@@ -345,6 +345,7 @@ class LocalSnapshots(TableSnapshots):
                 place = folder.snapshots / (OF_STATE + together.id)
                 self._write_for_state(table, place, together)
                 self.membership.saved_as(together.id)
+            note_state(folder, place)
             self.membership.version_for_state()
             instant = None if together is None or together.saved is None else together.saved.instant.digest
             return (saved_as(self.place, place.name) or self._of_step(table.step))._replace(instant=instant)

@@ -251,10 +251,18 @@ class StoreFolder(FolderState):
 
         If a snapshot of that name exists, it counts once it has been replaced. record: of the store's group, if any.
         """
-        current, folder = self.recovery_snapshot, self.snapshots / name
+        folder = self.snapshots / name
         expected = [name, snapshot_id(folder)] if os.path.lexists(folder) else name
+        existing = [one for one in self._recovery_candidates() if self._exists(one)]
+        parent = next((at for at, one in enumerate(existing) if not one.of_state), len(existing))
         of_group = {} if record is None else {GROUP: record.plain()}
-        self._write({**self._read(), "base": [expected] if current is None else [expected, current], **of_group})
+        current = [one.stored if one.of_state else one.name for one in existing[: parent + 1]]
+        self._write({**self._read(), "base": [expected, *current], **of_group})
+
+    def note_state(self, name: str) -> None:
+        """Make `name`, which a `state_dict()` made, the recovery snapshot until the next save or load. StoreError."""
+        own = [one.stored for one in self._recovery_candidates() if not one.of_state]
+        self._write({**self._read(), "base": [[name], *own]})
 
     def begin_ranks(self, ranks: int, run: str, recovery_snapshot: str) -> None:
         """Make the live rows shards of ranks, with a recovery snapshot, "" for none. Raises StoreError."""
@@ -281,7 +289,8 @@ class StoreFolder(FolderState):
 
     def _forget_unwritten_snapshot(self) -> None:
         """Drop the name of a snapshot that a killed save did not write, since a later save may use it."""
-        existing = [name for name, replaced in self._recovery_candidates() if self._exists(name, replaced)]
+        candidates = [one for one in self._recovery_candidates() if self._exists(one)]
+        existing = [one.stored if one.of_state else one.name for one in candidates]
         if existing and existing != self._read().get("base"):
             with contextlib.suppress(StoreError):  # on a full disk, rows can still be read
                 self._write({**self._read(), "base": existing})

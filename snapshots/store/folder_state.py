@@ -36,6 +36,18 @@ class RanksRecord(NamedTuple):
     snapshot: str
 
 
+class RecoveryCandidate(NamedTuple):
+    """A name for the recovery snapshot, as MARK has it `stored`: once it no longer has the id `replaced`, if given.
+
+    of_state: whether a `state_dict()` made it.
+    """
+
+    stored: Any
+    name: str
+    replaced: str | None = None
+    of_state: bool = False
+
+
 class FolderState:
     """The folder of a store, which another process may have locked. `StoreFolder` describes its files."""
 
@@ -114,28 +126,41 @@ class FolderState:
     @property
     def recovery_snapshot(self) -> str | None:
         """The recovery snapshot, saved or loaded last: "" for none, None if unknown."""
-        return next((name for name, replaced in self._recovery_candidates() if self._exists(name, replaced)), None)
+        return next((one.name for one in self._recovery_candidates() if self._exists(one)), None)
+
+    @property
+    def parent_snapshot(self) -> str | None:
+        """The snapshot that a user saved or loaded last. A later one of a `state_dict()` is for recovery alone."""
+        own = (one for one in self._recovery_candidates() if not one.of_state)
+        return next((one.name for one in own if self._exists(one)), None)
+
+    @property
+    def recovery_snapshots(self) -> set[str | None]:
+        """The names that no prune may remove."""
+        return {self.recovery_snapshot, self.parent_snapshot}
 
     @property
     def replaced(self) -> set[str]:
         """Names of snapshots that a save is replacing, or has replaced."""
-        return {name for name, replaced in self._recovery_candidates() if replaced is not None}
+        return {one.name for one in self._recovery_candidates() if one.replaced is not None}
 
-    def _recovery_candidates(self) -> list[tuple[str, str | None]]:
-        """Names for the recovery snapshot, each with the id that it replaces. The first existing one counts."""
+    def _recovery_candidates(self) -> list[RecoveryCandidate]:
+        """Names for the recovery snapshot. The first existing one counts."""
         stored = self._read().get("base")
-        found: list[tuple[str, str | None]] = []
+        found: list[RecoveryCandidate] = []
         for one in stored if isinstance(stored, list) else []:
             match one:
                 case str(name):
-                    found.append((name, None))
+                    found.append(RecoveryCandidate(one, name))
                 case [str(name), str(replaced)]:
-                    found.append((name, replaced))
+                    found.append(RecoveryCandidate(one, name, replaced))
+                case [str(name)]:
+                    found.append(RecoveryCandidate(one, name, of_state=True))
         return found
 
-    def _exists(self, name: str, replaced: str | None) -> bool:
-        folder = self.snapshots / name
-        return not name or (folder.is_dir() and (replaced is None or snapshot_id(folder) != replaced))
+    def _exists(self, one: RecoveryCandidate) -> bool:
+        folder = self.snapshots / one.name
+        return not one.name or (folder.is_dir() and (one.replaced is None or snapshot_id(folder) != one.replaced))
 
     @property
     def has_begun(self) -> bool:

@@ -73,7 +73,7 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     folders = store.recovery_folders
     replaced = {name for state in folders for name in state.replaced}
     needed = {name for state in folders for name in needed_snapshots(state.path)}
-    recovery_snapshots = [*needed, *(state.recovery_snapshot for state in folders)]
+    recovery_snapshots = needed.union(*(state.recovery_snapshots for state in folders))
     snapshots = all_in(store.snapshots)
     return plan_prune(
         snapshots, keep_last, keep_every, recovery_snapshots, replaced, [s.name for s in snapshots if is_of_state(s)]
@@ -104,11 +104,9 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
     of_states = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
     of_states.sort(key=lambda one: one.folder.stat().st_mtime_ns)  # the link to an old snapshot may be new
     before = of_states[:-keep]
-    needed = (
-        {state.recovery_snapshot for state in store.recovery_folders} | set(needed_snapshots(store.path))
-        if before
-        else set()
-    )
+    needed: set[str | None] = set()
+    if before:
+        needed = needed.union(needed_snapshots(store.path), *(one.recovery_snapshots for one in store.recovery_folders))
     for snapshot in before:
         if snapshot.name in needed or children_of(snapshot.folder):
             continue
@@ -172,6 +170,6 @@ def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     A snapshot that has replaced it is kept.
     """
     place = store.snapshots / saved.name
-    recovery_snapshots = {state.recovery_snapshot for state in (store, *store.recovery_folders)}
-    if snapshot_id(place) == saved.manifest.id and saved.name not in recovery_snapshots and not children_of(place):
+    is_needed = any(saved.name in one.recovery_snapshots for one in (store, *store.recovery_folders))
+    if snapshot_id(place) == saved.manifest.id and not is_needed and not children_of(place):
         remove_snapshot(place)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...engine.checks import choice_option
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
-from ..files.format import KINDS, Manifest
+from ..files.format import KINDS, Manifest, snapshot_id
 from ..files.merging import changes_between
 from ..files.reader import MAX_CHAIN, Snapshot, latest_snapshot, list_snapshots
 from ..files.versions import GroupRecord
@@ -118,10 +118,22 @@ def check_kind(kind: str) -> None:
 
 def recovery_snapshot_of(store: StoreFolder) -> Snapshot | None:
     """The recovery snapshot. Raises SnapshotError."""
-    recovery_snapshot = store.recovery_snapshot
-    if recovery_snapshot:
-        return Snapshot.open(store.snapshots / recovery_snapshot)
-    return None if recovery_snapshot == "" else latest_snapshot(store.snapshots)
+    return _snapshot_of(store, store.recovery_snapshot)
+
+
+def _snapshot_of(store: StoreFolder, name: str | None) -> Snapshot | None:
+    if name:
+        return Snapshot.open(store.snapshots / name)
+    return None if name == "" else latest_snapshot(store.snapshots)
+
+
+def note_state(store: StoreFolder, place: Path) -> bool:
+    """Let recovery load the rows of a state from here on, and return True; False if its snapshot has these rows."""
+    found = store.recovery_snapshot
+    if found and snapshot_id(store.snapshots / found) == snapshot_id(place):
+        return False
+    store.note_state(place.name)
+    return True
 
 
 def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
@@ -142,13 +154,13 @@ def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
 
 def parent_of(store: StoreFolder) -> Snapshot:
     """The parent of the next incremental snapshot: the one saved or loaded last. Raises SnapshotError, StoreError."""
-    recovery_snapshot = recovery_snapshot_of(store)
-    if recovery_snapshot is None:
+    parent = _snapshot_of(store, store.parent_snapshot)
+    if parent is None:
         raise SnapshotError(
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
             "kind='full' first"
         )
-    return recovery_snapshot
+    return parent
 
 
 def clear_leftovers(store: StoreFolder) -> None:

@@ -175,12 +175,14 @@ class State:
                 moment.snapshots ^= {(member, name), (member, new)}
 
     def save_for_state(self, member: int) -> None:
-        """A snapshot of a state, or a link if another has the same rows: no rows go back to it."""
+        """A snapshot of a state, or a link if another has the same rows. Rows go back to it, as to any other."""
         now, name = self.now[member], self.unnamed("state_dict")
         same = next((one for one, steps in self.saved[member].items() if steps == now), None)
         if now == ():
             return
         self.saved[member][name] = now
+        if self.loaded[member] is None:
+            self.base[member] = now
         if same is None:
             self.note([(member, name)])
         else:
