@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock, get_ident
+from threading import Lock, RLock, get_ident
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,14 +30,14 @@ from ..engine.options.lookup import (
 )
 from ..engine.options.store_options import store_options_from_dict
 from ..engine.options.table_spec import table_spec
-from ..engine.table.table import OpenTable, square_gradients, sum_gradients, unique_rows
+from ..engine.table.table import OpenTable, RowsReplaced, square_gradients, sum_gradients, unique_rows
 from . import lookup_op as ops
 from .conversion import converter
 from .ddp_guard import check_world, refuse_lookup, warn_alone
 from .dense_rows import dense_tensors
 from .eager import IN_BACKWARD, train_in_backward
 from .gradients import ShadowGrad, accumulate, holders, is_reached
-from .keyed_rows import KeyedRows
+from .keyed_rows import KeyedRows, on_present_rows
 from .rows_reference import UNKNOWN, RowsReference
 from .sharded_handle import ShardedTableHandle, TableHandle
 from .table_handle import LocalTableHandle
@@ -100,7 +100,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.handle = ops.register(self)
         self._handle: TableHandle | None = None
         self._opening = Lock()
-        self._accumulating = Lock()
+        self._accumulating, self._loading = Lock(), RLock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = self._has_warned = self.misses_rows = False
         self._awaited: list[RowsReference] = []
@@ -297,8 +297,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
         """The result of a lookup with checked arguments."""
-        return self._table().read(lookup, weights, self.output_dtype)
+        try:
+            return self._table().read(lookup, weights, self.output_dtype)
+        except RowsReplaced:  # by a load in another thread
+            return self.read(lookup, weights)
 
+    @on_present_rows
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
         return self._table().read_weights_grad(lookup, grad)
@@ -350,6 +354,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     check_offsets(self.spec, lookup)
         table.announce(lookups)
 
+    @on_present_rows
     def hit_counts(self) -> tuple[int, int]:
         """How many rows the top tier was asked for that it had, and that it did not have, on this rank."""
         table = self._local_table()

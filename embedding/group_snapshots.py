@@ -20,7 +20,7 @@ from ..snapshots.files.format import snapshot_id
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import Instant
 from ..snapshots.files.writer import ProgressCallback
-from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
+from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant, rows_of
 from ..snapshots.store.retention import drop_replaced
 from ..snapshots.store.selection import LoadReport
@@ -58,14 +58,25 @@ def save_together(
         for table in tables:
             table.save_snapshot(name, _kind(table, kind), overwrite, progress)
         return None
-    with between_steps(members):
+    first, id = members[0].folder.snapshots / name, secrets.token_hex(16)
+    for table in tables:
+        table.local_table.flush_ahead()
+    with ExitStack() as locks, ExitStack() as ends:
+        locks.enter_context(between_steps(members))
         _check(tables, name, kind, overwrite)
-
-        def saved(table: Any, commit: Decided) -> None:
-            of_all = OfAll(name, members[0].store, commit)
-            table.save_snapshot(name, _kind(table, kind), overwrite, progress, of_all)
-
-        all_or_none(members[0].folder.snapshots / name, [partial(saved, table) for table in tables])
+        saves: list[Callable[[], object]] = [lambda: None]  # each calls the one before it, then gets its name
+        kinds = [_kind(table, kind) for table in tables]
+        for table, its_kind in zip(tables, kinds, strict=True):
+            of_all = OfAll(name, members[0].store, Decided(first, id, saves[-1]))
+            if its_kind == "full":
+                save = table.begin_save(name, overwrite, progress, of_all)
+                ends.callback(save.end)
+                saves.append(save.run)
+            else:
+                saves.append(partial(table.save_locked, name, its_kind, overwrite, progress, of_all))
+        if all(its_kind == "full" for its_kind in kinds):
+            locks.close()  # images have the rows of this step, and other threads may go on
+        saves[-1]()
         for member in members:
             drop_replaced(member.folder)
     return None

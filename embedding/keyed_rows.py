@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import chain
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +19,29 @@ from ..engine.options.lookup import Lookup, check_finite, check_lookup, check_ra
 from ..engine.options.table_names import with_table_name
 from ..engine.row_format import EMBEDDING
 from ..engine.signals import uninterrupted
-from ..engine.table.table import OpenTable
-from ..engine.table.table_report import locate, metrics, scan_caught_up
+from ..engine.table.table import OpenTable, RowsReplaced
+from ..engine.table.table_report import LOCK_SECONDS, locate, metrics, note_metrics, scan_caught_up
 from .saved_rows import SavedRows
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Owner = TypeVar("Owner")
+
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
+
+
+def on_present_rows(call: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
+    """A method that starts over if another thread loaded other rows while it waited for them."""
+
+    @wraps(call)
+    def until_done(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
+        while True:
+            try:
+                return call(self, *args, **kwargs)
+            except RowsReplaced:
+                continue
+
+    return until_done
 
 
 class KeyedRows(SavedRows):
@@ -43,11 +63,13 @@ class KeyedRows(SavedRows):
         self._table()
         return self.table_handle().size()
 
+    @on_present_rows
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
         return self._table().get(self._collective_lookup(keys, table_ids))
 
     @checked_arguments("allow_nonfinite")
+    @on_present_rows
     def put(self, keys: Any, rows: Any, table_ids: Any = None, *, allow_nonfinite: bool = False) -> None:
         """Write rows and insert new ones. Of a repeated key the last row wins. Optimizer state is unchanged.
 
@@ -74,6 +96,7 @@ class KeyedRows(SavedRows):
             check_legal(self.spec, wanted)
         self._table().put(wanted, values)
 
+    @on_present_rows
     def delete(self, ids: Any, table_ids: Any = None) -> int:
         """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
 
@@ -90,7 +113,14 @@ class KeyedRows(SavedRows):
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
         table = self._local_table()
-        for _, rows in scan_caught_up(table):
+        while True:
+            scan = scan_caught_up(table)
+            try:
+                first = next(scan, None)
+                break
+            except RowsReplaced:
+                table = self._local_table()
+        for _, rows in () if first is None else chain([first], scan):
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
             values = table.form.numbers(rows, EMBEDDING).copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
@@ -101,6 +131,7 @@ class KeyedRows(SavedRows):
         for tables, keys, rows in self.chunks():
             yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
 
+    @on_present_rows
     def compact(self) -> None:
         """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError for other stores."""
         table = self._local_table()
@@ -108,16 +139,25 @@ class KeyedRows(SavedRows):
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
         with table.lock, uninterrupted():
             table.ready()
+            note_metrics(table)
             assert table.stack is not None
             table.stack.compact()
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them.
 
-        With a world they are of the rows that this rank has, and `ranks` is what it exchanged with the others.
+        With a world they are of the rows that this rank has, and `ranks` is what it exchanged with the others. While
+        another thread loads, closes or compacts the rows they are those of the last read.
         """
-        return {**metrics(self._local_table()), **self.table_handle().exchanged}
+        return self.metrics_within(LOCK_SECONDS)
 
+    @on_present_rows
+    def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
+        """`metrics`, which wait that long for another thread. They wait for no open or move of an open store."""
+        handle = self._handle if self._handle is not None and not self._awaited else self.table_handle()
+        return {**metrics(handle.local_table, seconds), **handle.exchanged}
+
+    @on_present_rows
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
         """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from time import monotonic
 from typing import Any, NamedTuple
 
 from ..engine.errors import ClosedError, InputError, OptionError, TierbedError
+from ..engine.table.table_report import LOCK_SECONDS
 from .embedding import MultiTableMultiColumnEmbedding
 
 
@@ -142,8 +144,9 @@ class MetricsCollector:
         warning.
         """
         families = _Families()
+        end = monotonic() + LOCK_SECONDS  # for all embeddings together
         for embedding in self._embeddings:
-            metrics = _read(embedding)
+            metrics = _read(embedding, max(end - monotonic(), 0))
             families.add("up", Metric("gauge", "whether the embedding has metrics"), bool(metrics), embedding.name)
             for table, numbers in metrics.pop("tables", {}).items():
                 for name, value in numbers.items():
@@ -224,10 +227,10 @@ def _check(embeddings: Sequence[Any]) -> None:
             )
 
 
-def _read(embedding: MultiTableMultiColumnEmbedding) -> dict[str, dict[str, Any]]:
-    """The metrics of an embedding; {} if it is unused, closed or, with a warning, failed. Opens no store."""
+def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
+    """The metrics of an embedding; {} if it is unused, closed or, with a warning, failed. Opens and loads no store."""
     try:
-        return embedding.metrics() if embedding.is_open else {}
+        return embedding.metrics_within(seconds) if embedding.is_open and not embedding.is_awaiting else {}
     except ClosedError:  # closed meanwhile
         return {}
     except TierbedError as error:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class SavedRows(EmbeddingBase):
     _closed: bool
     _handle: TableHandle | None
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
+    _loading: RLock  # held while the rows of a loaded state_dict are loaded
     _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
     _has_warned: bool  # of its first state_dict
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
@@ -60,6 +62,11 @@ class SavedRows(EmbeddingBase):
     def is_open(self) -> bool:
         """Whether the embedding's store is open, from the first use to `close`."""
         return self._handle is not None and not self._closed
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether the rows are to be those of a loaded state_dict, and are not yet."""
+        return bool(self._awaited)
 
     def table_handle(self, for_load: bool = False) -> TableHandle:
         """The handle of the table, which is opened at the first use.
@@ -241,7 +248,11 @@ class SavedRows(EmbeddingBase):
         self._awaited[:] = [stopped_at(what)]
 
     def _await_rows(self) -> None:
-        (awaited,) = self._awaited
+        with self._loading:
+            if self._awaited:  # else another thread has loaded them meanwhile
+                self._load_awaited(self._awaited[0])
+
+    def _load_awaited(self, awaited: RowsReference) -> None:
         handle = self.table_handle(for_load=True)
         try:
             found, said = handle.go_to(awaited) or self._emptied(handle, awaited), ""

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
@@ -21,7 +22,8 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
-from ..engine.table.table import OpenTable
+from ..engine.table.table import OpenTable, RowsReplaced
+from ..engine.table.table_report import note_metrics
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import Manifest
 from ..snapshots.inspection.row import plain_row, read_row, row_key_of
@@ -31,7 +33,7 @@ from .rows_in_tensors import RowTensors
 from .rows_reference import RowsReference, check_not_awaiting
 from .table_persistence import TablePersistence
 from .table_snapshots import LocalSnapshots
-from .training_group import TrainingGroup
+from .training_group import TrainingGroup, between_steps
 
 log = logging.getLogger("tierbed")
 T = TypeVar("T")
@@ -94,6 +96,7 @@ class LocalTableHandle(LocalSnapshots):
             raise
         if folder is not None:
             _by_folder[folder] = self
+        note_metrics(self._table)
         self._share_gate()
         self._serve()
 
@@ -204,12 +207,11 @@ class LocalTableHandle(LocalSnapshots):
         if _is_known(stored, wanted) and replace(stored, rule=wanted.rule) == wanted:
             table.optimizer, table.state = optimizer, wanted
             return
-        self._replace(table, lambda: self._persistence.reopen(table, optimizer))
+        self._reopen(lambda before: self._persistence.reopen(before, optimizer))
 
     def move(self, device: torch.device) -> None:
         """Open the table again on another device, with the rows that it has. InputError, OptionError, StoreError."""
-        table = self.table
-        self._replace(table, lambda: self._persistence.move(table, device))
+        self._reopen(lambda before: self._persistence.move(before, device))
         self.device = device
 
     def begin_write(self) -> None:
@@ -254,15 +256,16 @@ class LocalTableHandle(LocalSnapshots):
 
     def tensors(self) -> RowTensors:
         """All rows, copied."""
-        return RowTensors.of(self.table)
+        while True:
+            with suppress(RowsReplaced):
+                return RowTensors.of(self.table)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Replace all rows. SnapshotError, StoreError, OptimizerError; if it raises, nothing has changed."""
         self.load_rows_of(RowTensors.parse(tensors))
 
     def load_rows_of(self, given: RowTensors) -> None:
-        before = self.table
-        self._replace(before, lambda: self._persistence.load_tensors(before.optimizer, given, before))
+        self._replace(lambda before: self._persistence.load_tensors(before.optimizer, given, before))
         if self.membership is not None:
             self.membership.reformed()
 
@@ -359,7 +362,8 @@ class LocalTableHandle(LocalSnapshots):
                     self._table.deferred_error(wait=True) or unsaved
                 )  # raised at the end, after the rows are kept
                 try:
-                    self._persistence.close(self._table)
+                    with self._table.observers.between_saves():
+                        self._persistence.close(self._table)
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without its rows, which are lost
                         self._release()
@@ -382,16 +386,36 @@ class LocalTableHandle(LocalSnapshots):
             kept = self._persistence.after_failed_close(self._table)
             log.error("embedding %r could not be closed: %s; %s", self.name, error, kept)
 
-    def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
-        before.observers.finish_saving()  # its error was logged
+    def _reopen(self, build: Callable[[OpenTable], OpenTable]) -> None:
+        """Replace the table by one that is opened, which joins the others of its group."""
+        self.finish_saving()
+        with between_steps([] if self.membership is None else [self.membership]):
+            self._swap(build)
+
+    def _replace(self, build: Callable[[OpenTable], OpenTable]) -> None:
+        self.finish_saving()
+        self._swap(build)
+
+    def _swap(self, build: Callable[[OpenTable], OpenTable]) -> None:
+        while True:
+            before = self.table
+            with before.observers.between_saves():  # readers wait for the lock until the new table is here
+                if before is self._table:
+                    self._replace_table(before, build)
+                    return
+
+    def _replace_table(self, before: OpenTable, build: Callable[[OpenTable], OpenTable]) -> None:
+        note_metrics(before)
         try:
-            self._table = build()
+            self._table = build(before)
+            before.is_replaced = True
             self._share_gate()
         except BaseException:
             if before.stack is None:  # it failed while the new table replaced it
                 self._service.stop()
                 self._release()
             raise
+        note_metrics(self._table)
 
     def _serve(self) -> None:
         """Serve other processes that request snapshots, while the folder is locked. A shard cannot save one alone."""

@@ -13,7 +13,7 @@ from ..engine.errors import OptionError, SnapshotError
 from ..engine.row_format import Chunks
 from ..engine.store.image import MAX_BEFORE_IMAGE_BYTES
 from ..engine.store.rocksdb import RocksDB
-from ..engine.table.background_save import BackgroundSave
+from ..engine.table.background_save import BackgroundSave, ForegroundSave
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import Manifest, check_name
 from ..snapshots.files.reader import Snapshot, list_snapshots
@@ -23,7 +23,7 @@ from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
+from ..snapshots.store.retention import drop_replaced, prune, remove_if_unreferenced, state_snapshot
 from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_leftovers, note_state, save_snapshot_of
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
@@ -223,6 +223,7 @@ class TableSnapshots:
 
     def _source(self, together: Together | None = None) -> SaveSource:
         table = self.local_table
+        table.require_open()
         assert table.stack is not None
         bottom = table.stack.bottom
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
@@ -250,8 +251,8 @@ class LocalSnapshots(TableSnapshots):
 
     _persistence: TablePersistence
 
-    def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
-        """Replace the table by the one that `build` returns."""
+    def _replace(self, build: Callable[[OpenTable], OpenTable]) -> None:
+        """Replace the table by the one that `build` returns for it."""
         raise NotImplementedError
 
     def check_save(self, name: str, kind: str, overwrite: bool) -> None:
@@ -276,14 +277,25 @@ class LocalSnapshots(TableSnapshots):
         kind: str = "full",
         overwrite: bool = False,
         progress: Callable[[int], None] | None = None,
+    ) -> Manifest:
+        """Save the rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError."""
+        self.local_table.flush_ahead()
+        if kind == "full":
+            manifest: Manifest = self.begin_save(name, overwrite, progress).run()
+            return manifest
+        return self.save_locked(name, kind, overwrite, progress)
+
+    def save_locked(
+        self,
+        name: str,
+        kind: str,
+        overwrite: bool,
+        progress: Callable[[int], None] | None,
         of_all: OfAll | None = None,
     ) -> Manifest:
-        """Save the rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError.
-
-        of_all: of a save of several stores, whose locks the caller has.
-        """
-        table, folder = self.local_table, self._folder_of(name)
-        with self._rows_of_one_step(table, of_all) as together:
+        """Save as `save_snapshot`, with the table's lock all the time. of_all: of a save of several stores."""
+        folder = self._folder_of(name)
+        with self._rows_of_one_step(of_all) as (table, together):
             table.check()
             table.observers.check_not_saving()
             if kind == "checkpoint":
@@ -292,49 +304,97 @@ class LocalSnapshots(TableSnapshots):
             self.end_save(kind, manifest.id)
             return manifest
 
+    def begin_save(
+        self,
+        name: str,
+        overwrite: bool = False,
+        progress: Callable[[int], None] | None = None,
+        of_all: OfAll | None = None,
+    ) -> ForegroundSave:
+        """Begin a full snapshot of the rows as they are now: `run` of the result saves it, without the table's lock."""
+        folder = self._folder_of(name)
+        with self._rows_of_one_step(of_all) as (table, together):
+            write = self._writer(table, folder, name, "full", overwrite, together, progress)
+            membership = self.membership
+            version = None if membership is None else membership.versions.rows.now
+
+            def saved(chunks: Chunks) -> Manifest:
+                made = write(chunks)
+                if together is not None:
+                    drop_replaced(folder)
+                if membership is not None:
+                    with table.lock:
+                        if membership.versions.rows.now == version:
+                            membership.saved_as(made.id)
+                return made
+
+            return table.observers.save_here(f"snapshot {name!r}", saved)
+
+    def _writer(
+        self,
+        table: OpenTable,
+        folder: StoreFolder,
+        name: str,
+        kind: str,
+        overwrite: bool,
+        together: Together | None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Callable[[Chunks], Manifest]:
+        """What writes an image of the rows as they are now as snapshot `name`. The caller has the table's lock."""
+        table.check()
+        table.observers.check_not_saving()
+        source = self._source(together)
+        place = begin_save(folder, name, kind, source, overwrite)
+        replaces = overwrite or os.path.lexists(place)
+
+        def write(chunks: Chunks) -> Manifest:
+            made = write_snapshot(place, source.description, chunks, progress, replaces, together)
+            table.observers.changes_saved(made.id)
+            return made
+
+        return write
+
     @contextmanager
-    def _rows_of_one_step(self, table: OpenTable, of_all: OfAll | None = None) -> Iterator[Together | None]:
-        """A block with the table's lock, and what a snapshot of its rows as they are has beside them."""
-        with ExitStack() as own:
-            with between_steps([] if self.membership is None else [self.membership]):
-                own.enter_context(table.lock)
-                together = None
-                if self.membership is not None and self.membership.record is not None:
-                    together = self.membership.saved(of_all)
-            yield together
+    def _rows_of_one_step(self, of_all: OfAll | None = None) -> Iterator[tuple[OpenTable, Together | None]]:
+        """A block with the table and its lock, and what a snapshot of its rows as they are has beside them."""
+        while True:
+            with ExitStack() as own:
+                with between_steps([] if self.membership is None else [self.membership]):
+                    table = self.local_table
+                    own.enter_context(table.lock)
+                    if table is not self.local_table or table.observers.is_saved_by_another:
+                        table.observers.wait_for_foreground()
+                        continue
+                    together = None
+                    if self.membership is not None and self.membership.record is not None:
+                        together = self.membership.saved(of_all)
+                yield table, together
+                return
 
     def save_in_background(
         self, name: str, kind: str = "full", overwrite: bool = False, of_all: OfAll | None = None
     ) -> BackgroundSave:
         """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
-        table, folder = self.local_table, self._folder_of(name)
+        folder = self._folder_of(name)
         if kind in ("incremental", "checkpoint"):
             raise OptionError(
                 f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
                 "background out"
             )
-        with self._rows_of_one_step(table, of_all) as together:
-            table.check()
-            table.observers.check_not_saving()
-            source = self._source(together)
-            place = begin_save(folder, name, kind, source, overwrite)
-            replaces = os.path.lexists(place)
-
-            def write(chunks: Chunks) -> None:
-                made = write_snapshot(place, source.description, chunks, overwrite=replaces, together=together)
-                table.observers.changes_saved(made.id)
-
+        with self._rows_of_one_step(of_all) as (table, together):
+            write = self._writer(table, folder, name, kind, overwrite, together)
             kept = MAX_BEFORE_IMAGE_BYTES if of_all is None else MAX_BEFORE_IMAGE_BYTES // of_all.stores
             return table.observers.save_in_background(f"snapshot {name!r}", write, kept)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
-        """The name of the rows as they are, saved as a snapshot that no chain or recovery of the user is based on.
+        """The name of the rows as they are, saved as a snapshot that no incremental one of the user is based on.
 
         keep: how many of the latest such snapshots stay besides that of these rows; None for all.
         """
-        table, folder = self.local_table, self.checked_store()
+        folder = self.checked_store()
+        self.local_table.flush_ahead()
         assert self.membership is not None
-        with self._rows_of_one_step(table) as together:
+        with self._rows_of_one_step() as (table, together):
             table.check()
             now = self.membership.versions.rows.now
             if now == EMPTY:  # which needs no snapshot, and a user may replace one of it
@@ -380,10 +440,9 @@ class LocalSnapshots(TableSnapshots):
         together: Instant | None = None,
     ) -> LoadReport:
         """Load the rows of a snapshot that this process has. verified, together: as of `TablePersistence.load`."""
-        before = self.local_table
         reports: list[LoadReport] = []
 
-        def build() -> OpenTable:
+        def build(before: OpenTable) -> OpenTable:
             what = f"snapshot {snapshot.name!r}"
             spec = self._persistence.spec.with_stored_seed(snapshot.description)
             fit, remarks = fitting(spec, snapshot.description, before.optimizer, selection, strict, what)
@@ -392,7 +451,7 @@ class LocalSnapshots(TableSnapshots):
             reports.append(report)
             return table
 
-        self._replace(before, build)
+        self._replace(build)
         if self.membership is not None:
             self.membership.reformed()
         return reports[0]
@@ -405,14 +464,17 @@ class LocalSnapshots(TableSnapshots):
 
     def save_rows(self, place: Path) -> None:
         """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
-        table = self.local_table
         if self.place is not None:
             self.save_snapshot(place.name)
             self.link_rows(place)
             return
-        with table.lock:
+        with self._rows_of_one_step() as (table, _):
             table.check()
-            write_snapshot(place, table.describe(), table.scan())
+            described = table.describe()
+            save = table.observers.save_here(
+                f"snapshot {place.name!r}", lambda chunks: write_snapshot(place, described, chunks)
+            )
+        save.run()
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Replace the rows by those of the snapshot `place`, which `check_rows` has checked.
@@ -420,8 +482,7 @@ class LocalSnapshots(TableSnapshots):
         A store folder gets the snapshot as well, as its recovery snapshot. Without state, or converted, it gets none,
         since recovery would load the state, or other numbers.
         """
-        before = self.local_table
-        self._replace(before, lambda: self._with_rows(before, place, selection))
+        self._replace(lambda before: self._with_rows(before, place, selection))
 
     def _with_rows(self, table: OpenTable, place: Path, selection: Selection) -> OpenTable:
         snapshot = Snapshot.open(place)

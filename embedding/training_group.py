@@ -484,9 +484,15 @@ def open_rows() -> dict[str, Rows]:
 
 @contextmanager
 def between_steps(members: Iterable[Membership]) -> Iterator[None]:
-    """A block in which no other thread writes to these stores, nor to those that they are trained together with."""
-    everyone = {one.path: one for member in members for one in [member, *member.open_peers()]}
-    with ExitStack() as stack:
-        for table in sorted((one.table for one in everyone.values() if one.table is not None), key=id):
-            stack.enter_context(table.lock)
-        yield
+    """A block in which no other thread writes to or saves these stores, nor any that is trained together with them."""
+    everyone = {one.path: one for member in members for one in [member, *member.open_peers()]}.values()
+    while True:
+        tables = sorted((table for one in everyone if (table := one.table) is not None), key=id)
+        for table in tables:
+            table.observers.wait_for_foreground()
+        with ExitStack() as stack:
+            for table in tables:
+                stack.enter_context(table.lock)
+            if not any(table.is_replaced or table.observers.is_saved_by_another for table in tables):
+                yield
+                return

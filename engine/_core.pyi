@@ -218,6 +218,8 @@ class CachedTier(Tier):
     def peek(self, batch: Batch) -> None: ...
     def flush(self) -> None:
         """Write every dirty line to the tier below."""
+    def flush_some(self, begin: int, rows: int) -> int:
+        """Write dirty lines, `rows` at most, from a slot on. Returns where the next call goes on, 0 at the end."""
     def close(self) -> None:
         """End the write-behind thread. Nothing may be called after it."""
     def locate(self, table: int, key: int) -> dict[str, Any] | None: ...

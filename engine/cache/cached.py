@@ -18,6 +18,7 @@ from ..store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
 from ..store.full import check_capacity
 
 MB = 1 << 20
+PIECE_ROWS = 1 << 13  # flushed at once while other threads read
 
 log = logging.getLogger("tierbed")
 
@@ -118,10 +119,29 @@ class CpuCachedStore:
         self.flush()
         yield from self._below.scan()
 
+    def write_back(self) -> None:
+        """Write dirty rows to the last tier, as `flush`, which is not made durable."""
+        with self._errors():
+            self.native.flush()
+        if isinstance(self._below, CpuCachedStore):
+            self._below.write_back()
+
     def flush(self) -> None:
         with self._errors():
             self.native.flush()
         self._below.flush()
+
+    def flush_pieces(self) -> Iterator[bool]:
+        """Flush most dirty rows, a piece for each `next`: the last tier is not made durable."""
+        begin, now = 0, self.native.metrics()
+        for _ in range(2 + int(now["capacity"] + now["overflow_rows"]) // PIECE_ROWS):  # steps may write more meanwhile
+            with self._errors():
+                begin = self.native.flush_some(begin, PIECE_ROWS)
+            yield True
+            if begin == 0:
+                break
+        if isinstance(self._below, CpuCachedStore):
+            yield from self._below.flush_pieces()
 
     def close(self) -> None:
         self.native.close()

@@ -79,9 +79,9 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
         return [] if location is None else [{"tier": self._tier, **location}]
 
     def scan(self) -> Chunks:
-        dtype = row_dtype(self._layout.width)
+        dtype, native = row_dtype(self._layout.width), self.native  # which outlives `close`
         for bucket in range(BUCKETS):
-            rows = self.native.scan(bucket).view(dtype)
+            rows = native.scan(bucket).view(dtype)
             if len(rows):
                 yield bucket, rows
 

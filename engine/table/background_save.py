@@ -33,6 +33,51 @@ class SaveHandle(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
+class ForegroundSave:
+    """A save by the thread that makes this: reads an image of the rows, so that other threads can use them meanwhile.
+
+    lock: the table's lock, which is held now.
+    """
+
+    def __init__(self, what: str, image: Image, write: Callable[[Chunks], Any], lock: Any) -> None:
+        self.what = what
+        self.image: Image | None = image
+        self._write: Callable[[Chunks], Any] | None = write
+        self._changed, self._thread = Condition(lock), current_thread()
+        self.done = self.is_running = False
+
+    @property
+    def is_by_another(self) -> bool:
+        """Whether another thread makes this save now."""
+        return not self.done and current_thread() is not self._thread and self._thread.is_alive()
+
+    def run(self) -> Any:
+        """Save the rows. Returns what `write` returns."""
+        self.is_running = True
+        try:
+            assert self.image is not None
+            assert self._write is not None
+            with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # the traceback of an error refers to it
+                return self._write(chunks)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Close the image. May be called again."""
+        image, self.image, self._write = self.image, None, None  # which refer to the table
+        if image is not None:
+            image.close()
+        with self._changed:
+            self.done = True
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until another thread has made this save."""
+        with self._changed:
+            while self.is_by_another:
+                self._changed.wait(POLL_SECONDS)
+
+
 class BackgroundSave:
     """Passes the rows of an image to `write` in a separate thread, and closes the image afterwards.
 

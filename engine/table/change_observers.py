@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
 import numpy as np
 
 from .. import _core
+from ..cache.cached import CpuCachedStore
 from ..errors import ClosedError, StoreError
 from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, keys_of
 from ..signals import uninterrupted
 from ..store.contract import ChangeSource, TopTier
 from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
-from .background_save import BackgroundSave
+from .background_save import BackgroundSave, ForegroundSave
 from .row_scan import line_addresses, locked
 from .stack import Stack
 
@@ -97,7 +99,7 @@ class ChangeObservers:
         self._name, self._dtype = name, dtype
         self._stack: Stack | None = stack
         self._lock, self._ready, self._check = lock, ready, check
-        self.saving: BackgroundSave | None = None  # the last one, which may have ended
+        self.saving: BackgroundSave | ForegroundSave | None = None  # the last one, which may have ended
         self.changes: ChangeTracker | None = None
         self._image: Image | None = None
         self.is_active = False  # else `before_update` and `wait_for_memory` need not be called
@@ -149,7 +151,10 @@ class ChangeObservers:
             self.check_not_saving()
             if self._image is not None:
                 raise StoreError(f"embedding {self._name!r} has an image already; close it first")
-            top.flush()
+            if isinstance(top, CpuCachedStore):
+                top.write_back()  # to be durable takes long, and is the snapshot's
+            else:
+                top.flush()
             if self.changes is not None:
                 self.changes.start_delta()
             assert self._stack is not None
@@ -178,10 +183,39 @@ class ChangeObservers:
                 raise
             return self.saving
 
+    def save_here(self, what: str, write: Callable[[Chunks], object]) -> ForegroundSave:
+        """As `save_in_background`, by the calling thread, which calls `run` of the result without the lock."""
+        with self._lock:
+            self.saving = save = ForegroundSave(what, self.image(), write, self._lock)
+            return save
+
+    @property
+    def is_saved_by_another(self) -> bool:
+        """Whether another thread saves the rows in the foreground now."""
+        return isinstance(self.saving, ForegroundSave) and self.saving.is_by_another
+
+    def wait_for_foreground(self) -> None:
+        """Wait while another thread saves the rows in the foreground."""
+        if isinstance(self.saving, ForegroundSave):
+            self.saving.finish()
+
+    @contextmanager
+    def between_saves(self) -> Iterator[None]:
+        """A block with the table's lock, while no other thread saves the rows in the foreground."""
+        while True:
+            self.wait_for_foreground()
+            with self._lock:
+                if not self.is_saved_by_another:
+                    yield
+                    return
+
     def check_not_saving(self) -> None:
         """Raises StoreError while a snapshot is being saved in the background."""
-        if self.saving is not None and not self.saving.done:
-            raise StoreError(still_saving(self.saving.what))
+        saving = self.saving
+        if isinstance(saving, ForegroundSave) and not saving.is_running and not saving.is_by_another:
+            saving.end()  # Ctrl-C came before it ran
+        elif saving is not None and not saving.done:
+            raise StoreError(still_saving(saving.what))
 
     def finish_saving(self) -> BaseException | None:
         """Wait for the save in the background. Returns its error, if it was neither raised nor returned before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import RLock
+from time import sleep
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..cache.cached import CpuCachedStore
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
 from ..ops.batch import rows_of
@@ -25,13 +27,21 @@ from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, TableIds
 from ..signals import uninterrupted
 from ..store.contract import CapacityLimit, TopTier
+from ..store.full import CpuFullStore
 from ..store.rocksdb import RocksDB
-from ..store.table_counts import Counts, counted, counted_chunks
+from ..store.table_counts import Counts, counted
 from .change_observers import ChangeObservers
 from .prefetch import Prefetcher
-from .row_scan import checked_rows, locked
+from .row_counts import PendingErase, RowCounts
+from .row_scan import locked
 from .stack import FIRST_STEP, SmallCaches, Stack
 from .step_gate import StepGate
+
+_BREATH = 0.0005  # seconds
+
+
+class RowsReplaced(ClosedError):
+    """A load replaced the rows while a call waited for them: callers that only read start over with the new rows."""
 
 
 class PinningTable(Protocol):
@@ -118,77 +128,6 @@ class PinnedBatch:
         return checked_gradients(self.table.spec, self.lookups, grads, given, self.dtype)
 
 
-class PendingErase:
-    """Erases rows from every tier of a table. If a tier cannot erase, the next call of the table tries again.
-
-    `before_write(step)` is called before a tier is written at that step.
-    """
-
-    def __init__(
-        self, counts: RowCounts, lifecycle: Lifecycle, observers: ChangeObservers, before_write: Callable[[int], None]
-    ) -> None:
-        self._counts, self._lifecycle, self._observers, self._before_write = counts, lifecycle, observers, before_write
-        self.pending_rows: tuple[TableIds, Keys, Counts, str] | None = None  # still in a tier, in whole or in part
-
-    def request(self, tables: TableIds, keys: Keys, existing: Counts, cause: str, step: int) -> None:
-        """Request that the next `apply` erases rows. existing: by table, how many were written. Raises StoreError."""
-        self._before_write(step)  # first: if the disk is full, the rows can still be read
-        self.pending_rows = tables, keys, existing, cause
-        self._counts.pending = existing  # they count as erased
-
-    def notify(self, step: int) -> None:
-        """Notify the observers of the rows to erase, before any tier changes; `apply` comes next. StoreError."""
-        assert self.pending_rows is not None
-        self._observers.before_erase(*self.pending_rows[:2])
-        self._before_write(step)
-
-    def apply(self, store: TopTier[Any]) -> None:
-        """Erase the rows from every tier. After a StoreError some are erased; no tier may be used until all are."""
-        assert self.pending_rows is not None
-        tables, keys, existing, cause = self.pending_rows
-        store.erase(tables, keys)
-        self._lifecycle.note_removed(tables, keys, existing, cause)
-        self.pending_rows = self._counts.pending = None
-
-
-class RowCounts:
-    """The number of rows in each table of an embedding: rows that were written and not removed since.
-
-    `stored_rows` is the number at opening. `stored` is the same by table, or None if it is not known by table.
-    `pending` is the number by table of rows that are being erased, or None.
-    """
-
-    def __init__(self, num_tables: int, processor: Processor[Any], lifecycle: Lifecycle) -> None:
-        self._num_tables, self._processor, self._lifecycle = num_tables, processor, lifecycle
-        self.stored_rows = 0
-        self.stored: Counts | None = np.zeros(num_tables, np.int64)
-        self.pending: Counts | None = None
-
-    @property
-    def rows(self) -> int:
-        """How many rows there are, all tables together; may wait for the device."""
-        return self.stored_rows + int(self._change.sum())
-
-    @property
-    def known_by_table(self) -> Counts | None:
-        """How many rows each table has; None if that takes a scan."""
-        return None if self.stored is None else self.stored + self._change
-
-    def by_table(self, scan: Callable[[], Chunks]) -> Counts:
-        """How many rows each table has; the first call may scan all rows. StoreError, SnapshotError."""
-        if self.stored is None:
-            chunks = checked_rows(scan(), self._num_tables)
-            self.stored = counted_chunks(chunks, self._num_tables) - self._change
-        return self.stored + self._change
-
-    @property
-    def _change(self) -> Counts:
-        """By how many rows each table has grown since it was opened."""
-        pending = self.pending  # read once: another thread may change it, since `status` holds no lock
-        change = self._processor.written - self._lifecycle.removed_counts
-        return change if pending is None else change - pending
-
-
 def unique_rows(table: OpenTable, lookups: list[Lookup]) -> Lookup:
     """A lookup of the unique rows of a future call. Raises InputError for illegal ids, if the host can read them."""
     with table.lock:
@@ -243,6 +182,8 @@ class OpenTable:
         self.step = 0
         self.updates = 0  # how many were launched on the processor
         self.failure: BaseException | None = None  # what left the rows inconsistent
+        self.is_replaced = False  # whether another table of the embedding has taken its place
+        self.last_metrics: dict[str, dict[str, Any]] | None = None  # for a scrape while another thread has the lock
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
@@ -277,12 +218,25 @@ class OpenTable:
         return self.spec.describe(self.state, self.hyper, self.step)
 
     def scan(self) -> Chunks:
-        """Every written row of `form`, as `Tier.scan`. ClosedError if the table is closed or replaced meanwhile."""
-        yield from self.form.of_words(locked(self.ready().scan(), self.lock, self.ready))
+        """Every written row of `form`, as `Tier.scan`. ClosedError if the table is closed meanwhile.
+
+        A scan of rows in memory that are replaced meanwhile continues with the old rows; one of RocksDB raises.
+        """
+        top = self.ready()
+        stays = self.stack is not None and isinstance(self.stack.bottom, CpuFullStore)
+        check = (lambda: self.is_replaced or self.ready()) if stays else self.ready
+        yield from self.form.of_words(locked(top.scan(), self.lock, check))
 
     def flush(self) -> None:
         with self.lock, uninterrupted():
             self.ready().flush()
+
+    def flush_ahead(self) -> None:
+        """Flush most rows in pieces, between which other threads may use the table: a later flush is short."""
+        top = self.ready()
+        if isinstance(top, CpuCachedStore):
+            for _ in locked(top.flush_pieces(), self.lock, self.ready):
+                sleep(_BREATH)  # the lock is not fair
 
     @property
     def has_thread(self) -> bool:
@@ -350,7 +304,7 @@ class OpenTable:
     def require_open(self) -> TopTier[Any]:
         """The top tier. ClosedError, StoreError."""
         if self.stack is None:
-            raise ClosedError(
+            raise (RowsReplaced if self.is_replaced else ClosedError)(
                 f"embedding {self.spec.name!r} was closed or its rows were replaced; use the embedding again"
             )
         if self.failure is not None:

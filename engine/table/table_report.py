@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 from .. import _core
+from ..errors import TierbedError
 from ..ops.batch import rows_of
 from ..options.lookup import Lookup
 from ..row_format import Chunks
@@ -13,12 +16,37 @@ from .prefetch import NOTHING_ANNOUNCED
 from .row_scan import line_addresses
 from .table import OpenTable
 
+LOCK_SECONDS = 0.01  # that a read of metrics waits for a call of another thread
 
-def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
-    """The metrics, all as of one step: of all rows (`table`), of each tier from the top, of each table (`tables`)."""
+
+def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
+    """The metrics, all as of one step: of all rows (`table`), of each tier from the top, of each table (`tables`).
+
+    If another thread uses the table for longer than `seconds`, as in a load, they are the metrics of the last read.
+    """
+    if not table.lock.acquire(timeout=seconds):
+        if table.last_metrics is not None:
+            return deepcopy(table.last_metrics)
+        table.lock.acquire()
+    try:
+        table.require_open()
+        table.check()
+        table.last_metrics = _read_metrics(table)
+        return deepcopy(table.last_metrics)
+    finally:
+        table.lock.release()
+
+
+def note_metrics(table: OpenTable) -> None:
+    """Read the metrics before a call that takes long, unless that takes a scan."""
+    if table.counts.known_by_table is not None:
+        with suppress(TierbedError):  # the call itself raises why the table cannot be used
+            table.last_metrics = _read_metrics(table)
+
+
+def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
     with table.lock:
         store = table.require_open()
-        table.check()
         announced = NOTHING_ANNOUNCED if table.prefetcher is None else table.prefetcher.counts
         counts = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.hit_counts().T

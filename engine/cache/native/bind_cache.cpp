@@ -89,6 +89,7 @@ void bind_cache(nb::module_& m) {
         .def("cancel", &CachedTier::cancel, unlocked)
         .def("peek", &CachedTier::peek, unlocked)
         .def("flush", &CachedTier::flush, unlocked)
+        .def("flush_some", &CachedTier::flush_some, unlocked)
         .def("close", &CachedTier::close, unlocked)
         .def("locate", &locate)
         .def("residents", &residents)

@@ -465,6 +465,22 @@ void CachedTier::forget_errors() {
 }
 
 void CachedTier::flush() {
+    flush_rows([&](const auto& body) { directory_.for_each_row(body); });
+}
+
+u32 CachedTier::flush_some(u32 begin, u32 rows) {
+    const u32 slots = directory_.sets.slots();
+    if (begin >= slots) {
+        const auto overflow = [&](const auto& body) { directory_.for_each_of_overflow(body); };
+        return flush_rows(overflow, rows) ? slots : 0;
+    }
+    const u32 end = begin + std::min(slots - begin, rows);
+    flush_rows([&](const auto& body) { directory_.for_each_of_slots(begin, end, body); });
+    return end;
+}
+
+template <class ForEach>
+bool CachedTier::flush_rows(const ForEach& for_each, std::size_t left) {
     const std::lock_guard admission(threads_->admission);
     below_.forget_errors();  // all rows are written here, which throws its own errors
     std::unique_lock directory(threads_->directory);
@@ -473,6 +489,7 @@ void CachedTier::flush() {
         writer->wait_for_write(directory);
         writer->forget();
     }
+    bool more = false;
     RowList dirty;
     std::vector<std::pair<Way*, u32>> written;  // with the updates of each
     const auto write = [&] {
@@ -481,15 +498,19 @@ void CachedTier::flush() {
         dirty.clear();
         written.clear();
     };
-    directory_.for_each_row([&](Way& way, u64 line, i64) {
+    for_each([&](Way& way, u64 line, i64) {
         const u32 updates = record(line, layout_.shape)->updates;
         if (!is_dirty(updates, way.stored)) return;
+        more = left == 0;
+        if (more) return;
+        --left;
         dirty.add(way.table, way.hash, line);
         written.push_back({&way, updates});
         if (dirty.size() == FLUSH_ROWS) write();
     });
     write();
     if (writer) writer->wake(overflow_limits());
+    return more;
 }
 
 CachedTier::Metrics CachedTier::metrics() const {

@@ -57,6 +57,9 @@ public:
     bool on_disk() const override { return false; }
     // Writes every dirty row back.
     void flush();
+    // Flushes at most so many rows: of the sets from slot `begin` on, then of the overflow area. Returns where the next
+    // call goes on, 0 at the end.
+    u32 flush_some(u32 begin, u32 rows);
     // Ends the write-behind thread and drops all batches; does not flush.
     void close();
 
@@ -107,6 +110,9 @@ private:
     // False if the overflow area might get too large for a batch that no step needs yet.
     bool admit(const RequestedRows& requested, u32 number, Purpose purpose);
     void fetch(const RequestedRows& requested);
+    // for_each: passes rows to its argument. At most `left` dirty ones are flushed; returns whether there are more.
+    template <class ForEach>
+    bool flush_rows(const ForEach& for_each, std::size_t left = SIZE_MAX);
     // Copies resident rows to the lines `to` and returns the others. touch: resident rows count as used.
     std::vector<std::size_t> copy_present(const RequestedRows& requested, const u64* to, bool touch);
     // With `admission` and `directory` held.

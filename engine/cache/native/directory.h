@@ -215,8 +215,18 @@ public:
     // Calls body(way, line, slot) for each row of the sets, then with slot -1 for each row of the overflow area.
     template <class Body>
     void for_each_row(const Body& body) {
-        for (u32 slot = 0; slot < sets.slots(); ++slot)
+        for_each_of_slots(0, sets.slots(), body);
+        for_each_of_overflow(body);
+    }
+
+    template <class Body>
+    void for_each_of_slots(u32 begin, u32 end, const Body& body) {
+        for (u32 slot = begin; slot < end; ++slot)
             if (!sets.is_free(slot)) body(sets.way(slot), sets.line(slot), i64{slot});
+    }
+
+    template <class Body>
+    void for_each_of_overflow(const Body& body) {
         overflow.for_each([&](u32 entry) { body(overflow.at(entry).way, overflow.line(entry), i64{-1}); });
     }
 
