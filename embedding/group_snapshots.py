@@ -68,13 +68,13 @@ def save_together(
         kinds = [_kind(table, kind) for table in tables]
         for table, its_kind in zip(tables, kinds, strict=True):
             of_all = OfAll(name, members[0].store, Decided(first, id, saves[-1]))
-            if its_kind == "full":
+            if table.saves_image(its_kind):
                 save = table.begin_save(name, overwrite, progress, of_all)
                 ends.callback(save.end)
                 saves.append(save.run)
             else:
                 saves.append(partial(table.save_locked, name, its_kind, overwrite, progress, of_all))
-        if all(its_kind == "full" for its_kind in kinds):
+        if all(table.saves_image(its_kind) for table, its_kind in zip(tables, kinds, strict=True)):
             locks.close()  # images have the rows of this step, and other threads may go on
         saves[-1]()
         for member in members:

@@ -280,10 +280,14 @@ class LocalSnapshots(TableSnapshots):
     ) -> Manifest:
         """Save the rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError."""
         self.local_table.flush_ahead()
-        if kind == "full":
+        if self.saves_image(kind):
             manifest: Manifest = self.begin_save(name, overwrite, progress).run()
             return manifest
         return self.save_locked(name, kind, overwrite, progress)
+
+    def saves_image(self, kind: str) -> bool:
+        """True if a save of this kind reads an image of the rows, which would take memory of a GPU."""
+        return kind == "full" and not self.local_table.processor.defers_errors
 
     def save_locked(
         self,
@@ -471,6 +475,9 @@ class LocalSnapshots(TableSnapshots):
         with self._rows_of_one_step() as (table, _):
             table.check()
             described = table.describe()
+            if not self.saves_image("full"):
+                write_snapshot(place, described, table.scan())
+                return
             save = table.observers.save_here(
                 f"snapshot {place.name!r}", lambda chunks: write_snapshot(place, described, chunks)
             )

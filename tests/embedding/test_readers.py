@@ -145,7 +145,7 @@ def test_an_iteration_that_a_load_overtakes_goes_on_with_the_old_rows(tmp_path: 
     assert {float(row[0]) for _, _, row in rows} == {1.0}
 
 
-class Held:
+class Paused:
     """A save that waits in the middle, between two chunks of its rows."""
 
     def __init__(self) -> None:
@@ -157,25 +157,25 @@ class Held:
 
 
 @contextmanager
-def held(save: Callable[[Held], Any]) -> Iterator[Future[Any]]:
+def paused(save: Callable[[Paused], Any]) -> Iterator[Future[Any]]:
     """A block while a save in another thread is in the middle."""
-    held = Held()
+    paused = Paused()
     with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(save, held)
+        saving = pool.submit(save, paused)
         try:
-            while not held.reached.wait(0.05):
+            while not paused.reached.wait(0.05):
                 assert not saving.done(), saving.exception()
             yield saving
             assert not saving.done()
         finally:
-            held.let_go.set()
+            paused.let_go.set()
         saving.result()
 
 
 @pytest.mark.parametrize("store", STORES)
 def test_scrapes_lookups_and_steps_do_not_wait_for_a_save(tmp_path: Path, store: str) -> None:
     rows = filled(tmp_path, store)
-    with held(lambda progress: rows._handle.save_snapshot("kept", progress=progress)):  # type: ignore[union-attr]
+    with paused(lambda progress: rows._handle.save_snapshot("kept", progress=progress)):  # type: ignore[union-attr]
         assert 'tierbed_up{embedding="rows"} 1.0' in prometheus_text(rows)
         assert set(rows(SOME).unique().tolist()) == {2.0}
         rows.put(IDS, torch.full((ROWS, DIM), 3.0), 0)
@@ -191,7 +191,7 @@ def test_a_save_of_a_group_has_rows_of_its_beginning_while_others_go_on(tmp_path
     both = [filled(tmp_path, store, name) for store, name in (("host", "a"), ("ssd", "b"))]
     train_together(both)
     tables = [rows.table_handle() for rows in both]
-    with held(lambda progress: save_together(World.of_one(), tables, "kept", progress=progress)):
+    with paused(lambda progress: save_together(World.of_one(), tables, "kept", progress=progress)):
         for rows in both:
             assert 'tierbed_up{embedding="a"} 1.0' in prometheus_text(*both)
             assert set(rows(SOME).unique().tolist()) == {2.0}
@@ -229,7 +229,7 @@ def test_what_cannot_run_beside_a_save_waits_for_it(tmp_path: Path, store: str, 
         AFTER_A_SAVE[then](rows)
 
     with ThreadPoolExecutor(1) as pool:
-        with held(lambda progress: rows._handle.save_snapshot("kept", progress=progress)):  # type: ignore[union-attr]
+        with paused(lambda progress: rows._handle.save_snapshot("kept", progress=progress)):  # type: ignore[union-attr]
             waiting = pool.submit(other)
             began.wait()
         waiting.result()
@@ -244,11 +244,11 @@ def test_a_scrape_during_a_load_has_the_numbers_before_it(tmp_path: Path, store:
     rows = filled(tmp_path, store)
     handle: Any = rows._handle
 
-    def load(progress: Held) -> None:
+    def load(progress: Paused) -> None:
         handle.load_part(handle.snapshot("1"), ALL, True, verified=lambda: progress(0))
 
     with ThreadPoolExecutor(1) as pool:
-        with held(load):
+        with paused(load):
             for _ in range(3):
                 text = prometheus_text(rows)
                 assert 'tierbed_up{embedding="rows"} 1.0' in text

@@ -108,6 +108,7 @@ def test_files_have_no_byte_of_a_deleted_row_after_what_the_docstring_says(tmp_p
         embedding.save_snapshot("with")
         assert embedding.delete([7], 0) == 1
         embedding.save_snapshot("without")
+        embedding.table_handle().local_table.flush()
         (live,) = files_with_the_row() - {"snapshots"}
         embedding.prune_snapshots(keep_last=1)
         assert files_with_the_row() == {live}
