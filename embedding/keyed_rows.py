@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import wraps
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -112,14 +113,12 @@ class KeyedRows(SavedRows):
 
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
-        table = self._local_table()
         while True:
+            table = self._local_table()
             scan = scan_caught_up(table)
-            try:
+            with suppress(RowsReplaced):
                 first = next(scan, None)
                 break
-            except RowsReplaced:
-                table = self._local_table()
         for _, rows in () if first is None else chain([first], scan):
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
             values = table.form.numbers(rows, EMBEDDING).copy()

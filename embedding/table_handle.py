@@ -207,11 +207,11 @@ class LocalTableHandle(LocalSnapshots):
         if _is_known(stored, wanted) and replace(stored, rule=wanted.rule) == wanted:
             table.optimizer, table.state = optimizer, wanted
             return
-        self._reopen(lambda before: self._persistence.reopen(before, optimizer))
+        self._replace(lambda before: self._persistence.reopen(before, optimizer), joins=True)
 
     def move(self, device: torch.device) -> None:
         """Open the table again on another device, with the rows that it has. InputError, OptionError, StoreError."""
-        self._reopen(lambda before: self._persistence.move(before, device))
+        self._replace(lambda before: self._persistence.move(before, device), joins=True)
         self.device = device
 
     def begin_write(self) -> None:
@@ -386,25 +386,17 @@ class LocalTableHandle(LocalSnapshots):
             kept = self._persistence.after_failed_close(self._table)
             log.error("embedding %r could not be closed: %s; %s", self.name, error, kept)
 
-    def _reopen(self, build: Callable[[OpenTable], OpenTable]) -> None:
-        """Replace the table by one that is opened, which joins the others of its group."""
+    def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
         self.finish_saving()
-        with between_steps([] if self.membership is None else [self.membership]):
-            self._swap(build)
+        with between_steps([self.membership] if joins and self.membership is not None else []):
+            while True:
+                before = self.table
+                with before.observers.between_saves():  # readers wait for the lock until the new table is here
+                    if before is self._table:
+                        self._swap(before, build)
+                        return
 
-    def _replace(self, build: Callable[[OpenTable], OpenTable]) -> None:
-        self.finish_saving()
-        self._swap(build)
-
-    def _swap(self, build: Callable[[OpenTable], OpenTable]) -> None:
-        while True:
-            before = self.table
-            with before.observers.between_saves():  # readers wait for the lock until the new table is here
-                if before is self._table:
-                    self._replace_table(before, build)
-                    return
-
-    def _replace_table(self, before: OpenTable, build: Callable[[OpenTable], OpenTable]) -> None:
+    def _swap(self, before: OpenTable, build: Callable[[OpenTable], OpenTable]) -> None:
         note_metrics(before)
         try:
             self._table = build(before)

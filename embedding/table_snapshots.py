@@ -251,8 +251,8 @@ class LocalSnapshots(TableSnapshots):
 
     _persistence: TablePersistence
 
-    def _replace(self, build: Callable[[OpenTable], OpenTable]) -> None:
-        """Replace the table by the one that `build` returns for it."""
+    def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
+        """Replace the table by the one that `build` returns for it. joins: it is opened, and joins its group."""
         raise NotImplementedError
 
     def check_save(self, name: str, kind: str, overwrite: bool) -> None:
@@ -318,7 +318,7 @@ class LocalSnapshots(TableSnapshots):
         """Begin a full snapshot of the rows as they are now: `run` of the result saves it, without the table's lock."""
         folder = self._folder_of(name)
         with self._rows_of_one_step(of_all) as (table, together):
-            write = self._writer(table, folder, name, "full", overwrite, together, progress)
+            write = self._writer(table, folder, name, overwrite, together, progress)
             membership = self.membership
             version = None if membership is None else membership.versions.rows.now
 
@@ -339,7 +339,6 @@ class LocalSnapshots(TableSnapshots):
         table: OpenTable,
         folder: StoreFolder,
         name: str,
-        kind: str,
         overwrite: bool,
         together: Together | None,
         progress: Callable[[int], None] | None = None,
@@ -348,7 +347,7 @@ class LocalSnapshots(TableSnapshots):
         table.check()
         table.observers.check_not_saving()
         source = self._source(together)
-        place = begin_save(folder, name, kind, source, overwrite)
+        place = begin_save(folder, name, "full", source, overwrite)
         replaces = overwrite or os.path.lexists(place)
 
         def write(chunks: Chunks) -> Manifest:
@@ -386,7 +385,7 @@ class LocalSnapshots(TableSnapshots):
                 "background out"
             )
         with self._rows_of_one_step(of_all) as (table, together):
-            write = self._writer(table, folder, name, kind, overwrite, together)
+            write = self._writer(table, folder, name, overwrite, together)
             kept = MAX_BEFORE_IMAGE_BYTES if of_all is None else MAX_BEFORE_IMAGE_BYTES // of_all.stores
             return table.observers.save_in_background(f"snapshot {name!r}", write, kept)
 

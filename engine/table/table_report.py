@@ -22,11 +22,12 @@ LOCK_SECONDS = 0.01  # that a read of metrics waits for a call of another thread
 def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
     """The metrics, all as of one step: of all rows (`table`), of each tier from the top, of each table (`tables`).
 
-    If another thread uses the table for longer than `seconds`, as in a load, they are the metrics of the last read.
+    If another thread uses the table for longer than `seconds`, as in a load, all but `step` and the numbers of rows are
+    those of the last read.
     """
     if not table.lock.acquire(timeout=seconds):
         if table.last_metrics is not None:
-            return deepcopy(table.last_metrics)
+            return _without_lock(table, deepcopy(table.last_metrics))
         table.lock.acquire()
     try:
         table.require_open()
@@ -35,6 +36,16 @@ def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[s
         return deepcopy(table.last_metrics)
     finally:
         table.lock.release()
+
+
+def _without_lock(table: OpenTable, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Metrics of the last read with the numbers that need no lock."""
+    found["table"]["step"] = table.step
+    if not table.processor.defers_errors and (rows := table.counts.known_by_table) is not None:  # a GPU would wait
+        found["table"]["rows"] = int(rows.sum())
+        for label, count in zip(table.spec.labels, rows.tolist(), strict=True):
+            found["tables"][label]["rows"] = count
+    return found
 
 
 def note_metrics(table: OpenTable) -> None:

@@ -106,9 +106,9 @@ def test_files_have_no_byte_of_a_deleted_row_after_what_the_docstring_says(tmp_p
         embedding.put(range(50), np.ones((50, 5), np.float32), table_ids=0)
         embedding.put([7], values[None], table_ids=0)
         embedding.save_snapshot("with")
+        embedding.table_handle().local_table.flush()
         assert embedding.delete([7], 0) == 1
         embedding.save_snapshot("without")
-        embedding.table_handle().local_table.flush()
         (live,) = files_with_the_row() - {"snapshots"}
         embedding.prune_snapshots(keep_last=1)
         assert files_with_the_row() == {live}
