@@ -57,7 +57,7 @@ public:
     bool on_disk() const override { return false; }
     // Writes every dirty row back.
     void flush();
-    // Flushes at most so many rows: of the sets from slot `begin` on, then of the overflow area. Returns where the next
+    // Flushes at most `rows` rows: of the sets from slot `begin` on, then of the overflow area. Returns where the next
     // call goes on, 0 at the end.
     u32 flush_some(u32 begin, u32 rows);
     // Ends the write-behind thread and drops all batches; does not flush.
