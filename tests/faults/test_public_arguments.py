@@ -451,7 +451,7 @@ def test_a_wrong_argument_is_an_error_of_tierbed_and_none_is_taken_silently(
     monkeypatch.chdir(tmp_path)
     wrong = []
 
-    def attempt(argument: str, value: Any) -> None:
+    def try_value(argument: str, value: Any) -> None:
         folder = tmp_path / str(next(numbers))
         folder.mkdir()
         function, good = CALLS[name](folder)
@@ -472,8 +472,8 @@ def test_a_wrong_argument_is_an_error_of_tierbed_and_none_is_taken_silently(
         function(**good)
     for argument in good:
         for value in VALUES:
-            attempt(argument, value)
-    attempt("unknown", 1)
+            try_value(argument, value)
+    try_value("unknown", 1)
     assert not wrong, "\n".join(wrong)
 
 
