@@ -34,6 +34,9 @@ def use_instruction_set(name: str) -> None:
 def scratch(bytes: int) -> U8:
     """Uninitialised memory, which a later call reuses once the array is freed: the system would clear it again."""
 
+def slot_hash() -> U64:
+    """[6], the random numbers of this process that `SlotHash` of kernels/hash.h has."""
+
 def buckets(tables: U32, keys: U64) -> U8:
     """[n] -> [n], the bucket 0..63 of each row: the top 6 bits of its hash."""
 

@@ -92,6 +92,16 @@ def hash_row(table: int, key: int) -> int:
     return x ^ (x >> 31)
 
 
+def slot_hash(table: int, key: int, numbers: Sequence[int]) -> int:
+    """The hash of a row in memory, 64 bits, by the random `numbers` of the process."""
+    addend, of_table, first, second, *_ = numbers
+    x = hash_row(table, key)
+    x ^= x >> 31 ^ x >> 62  # without the last step of that hash
+    x = ((x << 8 | x >> 56) * first + table * of_table + addend) & MASK64
+    x ^= x >> 40 << 8
+    return int.from_bytes(((x * second) & MASK64).to_bytes(8, "little"), "big")
+
+
 def bucket(table: int, key: int) -> int:
     """0 .. 63, the top 6 bits of the hash."""
     return hash_row(table, key) >> 58

@@ -12,12 +12,13 @@ from tierbed.engine._core import GROUP, WAYS
 from tierbed.engine.ops import naive
 
 BUCKETS, NEVER = 64, 2**32
+NUMBERS = _core.slot_hash().tolist()
 COUNTS = ("hits", "misses", "insertions", "evictions_clean", "evictions_dirty", "overflows", "prefetch_waits")
 
 
 @cache
 def hash_of(row: Row) -> int:
-    return naive.hash_row(*row)
+    return naive.slot_hash(*row, NUMBERS)
 
 
 def bucket_of(row: Row) -> int:

@@ -158,11 +158,11 @@ extern "C" __global__ void sort_out(Admission all, const u32* count, u64 n, i32*
 
 // Identities of victims, by ranks, the running sum of their flags, to host memory for `room` of them.
 extern "C" __global__ void list_victims(Admission all, const i32* flags, const i32* ranks, u64 n, u64 room, u32* tables,
-                                        u64* keys) {
+                                        u64* keys, const __grid_constant__ SlotHash slot_hash) {
     for_each(n, [&](u64 i) {
         const u64 at = static_cast<u64>(ranks[i]) - 1;
         if (!flags[i] || at >= room) return;
         tables[at] = all.before[i].table;
-        keys[at] = key_of(all.before[i].table, all.before[i].hash);
+        keys[at] = slot_hash.key(all.before[i].table, all.before[i].hash);
     });
 }

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.cuda.batch import Batch, Faults, keys_of
+from ...ops.cuda.batch import SLOT_HASH, Batch, Faults, keys_of
 from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
@@ -158,7 +158,7 @@ class CudaCachedStore:
             room_down = np.uint64(self._write_back_staging.room)
             launch(
                 device, self._program, "list_victims", batch.size, 1, struct, victims, victim_ranks, n, room_down,
-                self._write_back_staging.tables, self._write_back_staging.keys,
+                self._write_back_staging.tables, self._write_back_staging.keys, SLOT_HASH,
             )  # fmt: skip
             self._write_back_staging.copy_lines(batch.lines, victims, victim_ranks)
             self._fetch_staging.identify(batch, absent, ranks)

@@ -43,8 +43,8 @@ extern "C" __global__ void write_back(Slot* slots, u32 mask, LineSegments memory
 // lines [n]: where each of the first `count` rows is below -> where it is used, with the row there. A row without a
 // slot is used below; one without a place there, `nowhere`, stays so. asked [tables, 2]: misses.
 extern "C" __global__ void fetch(Cache cache, Admission all, const u64* hashes, const u32* tables, const u32* count,
-                                    u64* lines, u64 nowhere, InitialRow initial, u64* counts,
-                                    Counters asked) {
+                                    u64* lines, u64 nowhere, InitialRow initial,
+                                    const __grid_constant__ SlotHash slot_hash, u64* counts, Counters asked) {
     Counts counted;
     Tally rows(asked);
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
@@ -61,7 +61,7 @@ extern "C" __global__ void fetch(Cache cache, Admission all, const u64* hashes, 
             if (all.slots[i] != NONE) cache.ways[all.slots[i]].stored = stored;
         }
         if (stored == 0)
-            initialise_line(tile, up, SHAPE, initial, tables[i], key_of(tables[i], hashes[i]));
+            initialise_line(tile, up, SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
         else if (up != below)
             copy_line(tile, up, below, SHAPE);
     });

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core import GROUP
-from ...ops.cuda.batch import NO_ROOM, Batch, Faults
+from ...ops.cuda.batch import NO_ROOM, SLOT_HASH, Batch, Faults
 from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.layout import Layout
@@ -147,7 +147,7 @@ class CachedTable:
         self._run("write_back", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)
         self._run(
             "fetch", batch.size, self._lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
-            table.nowhere, self._layout.initial, self._counts, self._hit_counters.struct,
+            table.nowhere, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
         )  # fmt: skip
         return admission
 

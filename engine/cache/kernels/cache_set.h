@@ -35,8 +35,8 @@ struct SetView {
 
 enum Replacement : u32 { LRU = 0, LFU = 1 };
 
-// Bits of the hash that choose neither bucket nor set; never 0.
-TIERBED_FN u8 tag_of(u64 hash) { return static_cast<u8>(0x80 | (hash >> 50 & 0x7F)); }
+// Bits of the hash that choose neither bucket nor, among fewer than 2^25 of a bucket, the set; never 0.
+TIERBED_FN u8 tag_of(u64 hash) { return static_cast<u8>(0x80 | (hash & 0x7F)); }
 
 // The first set of a bucket, if there are BUCKETS sets or more: a bucket owns whole sets.
 TIERBED_FN u32 first_set(u32 bucket, u32 sets) { return static_cast<u32>(static_cast<u64>(bucket) * sets / BUCKETS); }

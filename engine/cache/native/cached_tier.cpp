@@ -556,7 +556,7 @@ std::vector<CachedTier::Resident> CachedTier::residents() {
 std::optional<CachedTier::Resident> CachedTier::find(u32 table, u64 key) {
     const std::lock_guard admission(threads_->admission);
     const std::lock_guard directory(threads_->directory);
-    const Directory::Location found = directory_.find(hash_row(table, key), table);
+    const Directory::Location found = directory_.find(slot_hash(table, key), table);
     if (!found.way) return std::nullopt;
     return resident(*found.way, found.line, found.slot == NONE ? -1 : static_cast<i64>(found.slot));
 }

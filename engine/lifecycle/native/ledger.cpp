@@ -66,8 +66,9 @@ Ledger::Ledger(const Policy& policy) : policy_(policy) {
 }
 
 bool Ledger::is_admitted(u64 hash, u32 table, u32 now) const {
-    if (policy_.min_lookups > 1) return sketch_.count(hash, table) + 1 >= policy_.min_lookups;
-    const u64 draw = hash_row(table, hash ^ hash_row(now, policy_.seed));
+    const u64 fixed = slot_hash.row_hash(table, hash);
+    if (policy_.min_lookups > 1) return sketch_.count(fixed, table) + 1 >= policy_.min_lookups;
+    const u64 draw = hash_row(table, fixed ^ hash_row(now, policy_.seed));
     return static_cast<double>(draw >> 11) * 0x1p-53 < policy_.chance;
 }
 
@@ -132,7 +133,7 @@ void Ledger::commit(const Batch& batch, u32 now) {
             if (k + AHEAD < end) bucket.prefetch_slot(batch.hashes[order.row(k + AHEAD)]);
             const std::size_t i = order.row(k);
             if (batch.own_lines.size() && batch.own_lines[i]) {
-                if (policy_.min_lookups > 1) sketch_.add(batch.hashes[i], batch.tables[i]);
+                if (policy_.min_lookups > 1) sketch_.add(batch.row_hash(i), batch.tables[i]);
                 continue;
             }
             Entry& entry = bucket.find_or_insert(batch.hashes[i], batch.tables[i]);
@@ -161,7 +162,9 @@ std::vector<Ledger::Candidate> Ledger::candidates(u32 bucket, u32 now, const Can
     for (const Entry& entry : buckets_[bucket].entries) {
         if (entry.updates == 0 || entry.batch == batch_) continue;
         if (policy_.eviction == Eviction::ttl && !is_expired(entry, now)) continue;
-        const Candidate candidate{rank_of(entry, now), entry.hash, entry.table};
+        const u64 rank = rank_of(entry, now);
+        if (rank > highest.rank) continue;
+        const Candidate candidate{rank, slot_hash.row_hash(entry.table, entry.hash), entry.hash, entry.table};
         if (!(highest < candidate)) found.push_back(candidate);
     }
     return found;
@@ -171,7 +174,7 @@ RowKeys Ledger::choose_victims(std::size_t needed, u32 now) const {
     if (policy_.eviction == Eviction::none) return {};
     const std::size_t target = std::max(needed, policy_.capacity / SHARE);
     // Hashes spread rows evenly, so one bucket gives an estimate, with a margin, of the highest rank of all victims.
-    constexpr Candidate last{~u64{0}, ~u64{0}, ~u32{0}};
+    constexpr Candidate last{~u64{0}, ~u64{0}, ~u64{0}, ~u32{0}};
     Candidate highest = last;
     std::vector<Candidate> victims = candidates(0, now, last);
     if (const std::size_t share = target / BUCKETS * 5 / 4 + MARGIN; share < victims.size()) {
@@ -197,7 +200,7 @@ RowKeys Ledger::choose_victims(std::size_t needed, u32 now) const {
     RowKeys all;
     for (const Candidate& victim : victims) {
         all.tables.push_back(victim.table);
-        all.keys.push_back(key_of(victim.table, victim.hash));
+        all.keys.push_back(key_of(victim.table, victim.slot_hash));
     }
     return all;
 }
@@ -221,7 +224,7 @@ RowKeys Ledger::expired(u32 now) const {
 
 void Ledger::load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) {
-        const u64 hash = hash_row(tables[i], keys[i]);
+        const u64 hash = slot_hash(tables[i], keys[i]);
         Entry& entry = buckets_[bucket_of(hash)].find_or_insert(hash, tables[i]);
         entry.updates = updates[i];
         entry.step = steps[i];
@@ -232,10 +235,10 @@ std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
     std::size_t count = 0;
     for (std::size_t i = 0; i < n; ++i) {
         if (i + AHEAD < n) {
-            const u64 later = hash_row(tables[i + AHEAD], keys[i + AHEAD]);
+            const u64 later = slot_hash(tables[i + AHEAD], keys[i + AHEAD]);
             buckets_[bucket_of(later)].prefetch_slot(later);
         }
-        const u64 hash = hash_row(tables[i], keys[i]);
+        const u64 hash = slot_hash(tables[i], keys[i]);
         count += buckets_[bucket_of(hash)].erase(hash, tables[i]);
     }
     return count;
@@ -243,7 +246,7 @@ std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
 
 void Ledger::find(const u32* tables, const u64* keys, u32* updates, u32* steps, std::size_t n) const {
     for (std::size_t i = 0; i < n; ++i) {
-        const u64 hash = hash_row(tables[i], keys[i]);
+        const u64 hash = slot_hash(tables[i], keys[i]);
         const Bucket& bucket = buckets_[bucket_of(hash)];
         const Entry& entry = bucket.entries[bucket.find_slot(hash, tables[i])];
         updates[i] = entry.updates;

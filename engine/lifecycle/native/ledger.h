@@ -16,6 +16,7 @@ namespace tierbed {
 
 // Estimates how many training steps looked up each refused row: a count-min sketch (Cormode and Muthukrishnan, 2005)
 // per bucket, of one-byte counts, with conservative update. Counts are halved after COLUMNS / 2 lookups of the bucket.
+// Hashes are those of `hash_row`, since counts decide which rows there are.
 class FrequencySketch {
 public:
     void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
@@ -128,7 +129,8 @@ private:
     u64 rank_of(const Entry& entry, u32 now) const;
     struct Candidate {
         u64 rank;  // the lowest is evicted first; ties are broken by table and hash
-        u64 hash;
+        u64 hash;  // the same in every process
+        u64 slot_hash;
         u32 table;
         bool operator<(const Candidate& other) const;
     };

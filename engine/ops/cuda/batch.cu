@@ -48,7 +48,8 @@ struct Ids {
 // table_ids are [columns].
 extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* begins, u64 bags, u64 length,
                                     u64 n, const __grid_constant__ Ids ids, const i32* places, u64 columns, u64 batch,
-                                    u64 first, u64 first_source, u64* hashes, u32* tables, u32* sources, u32* faults) {
+                                    u64 first, u64 first_source, const __grid_constant__ SlotHash slot_hash,
+                                    u64* hashes, u32* tables, u32* sources, u32* faults) {
     for_each(n, [&](u64 i) {
         u64 bag = begins ? 0 : i / length;
         if (begins)  // the last bag that begins at i or before
@@ -66,7 +67,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
             table = ids.table(keys[i], table_ids ? static_cast<u64>(table_ids[owner]) : owner % ids.num_tables, faults);
             if (places) bag = bag % batch * columns + static_cast<u64>(column);
         }
-        hashes[first + i] = hash_row(table, keys[i]);
+        hashes[first + i] = slot_hash(table, keys[i]);
         tables[first + i] = table;
         if (sources) sources[first + i] = static_cast<u32>(first_source + bag);
     });
@@ -127,6 +128,7 @@ extern "C" __global__ void group_rows(const i32* rows, const i64* order, const u
 }
 
 // keys [count]
-extern "C" __global__ void recover_keys(const u64* hashes, const u32* tables, const u32* count, u64* keys) {
-    for_each(*count, [&](u64 row) { keys[row] = key_of(tables[row], hashes[row]); });
+extern "C" __global__ void recover_keys(const u64* hashes, const u32* tables, const u32* count, u64* keys,
+                                        const __grid_constant__ SlotHash slot_hash) {
+    for_each(*count, [&](u64 row) { keys[row] = slot_hash.key(tables[row], hashes[row]); });
 }

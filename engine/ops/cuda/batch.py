@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ... import _core
 from ...errors import CapacityError, InputError, TierbedError
 from ..batch import features_of
 from .device import Argument, Device, launch
@@ -24,6 +25,7 @@ from .program import Program
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
+SLOT_HASH = _core.slot_hash()  # kernels/hash.h's SlotHash of this process, by value
 _PROGRAM = Program("ops/cuda/batch.cu")
 _IDS = np.dtype(
     [("padding", "<u8"), ("last", "<u8"), ("drops", "<u8"), ("dropped", "<u8"), ("has_padding", "<u4"),
@@ -174,7 +176,8 @@ def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
     """The keys [n] int64 of rows, from their hashes [n] and tables [n]."""
     keys = torch.empty_like(hashes)
     count = torch.full((1,), len(hashes), dtype=torch.int32, device=hashes.device)
-    launch(device, _PROGRAM, "recover_keys", len(hashes), 1, hashes.contiguous(), tables.contiguous(), count, keys)
+    given = (hashes.contiguous(), tables.contiguous(), count)
+    launch(device, _PROGRAM, "recover_keys", len(hashes), 1, *given, keys, SLOT_HASH)
     return keys
 
 
@@ -213,8 +216,8 @@ class Batch:
             self._run(
                 "hash_ids", lookup.size, segment.keys, segment.tables, lookup.begins, np.uint64(parts),
                 np.uint64(lookup.length), np.uint64(lookup.size), legal, lookup.places, np.uint64(columns),
-                np.uint64(lookup.bags // columns), np.uint64(lookup.begin), np.uint64(lookup.source), hashes, tables,
-                self._sources, self.wrong,
+                np.uint64(lookup.bags // columns), np.uint64(lookup.begin), np.uint64(lookup.source), SLOT_HASH, hashes,
+                tables, self._sources, self.wrong,
             )  # fmt: skip
         self._find_unique(hashes, tables)
         self._groups: list[Groups] = []  # one element once a sibling has computed it
@@ -244,7 +247,7 @@ class Batch:
     def keys(self) -> Tensor:
         """[unique], int64; waits for the device."""
         keys = self.empty(torch.int64)
-        self._run("recover_keys", self.size, self.hashes, self.tables, self.count, keys)
+        self._run("recover_keys", self.size, self.hashes, self.tables, self.count, keys, SLOT_HASH)
         return keys[: self.unique]
 
     @property

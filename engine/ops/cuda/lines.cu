@@ -97,10 +97,10 @@ extern "C" __global__ void copy_lines(const u64* from, const u64* to, u64 n) {
 
 // Gives each of the first `count` lines that is not 0 its row's initial values; with `only`, those flagged there alone.
 extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables, const u32* count, const u64* lines,
-                                            const u8* only, InitialRow initial) {
+                                            const u8* only, InitialRow initial, const __grid_constant__ SlotHash slot_hash) {
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
         if (lines[i] == 0 || (only && !only[i])) return;
-        initialise_line(tile, lines[i], SHAPE, initial, tables[i], key_of(tables[i], hashes[i]));
+        initialise_line(tile, lines[i], SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
     });
 }
 

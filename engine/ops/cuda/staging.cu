@@ -8,12 +8,13 @@ using namespace tierbed;
 
 // Identities of flagged rows to host memory for `room` of them, by ranks.
 extern "C" __global__ void list_flagged(const u64* hashes, const u32* row_tables, const i32* flags, const i32* ranks,
-                                        u64 n, u64 room, u32* tables, u64* keys) {
+                                        u64 n, u64 room, u32* tables, u64* keys,
+                                        const __grid_constant__ SlotHash slot_hash) {
     for_each(n, [&](u64 i) {
         const u64 at = static_cast<u64>(ranks[i]) - 1;
         if (!flags[i] || at >= room) return;
         tables[at] = row_tables[i];
-        keys[at] = key_of(row_tables[i], hashes[i]);
+        keys[at] = slot_hash.key(row_tables[i], hashes[i]);
     });
 }
 
@@ -28,13 +29,14 @@ extern "C" __global__ void lines_to_host(const u64* lines, const i32* flags, con
 
 // Fills flagged lines from host memory where the tier below found them, with initial values where it did not.
 extern "C" __global__ void lines_from_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, const u8* found,
-                                           u64 memory, const u64* hashes, const u32* tables, InitialRow initial) {
+                                           u64 memory, const u64* hashes, const u32* tables, InitialRow initial,
+                                           const __grid_constant__ SlotHash slot_hash) {
     for_each_item<WARP>(n, [&](Tile tile, u64 i) {
         if (!flags[i]) return;
         const u64 at = static_cast<u64>(ranks[i]) - 1;
         if (found[at])
             copy_line(tile, lines[i], memory + at * SHAPE.line_bytes, SHAPE);
         else
-            initialise_line(tile, lines[i], SHAPE, initial, tables[i], key_of(tables[i], hashes[i]));
+            initialise_line(tile, lines[i], SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
     });
 }

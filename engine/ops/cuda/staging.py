@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .batch import Batch
+from .batch import SLOT_HASH, Batch
 from .device import Argument, launch
 from .layout import Layout
 
@@ -47,7 +47,7 @@ class Staging:
         n = np.uint64(batch.size)
         self._run(
             "list_flagged", batch.size, 1, batch.hashes, batch.tables, flags, ranks, n, np.uint64(self.room),
-            self.tables, self.keys,
+            self.tables, self.keys, SLOT_HASH,
         )  # fmt: skip
 
     def copy_lines(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
@@ -89,7 +89,7 @@ class Staging:
         self.was_found[: len(found)].numpy()[:] = found
         self._run(
             "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.was_found,
-            self.lines, batch.hashes, batch.tables, self._layout.initial,
+            self.lines, batch.hashes, batch.tables, self._layout.initial, SLOT_HASH,
         )  # fmt: skip
 
     def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:

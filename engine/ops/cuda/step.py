@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import Batch, LookupSpan
+from .batch import SLOT_HASH, Batch, LookupSpan
 from .device import THREADS, Argument, launch
 from .layout import Layout
 from .program import Program
@@ -104,6 +104,7 @@ class RuleKernels:
         launch(
             layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.tables, batch.count,
             numbers, sums, _whole(layout, batch), written, faults, _wide(layout, batch), batch.hashes, layout.seed,
+            SLOT_HASH,
         )  # fmt: skip
 
     def preview_catch_up(self, batch: Batch, numbers: Tensor) -> None:
@@ -188,7 +189,7 @@ def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
     """Give initial values to each row that is flagged in `only` [size] bool and has a line."""
     launch(
         layout.device, layout.program(LINES), "initialise_lines", batch.size, WARP, batch.hashes, batch.tables,
-        batch.count, batch.lines, only, layout.initial,
+        batch.count, batch.lines, only, layout.initial, SLOT_HASH,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 // (TIERBED_GRADIENTS). One warp works on one row.
 #include "sources.h"
 #include "items.h"
+#include "ops/kernels/hash.h"
 #include "ops/kernels/update.h"
 #include "rules.h"
 
@@ -53,7 +54,8 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, con
 // `whole`: [warps of the grid, dim]. written [tables] counts first writes. hashes, seed: of the rows, for the noise.
 extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* tables,
                                        const u32* count, const Numbers* numbers, const float* sums, float* whole,
-                                       u64* written, const u32* faults, u64 wide, const u64* hashes, u64 seed) {
+                                       u64* written, const u32* faults, u64 wide, const u64* hashes, u64 seed,
+                                       const __grid_constant__ SlotHash slot_hash) {
     if (*faults) return;
     const Rule rule(numbers->hyper);
     const float scale = numbers->scale;
@@ -69,7 +71,7 @@ extern "C" __global__ void update_rows(const __grid_constant__ Sources from, con
             if (first && tile.lane == 0) counted.add(tables[row]);
         };
         change_line(tile, start.line, wide, update, [&](u64 line, u64 decoded) {
-            encode_line(tile, line, decoded, SHAPE, Noise(seed, hashes[row], step));
+            encode_line(tile, line, decoded, SHAPE, Noise(seed, slot_hash.row_hash(tables[row], hashes[row]), step));
         });
     });
     counted.end();

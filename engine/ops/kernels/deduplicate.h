@@ -30,7 +30,7 @@ struct Mark {
 
 // local [n]: the unique row of each entry; rows [unique]. Returns unique.
 TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, Mark* marks, u32 size, u32* local, UniqueRow* rows) {
-    for (u32 i = 0; i < size; ++i) marks[i].row = NONE;
+    for (u32 i = 0; i < size; ++i) marks[i] = Mark{NONE, NONE};
     u32 unique = 0;
     for (u32 i = 0; i < n; ++i) {
         const Entry entry = entries[i];

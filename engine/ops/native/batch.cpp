@@ -89,13 +89,15 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
     Buffer<u32> source_of(pooled ? n : 0);
     const u64* const last = legal.last.empty() ? nullptr : legal.last.data();
     parallel_for(chunks.size(), [&](std::size_t c) {
-        const Chunk& chunk = chunks[c];
+        const Chunk chunk = chunks[c];
         std::size_t* const counts = &ends_[c * BUCKETS];
         std::fill_n(counts, BUCKETS, std::size_t{0});
         const std::size_t start = chunk.first + chunk.begin;
-        std::size_t entry_counts = start;
+        Entry* const first_entry = hashed_.data() + start;
+        Entry* entry = first_entry;
+        u32* const own_sources = source_of.data() + (pooled ? start : 0);
         const u64* keys = chunk.segment->keys;
-        const auto hash_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) {
+        const auto hash_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) TIERBED_INLINE {
             const u32 position = static_cast<u32>(chunk.first + i);
             if (padding && keys[i] == *padding) {
                 inverse[position] = -1;
@@ -110,9 +112,9 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
                     beyond(table, keys[i], position);
                     return;
                 }
-            const u64 hash = hash_row(table, keys[i]);
-            if (pooled) source_of[entry_counts] = static_cast<u32>(chunk.source + row);
-            hashed_[entry_counts++] = Entry{hash, table, position};
+            const u64 hash = slot_hash(table, keys[i]);
+            if (pooled) own_sources[entry - first_entry] = static_cast<u32>(chunk.source + row);
+            *entry++ = Entry{hash, table, position};
             ++counts[bucket_of(hash)];
         };
         const auto with = [&](auto limited) {
@@ -121,7 +123,7 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
             });
         };
         last ? with(std::true_type{}) : with(std::false_type{});
-        entry_counts_[c] = entry_counts - start;
+        entry_counts_[c] = static_cast<std::size_t>(entry - first_entry);
     });
     std::size_t total = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
@@ -393,7 +395,7 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks,
         }
         for (u32 i = part.first_row; i < part.first_row + part.rows; ++i) {
             out.tables[i] = part.table;
-            out.hashes[i] = hash_row(part.table, out.numbering.key_of(out.numbers[i], part.table));
+            out.hashes[i] = slot_hash(part.table, out.numbering.key_of(out.numbers[i], part.table));
         }
     });
 }
@@ -505,7 +507,7 @@ void by_owner(const Batch& batch, const OwnerOrder& order) {
         i64* const of_turn = &ends[chunk * ranks];
         const std::size_t end = std::min(batch.unique, (chunk + 1) * CHUNK);
         for (std::size_t row = chunk * CHUNK; row < end; ++row) {
-            const u32 turn = turn_of(owner_of(batch.hashes[row], order.ranks), order);
+            const u32 turn = turn_of(owner_of(batch.row_hash(row), order.ranks), order);
             body(row, turn, of_turn[turn]++);
         }
     };

@@ -100,6 +100,7 @@ public:
     const std::shared_ptr<const Deduplicated>& shared() const { return shared_; }
     const BucketOrder& buckets() const { return shared_->buckets(); }
     u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
+    u64 row_hash(std::size_t row) const { return slot_hash.row_hash(tables[row], hashes[row]); }
     // [unique], computed by the first call.
     Buffer<u64>& keys();
     // Memory for `n` lines that lives as long as the batch.

@@ -339,6 +339,10 @@ void bind_ops(nb::module_& m) {
         require(p > 0.0 && p < 1.0, "p must lie between 0 and 1");
         return normal_quantile(p);
     });
+    m.def("slot_hash", [] {
+        const SlotHash& h = slot_hash;
+        return own(std::vector<u64>{h.addend, h.of_table, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
+    });
     m.def("buckets", [](InVector<u32> tables, InVector<u64> keys) {
         require(tables.size() == keys.size(), "tables and keys differ in length");
         std::vector<u8> buckets(keys.size());

@@ -3,6 +3,7 @@
 #include "loops.h"
 
 #include "ops/kernels/codec.h"
+#include "ops/kernels/hash.h"
 #include "ops/kernels/pool.h"
 #include "ops/kernels/update.h"
 #include "rules.h"  // made of engine/optim
@@ -71,12 +72,16 @@ void decode(const CodecJob& job, std::size_t begin, std::size_t end) {
         decode_line(ONE_THREAD, job.wide + (i - begin) * bytes, job.lines[i], job.shape);
 }
 
+Noise noise_of(const CodecJob& job, std::size_t row) {
+    return Noise(job.seed, slot_hash.row_hash(job.tables[row], job.hashes[row]), job.step);
+}
+
 void encode(const CodecJob& job, std::size_t begin, std::size_t end) {
     const u32 bytes = widened(job.shape).line_bytes;
     for (std::size_t i = begin; i < end; ++i) {
         const u64 wide = job.wide + (i - begin) * bytes;
         if (job.hashes)
-            encode_line(ONE_THREAD, job.lines[i], wide, job.shape, Noise(job.seed, job.hashes[i], job.step));
+            encode_line(ONE_THREAD, job.lines[i], wide, job.shape, noise_of(job, i));
         else
             encode_line(ONE_THREAD, job.lines[i], wide, job.shape, NoNoise{});
     }

@@ -58,7 +58,8 @@ struct CodecJob {
     const u64* lines;
     LineShape shape;
     u64 wide;
-    const u64* hashes;  // [rows] of `lines`, for the noise with seed and step; null to round to nearest
+    const u32* tables;  // [rows] of `lines`, and
+    const u64* hashes;  // for the noise with seed and step; null to round to nearest
     u64 seed;
     u32 step;
 };

@@ -202,7 +202,7 @@ struct Given {
 class WideLines {
 public:
     WideLines(const Layout& layout, const u64* lines)
-        : job_{lines, layout.shape, 0, nullptr, layout.seed, 0},
+        : job_{lines, layout.shape, 0, nullptr, nullptr, layout.seed, 0},
           most_(std::clamp<std::size_t>(MEMORY / shape().line_bytes, 4, MAX_LINES)),
           memory_(most_ * shape().line_bytes) {
         job_.wide = reinterpret_cast<u64>(memory_.data());
@@ -212,10 +212,11 @@ public:
     LineShape shape() const { return widened(job_.shape); }
 
     // Calls body(first, n) with the lines [first, first + n) in `wide`, for all of [begin, end), and writes them back:
-    // rounded to nearest or, with hashes [rows], by chance with the noise of `step`.
+    // rounded to nearest or, with a batch, by chance with its rows' noise of `step`.
     template <class Body>
-    void change(std::size_t begin, std::size_t end, const u64* hashes, u32 step, const Body& body) {
-        job_.hashes = hashes;
+    void change(std::size_t begin, std::size_t end, const Batch* batch, u32 step, const Body& body) {
+        job_.tables = batch ? batch->tables.data() : nullptr;
+        job_.hashes = batch ? batch->hashes.data() : nullptr;
         job_.step = step;
         for (std::size_t first = begin; first < end; first += most_) {
             const std::size_t last = std::min(first + most_, end);
@@ -245,7 +246,7 @@ std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundR
     job.lines = lines.wide;
     job.shape = lines.shape();
     std::size_t written = 0;
-    lines.change(begin, end, batch.hashes.data(), given.step, [&](std::size_t first, std::size_t n) {
+    lines.change(begin, end, &batch, given.step, [&](std::size_t first, std::size_t n) {
         job.offsets = given.offsets + first;
         written += rule.loops.update(job, 0, n, memory);
     });

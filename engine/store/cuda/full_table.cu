@@ -40,7 +40,8 @@ extern "C" __global__ void find_rows(Slot* slots, u32 mask, LineSegments memory,
 // of each is.
 extern "C" __global__ void insert_rows(Slot* slots, u32 mask, LineSegments memory, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
-                                       u64* lines, InitialRow initial, u32 record_only, u64 nowhere, u32* faults) {
+                                       u64* lines, InitialRow initial, const __grid_constant__ SlotHash slot_hash,
+                                       u32 record_only, u64 nowhere, u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
     const bool fits = used + static_cast<u32>(ranks[n - 1]) <= memory.room + free;
     if (*faults || !fits) {
@@ -61,7 +62,7 @@ extern "C" __global__ void insert_rows(Slot* slots, u32 mask, LineSegments memor
             lines[i] = line;
         }
         if (!record_only)
-            initialise_line(tile, line, SHAPE, initial, tables[i], key_of(tables[i], hashes[i]));
+            initialise_line(tile, line, SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
         else if (tile.lane == 0)
             *record(line, SHAPE) = Record{0, 0};
     });

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.cuda.batch import Batch
+from ...ops.cuda.batch import SLOT_HASH, Batch
 from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.layout import Layout
@@ -80,8 +80,8 @@ class CudaFullTable:
         n = np.uint64(batch.size)
         self._run(
             "insert_rows", batch.size, WARP, *self.index(), self._counts, self._erased_at, batch.hashes, batch.tables,
-            batch.count, ranks, n, batch.lines, self._layout.initial, np.uint32(record_only), self.nowhere,
-            batch.faults,
+            batch.count, ranks, n, batch.lines, self._layout.initial, SLOT_HASH, np.uint32(record_only),
+            self.nowhere, batch.faults,
         )  # fmt: skip
         self._run("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, batch.faults)
 

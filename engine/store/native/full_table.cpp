@@ -304,7 +304,7 @@ void FullTable::erase(const RowSpan& rows) {
 
 std::optional<FullTable::Location> FullTable::locate(u32 table, u64 key) const {
     const std::lock_guard lock(mutex_);
-    const u64 hash = hash_row(table, key);
+    const u64 hash = slot_hash(table, key);
     const u32 row = index_.reader(bucket_of(hash)).find(hash, table);
     if (!row) return std::nullopt;
     return Location{row - 1, *record(line_of(bucket_of(hash), row), shape_)};

@@ -101,12 +101,12 @@ std::size_t TableImage::next(u8* out, std::size_t max_rows) {
     for (; at_ < rows_.size() && n < max_rows; ++at_) {
         if (at_ + AHEAD < rows_.size()) {
             const TableRow& ahead = rows_[at_ + AHEAD];
-            saved.index.prefetch_slot(hash_row(ahead.table, ahead.key));
+            saved.index.prefetch_slot(slot_hash(ahead.table, ahead.key));
             prefetch_bytes(ahead.line, shape_.line_bytes);
         }
         const TableRow& row = rows_[at_];
         if (at_ > 0 && rows_[at_ - 1].table == row.table && rows_[at_ - 1].key == row.key) continue;  // listed twice
-        if (const u32 number = saved.index.find(hash_row(row.table, row.key), row.table)) {
+        if (const u32 number = saved.index.find(slot_hash(row.table, row.key), row.table)) {
             if (number == ABSENT) continue;
             std::memcpy(out, &saved.rows[(number - 1) * bytes], bytes);
             out += bytes;
