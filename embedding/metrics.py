@@ -42,6 +42,15 @@ METRICS: dict[str, Metric] = {
     "expired": Metric("counter", "rows deleted because of `ttl_steps`"),
     "deleted": Metric("counter", "rows deleted by `delete`"),
     "ledger_bytes": Metric("gauge", "host memory of the ledger of `eviction`, `admission` and `ttl_steps`"),
+    **{
+        f"{purpose}_{name}": Metric("counter", f"rows of {calls} {meaning}")
+        for purpose, calls in (("train", "training steps and `put`"), ("evaluate", "lookups that only read"))
+        for name, meaning in (
+            ("hits", "that the top tier had"),
+            ("misses", "that a tier below it had"),
+            ("unknown", "that were never written, so no tier had them"),
+        )
+    },
     "prefetch_hits": Metric("counter", "steps whose batch was announced by `prefetch`"),
     "prefetch_misses": Metric("counter", "steps with another batch than the next announced one"),
     "prefetch_dropped": Metric("counter", "announced batches that were dropped, since too many waited"),

@@ -13,12 +13,19 @@ from torch import Tensor
 
 from ..engine import _core
 from ..engine._core import WAYS
-from ..engine.cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySplit, split_memory
+from ..engine.cache.memory_split import (
+    LINE_OVERHEAD_BYTES,
+    MB,
+    MIN_CACHE_ROWS,
+    OVERFLOW_OVERHEAD_BYTES,
+    MemorySplit,
+    split_memory,
+)
 from ..engine.checks import as_int, as_number, budget_option, checked_arguments, int_option
 from ..engine.errors import InputError, OptionError
 from ..engine.host_memory import free_host_memory
 from ..engine.options.initializers import MASK64
-from ..engine.options.store_options import CachedSsdOptions
+from ..engine.options.store_options import default_overflow_mb
 from ..engine.options.table_spec import check_dtype, check_state_dtype
 from ..engine.row_format import line_bytes_of, words_of
 from .stack_distance import Model, Sample
@@ -69,6 +76,8 @@ class Plan:
         if not counted.any():
             raise InputError(f"trace: no rows in {self.batches} batches after warmup={warmup}; give more batches")
         self._tables = uses.table
+        self._overflow_row_bytes = self.line_bytes + OVERFLOW_OVERHEAD_BYTES
+        self._most_rows = max(sample.batch_rows)
         self._model = Model(uses, sample)
         self._counted = counted
         _, first = np.unique(uses.row, return_index=True)
@@ -88,11 +97,26 @@ class Plan:
         """The bytes of a cache with lines for `rows` rows, its metadata included."""
         return rows * (self.line_bytes + LINE_OVERHEAD_BYTES)
 
-    def hit_rate(self, *, budget_mb: float | None = None, rows: int | None = None, table: int | None = None) -> float:
+    def overflow_mb(self, budget_mb: float) -> float:
+        """The default `overflow_mb` of a `cached_ssd` with this cache: as much, up to 192, and at least two batches."""
+        return max(default_overflow_mb("cached_ssd", budget_mb), 2 * self._most_rows * self._overflow_row_bytes / MB)
+
+    def hit_rate(
+        self,
+        *,
+        budget_mb: float | None = None,
+        rows: int | None = None,
+        table: int | None = None,
+        overflow_mb: float = 0,
+    ) -> float:
         """The predicted hit rate of a cache of the size `budget_mb` or `rows`.
 
-        table: counts only this table's rows, in the cache that all tables share. Raises OptionError.
+        table: counts only this table's rows, in the cache that all tables share. overflow_mb: of a cache above RocksDB
+        on the CPU, half of which holds rows that wait for write-back, and are hits. Raises OptionError.
         """
+        spare = as_number(overflow_mb)
+        if spare is None or not 0 <= spare < 1 << 40:
+            raise OptionError(f"overflow_mb={overflow_mb!r}: give a number of MiB, or 0")
         if (budget_mb is None) == (rows is None):
             raise OptionError(f"budget_mb={budget_mb!r}, rows={rows!r}: give one of them")
         if budget_mb is not None:
@@ -100,7 +124,7 @@ class Plan:
         lines = as_int(rows, minimum=MIN_CACHE_ROWS)
         if lines is None:
             raise OptionError(f"rows={rows!r}: give a whole number of lines, {MIN_CACHE_ROWS} or more")
-        return self._mean(lines, self._of_table(table))
+        return self._mean(lines + int(spare * MB) // self._overflow_row_bytes // 2, self._of_table(table))
 
     def division(self, capacity: int | None = None) -> MemorySplit:
         """How `memory_mb` is divided by `cache_budget_mb="auto"` of a `cached_ssd` on the CPU, other options default.
@@ -113,8 +137,7 @@ class Plan:
             )
         if capacity is not None:
             capacity = _count("capacity", capacity, 1)
-        overflow_mb = CachedSsdOptions.overflow_mb
-        return split_memory(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=overflow_mb)
+        return split_memory(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=None)
 
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
         """The miss ratio from small caches to one for every row that was seen, sizes in equal ratios.
@@ -163,12 +186,14 @@ class Plan:
         if seen < MIN_CACHE_ROWS:
             known = f"caches of fewer than {MIN_CACHE_ROWS} rows are not predicted: one of {MIN_CACHE_ROWS} holds all"
             return "\n".join([*lines, known])
-        lines.append(f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}")
+        lines.append(f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}{'+ overflow_mb':>15}{'on RocksDB':>12}")
         for share in SHARES:
             rows = round(share * seen)
             if rows < MIN_CACHE_ROWS:
                 continue
-            lines.append(f"{self.bytes(rows) / MB:16.2f}{rows:12d}{share:8.0%}{self.hit_rate(rows=rows):10.1%}")
+            budget, overflow = self.bytes(rows) / MB, self.overflow_mb(self.bytes(rows) / MB)
+            rates = f"{self.hit_rate(rows=rows):10.1%}{overflow:15.2f}{self.hit_rate(rows=rows, overflow_mb=overflow):12.1%}"
+            lines.append(f"{budget:16.2f}{rows:12d}{share:8.0%}{rates}")
         if self.memory_mb is not None:
             lines.append(f"'auto' divides {self.memory_mb:.1f} MiB: {self.division()}")
         return "\n".join(lines)

@@ -139,7 +139,10 @@ class Model:
         self._uses = len(uses.batch)
 
     def chances(self, lines: float) -> F64:
-        """[n], for each use the chance that a cache of `lines` lines has the row."""
+        """[n], for each use the chance that a cache of `lines` lines has the row.
+
+        It has every row of the last batch: those that did not fit their group are in the overflow area.
+        """
         groups = lines / GROUP
         load = self._rows / groups
         stays = _fits(self._newer / groups + self._ties * _at_most(load))
@@ -152,6 +155,7 @@ class Model:
             hit, rate = chances[self._before], float(chances.mean())
             kept = _fits(load * (rate + (1 - rate) * self._arrival))
             chances[self._again] = stays * (hit + (1 - hit) * kept)
+            chances[self._again[self._newer == 0]] = 1.0
         return chances
 
 

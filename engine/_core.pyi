@@ -208,6 +208,7 @@ class CachedTier(Tier):
         *,
         budget_bytes: int,
         overflow_bytes: int,
+        follows_batch: bool = False,
         policy: str,
         io_threads: int,
     ) -> None:
@@ -218,7 +219,8 @@ class CachedTier(Tier):
     def pin(self, batch: Batch) -> None:
         """Fetch and pin the rows of the first announced batch, or of any batch if none is announced; set its lines."""
     def unpin(self, batch: Batch) -> None: ...
-    def peek(self, batch: Batch) -> None: ...
+    def peek(self, batch: Batch) -> tuple[int, int]:
+        """As in the contract. Returns how many rows it did not have, and how many of these no tier has."""
     def flush(self) -> None:
         """Write every dirty line to the tier below."""
     def flush_some(self, begin: int, rows: int) -> int:

@@ -46,7 +46,8 @@ class CpuCachedStore:
                 layout,
                 below.native,
                 budget_bytes=int(budget_mb * MB),
-                overflow_bytes=int(options.overflow_mb * MB),
+                overflow_bytes=int(options.overflow_for(budget_mb) * MB),
+                follows_batch=options.overflow_mb is None,
                 policy=options.cache_policy,
                 io_threads=options.background_threads,
             )
@@ -57,6 +58,7 @@ class CpuCachedStore:
             self.native.metrics()["capacity"]
         )  # of the sets; a batch with more rows causes a warning, once
         self._pinned: _core.Batch | None = None
+        self._peeked = (0, 0, 0)
 
     def announce(self, batch: _core.Batch) -> None:
         with self._errors():
@@ -93,7 +95,12 @@ class CpuCachedStore:
 
     def peek(self, batch: _core.Batch) -> None:
         with self._errors():
-            self.native.peek(batch)
+            missing, unknown = self.native.peek(batch)
+        hits, misses, unknowns = self._peeked
+        self._peeked = (hits + batch.unique - missing, misses + missing - unknown, unknowns + unknown)
+
+    def peeked(self) -> tuple[int, int, int]:
+        return self._peeked
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         with self._errors():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from .._core import WAY_BYTES, WAYS
+from ..options.store_options import default_overflow_mb
 from ..row_format import BUCKETS
 from ..store.rocksdb import WRITE_BUFFER_BYTES
 
 MB = 1 << 20
 LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # of a cache's metadata for each line: a way and a tag
+OVERFLOW_OVERHEAD_BYTES = 91  # of the overflow area's metadata for each line
 MIN_CACHE_ROWS = WAYS * BUCKETS  # a smaller cache inserts the rows of a batch in another order
 
 SharedWith = Literal["rocksdb", "table", "device"]
@@ -49,7 +51,7 @@ def split_memory(
     shared_with: SharedWith,
     *,
     capacity: int | None = None,
-    overflow_mb: float = 0,
+    overflow_mb: float | None = 0,
     given_mb: float = 0,
 ) -> MemorySplit:
     """Divide `free_mb` MiB, less the `given_mb` of other options, between a cache and what shares the memory with it.
@@ -58,7 +60,8 @@ def split_memory(
     eighth for the overflow area, and the rest for the page cache and steps. "table", a full table of the same rows: an
     eighth is for the cache, at most an eighth for the overflow area. "device", the memory of a GPU: half is for the
     cache. row_bytes: of a row in the cache, metadata included. capacity: the maximum of rows; the cache and RocksDB get
-    no more than these need. overflow_mb: the maximum for the overflow area.
+    no more than these need. overflow_mb: the maximum for the overflow area; None: as of the
+    option.
     """
     shared = max(free_mb - given_mb, 0)
     cache = shared * CACHE[shared_with]
@@ -66,5 +69,7 @@ def split_memory(
     if capacity is not None:
         cache = min(cache, max(LINES_PER_ROW * capacity, MIN_CACHE_ROWS) * row_bytes / MB)
         rocksdb = min(rocksdb, (WRITE_BUFFER_BYTES + INDEX_BYTES * capacity) / MB)
+    if overflow_mb is None:
+        overflow_mb = default_overflow_mb("cached_ssd" if shared_with == "rocksdb" else "cached_host_mem", cache)
     overflow = min(overflow_mb, shared * OVERFLOW[shared_with])
     return MemorySplit(free_mb, cache, overflow, rocksdb, given_mb, shared - cache - overflow - rocksdb, shared_with)

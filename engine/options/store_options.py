@@ -29,6 +29,7 @@ from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
 
 CACHE_POLICIES = ("lru", "lfu")
+MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # of the default
 BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step
 OPEN_MODES = ("resume", "fresh", "error", "mixed")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
@@ -259,19 +260,25 @@ class CachedHostMemOptions(StoreOptions, _Cached):
     "lfu", the row that fewest steps used.
     overflow_mb: MiB of the overflow area, in addition to the cache: for rows that do not fit their set and, above
     RocksDB, for rows waiting for write-back, which keep half of it while nothing else needs it. Prefetch and evictions
-    wait at this bound; a step takes what its own batch needs.
+    wait at this bound; a step takes what its own batch needs. None: as much as the cache, up to 64 MiB or above RocksDB
+    192, and at least two batches.
     """
 
     maker = "make_cached_host_mem_store_options"
     store: str = field(default="cached_host_mem", init=False)
     cache_policy: str = field(default="lru", kw_only=True)
-    overflow_mb: float = field(default=64, kw_only=True)
+    overflow_mb: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set("cache_budget_mb", auto_budget_option("cache_budget_mb", self.cache_budget_mb, zero=False))
-        self._set("overflow_mb", budget_option("overflow_mb", self.overflow_mb, zero=False))
+        if self.overflow_mb is not None:
+            self._set("overflow_mb", budget_option("overflow_mb", self.overflow_mb, zero=False))
         choice_option("cache_policy", self.cache_policy, CACHE_POLICIES)
+
+    def overflow_for(self, cache_mb: float) -> float:
+        """MiB of the overflow area of a cache of `cache_mb`, before it follows the batches."""
+        return default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
 
 
 @options_class
@@ -299,7 +306,6 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
     maker = "make_cached_ssd_store_options"
     store: str = field(default="cached_ssd", init=False)
     persistent_path: Path_ = field()
-    overflow_mb: float = field(default=192, kw_only=True)
     shards: int | None = field(default=None, kw_only=True)
     read_mode: str = field(default="buffered", kw_only=True)
     io_threads: int | None = field(default=None, kw_only=True)
@@ -336,6 +342,10 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
     @property
     def background_threads(self) -> int:
         return self.io_threads or BACKGROUND_THREADS
+
+
+def default_overflow_mb(store: str, cache_mb: float) -> float:
+    return min(cache_mb, MAX_OVERFLOW_MB[store])
 
 
 def mib(budget: Budget) -> float:

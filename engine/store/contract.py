@@ -159,6 +159,9 @@ class TopTier(TierBase, Protocol[B]):
     def hit_counts(self) -> HitCounts:
         """The hits and misses of each table, as in `metrics`; may wait for the device."""
 
+    def peeked(self) -> tuple[int, int, int]:
+        """Rows of `peek` that this tier had, that one below had, and that none had; may wait for the device."""
+
     def peek(self, batch: B) -> None:
         """Write the address of each unique row to the batch, for reading only.
 

@@ -49,6 +49,7 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
         self._layout = layout
         self._tier = tier
         self.native = _core.FullTable(layout)
+        self._peeked = self._unknown = 0  # rows of `peek`
 
     def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
         missing = self.native.find(batch)
@@ -62,8 +63,14 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
         """Does nothing: lines of a full table never move."""
 
     def peek(self, batch: _core.Batch) -> None:
-        if self.native.find(batch):
+        missing = self.native.find(batch)
+        self._peeked += batch.unique
+        self._unknown += missing
+        if missing:
             _core.initialise_missing(batch, self._layout)
+
+    def peeked(self) -> tuple[int, int, int]:
+        return self._peeked - self._unknown, 0, self._unknown
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         return self.native.read(tables, keys, lines, touch)

@@ -63,7 +63,7 @@ class AutoBudgets:
         """The options with numbers for the caches in host memory. top_is_here: whether the top one is."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
         others = [options.get(BELOW, 0), options.cache_budget_mb if top_is_here else 0]
-        given = sum(mib(other) + options.overflow_mb for other in others if other and other != "auto")
+        given = sum(mib(other) + options.overflow_for(mib(other)) for other in others if other and other != "auto")
         given += options.get("rocksdb_cache_mb") or 0
         shared_with: SharedWith = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = free_host_memory(self._root)
@@ -82,7 +82,7 @@ class AutoBudgets:
         free: FreeMemory | None,
         row_bytes: int,
         shared_with: SharedWith,
-        overflow_mb: float = 0,
+        overflow_mb: float | None = 0,
         given_mb: float = 0,
     ) -> MemorySplit:
         option = f"embedding {self._name!r}: {name}='auto'"

@@ -62,13 +62,23 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         counts = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.hit_counts().T
         next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
+        lookups = _by_purpose(tiers, store.peeked())
         table.small_caches.judge(tiers)
         by_table, dropped = table.counts.by_table(table.scan), table.processor.dropped
         return {
-            "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
+            "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **lookups, **counts},
             **tiers,
             "tables": by_label(table.spec.labels, rows=by_table, hits=hits, misses=misses, dropped=dropped),
         }
+
+
+def _by_purpose(tiers: dict[str, dict[str, Any]], peeked: tuple[int, int, int]) -> dict[str, int]:
+    """Rows that steps and evaluation requested: those that the top tier had, a tier below had, and none had."""
+    top, last = next(iter(tiers.values())), next(reversed(tiers.values()))
+    everything = (top["hits"], top["misses"] - last["misses"], last["misses"])
+    names = ("hits", "misses", "unknown")
+    train = {f"train_{name}": all_of - part for name, all_of, part in zip(names, everything, peeked, strict=True)}
+    return train | {f"evaluate_{name}": part for name, part in zip(names, peeked, strict=True)}
 
 
 def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:

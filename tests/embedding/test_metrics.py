@@ -236,3 +236,29 @@ def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: p
         prometheus_text()
     with pytest.raises(OptionError, match=r"tierbed\[metrics\]"):
         MetricsCollector()
+
+
+@every_store
+def test_training_evaluation_and_unknown_rows_are_counted_apart(store: str, tmp_path: Path) -> None:
+    with make(options(store, tmp_path / "rows", budget_mb=0.01), name="rows", tables=1) as embedding:
+        attach(embedding, "adagrad")
+        for _ in range(2):
+            train(embedding, range(400), 0)
+        train(embedding, range(400, 450), 0)
+        before = embedding.metrics()["table"]
+        embedding.get(torch.arange(420), 0)
+        embedding.get(torch.arange(1000, 1100), 0)
+        metrics = embedding.metrics()
+    tiers = [counts for name, counts in metrics.items() if name not in ("table", "tables")]
+    table, top, last = metrics["table"], tiers[0], tiers[-1]
+    train_ = {name: count for name, count in table.items() if name.startswith("train_")}
+    assert train_ == {name: count for name, count in before.items() if name.startswith("train_")}
+    assert train_["train_unknown"] == 450 and train_["train_hits"] + train_["train_misses"] == 400
+    assert not any(count for name, count in before.items() if name.startswith("evaluate_"))
+    assert table["evaluate_unknown"] == 100 and table["evaluate_hits"] + table["evaluate_misses"] == 420
+    assert top["hits"] == table["train_hits"] + table["evaluate_hits"]
+    assert last["misses"] == table["train_unknown"] + table["evaluate_unknown"]
+    if store in ("device", "host"):
+        assert table["train_misses"] == table["evaluate_misses"] == 0
+    else:
+        assert table["evaluate_misses"] > 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from support.caches import PLACE_BYTES
 from support.embeddings import DIM, attach, make, train
 from support.stores import options
 from tierbed import MultiTableEmbedding, plan
@@ -65,3 +67,20 @@ def test_the_predicted_hit_rate_is_within_two_points_of_the_measured(name: str, 
         hit_rate = measured(embedding, trace)
         assert embedding.metrics()["device"]["capacity"] == made.rows(budget)
     assert abs(made.hit_rate(budget_mb=budget) - hit_rate) < 0.02
+
+
+# sizes in rows: of the smallest cache that is predicted, with batches of about as many rows, and larger ones
+@pytest.mark.parametrize("rows", [4096, 10_000, 20_000])
+@pytest.mark.parametrize("name", TRACES)
+def test_the_overflow_area_is_part_of_the_prediction_above_rocksdb(name: str, rows: int, tmp_path: Path) -> None:
+    trace = TRACES[name]()
+    made = planned(trace)
+    budget = made.bytes(rows) / 2**20
+    with make(options("ssd", tmp_path, budget_mb=budget, overflow_mb=None)) as embedding:
+        attach(embedding, "adagrad")
+        hit_rate = measured(embedding, trace)
+        device = embedding.metrics()["device"]
+    overflow = made.overflow_mb(budget)
+    assert abs(made.hit_rate(budget_mb=budget, overflow_mb=overflow) - hit_rate) < 0.1
+    assert 0 <= device["overflow_capacity"] - overflow * 2**20 // (made.line_bytes + PLACE_BYTES) < 1024
+    assert device["overflow_bytes"] < 1.1 * max(overflow, 1024 * made.line_bytes / 2**20) * 2**20

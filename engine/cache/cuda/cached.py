@@ -33,6 +33,7 @@ class CudaCachedStore:
         self._write_back_staging, self._fetch_staging = Staging(layout), Staging(layout)
         self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
         self._reads = HitCounters(layout)  # of `peek`
+        self._peeked = (0, 0, 0)
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._write_back_log: WriteBackLog | None = None
 
@@ -90,7 +91,14 @@ class CudaCachedStore:
             self._reads.add(torch.bincount(places, minlength=2 * self._layout.tables).view(-1, 2))
             copy_present(batch, self._layout)
             self._place(batch, ranks, missing)
-            self._fetch_staging.fill(batch, absent, ranks, self._read_below(missing, touch=False))
+            found = self._read_below(missing, touch=False)
+            hits, misses, unknown = self._peeked
+            below = int(found.sum())
+            self._peeked = (hits + unique - missing, misses + below, unknown + missing - below)
+            self._fetch_staging.fill(batch, absent, ranks, found)
+
+    def peeked(self) -> tuple[int, int, int]:
+        return self._peeked
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():

@@ -37,6 +37,7 @@ class CachedTable:
         self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
         # hits and misses in the table below, rows written back, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
+        self._peeked = torch.zeros_like(self._counts)  # of `peek`
         self._hit_counters = HitCounters(layout)  # hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that prefetch inserted below
 
@@ -67,12 +68,17 @@ class CachedTable:
             absent = batch.empty(torch.int32)
             self._run(
                 "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
-                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts,
+                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._peeked,
                 self._hit_counters.struct,
             )  # fmt: skip
             copy_present(batch, self._layout)
             initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))
             self._faults.post(batch)
+
+    def peeked(self) -> tuple[int, int, int]:
+        with self._window.exclusive():
+            found, new, _, served = self._peeked.tolist()
+            return served, found, new
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
@@ -113,7 +119,7 @@ class CachedTable:
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
-            found, new, written, _ = self._counts.tolist()
+            found, new, written, _ = (self._counts + self._peeked).tolist()
             line = self._layout.stored_bytes
             device = {**self._top.metrics(self.hit_counts()), "bytes_in": found * line, "bytes_out": written * line}
             moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}

@@ -1,4 +1,5 @@
 // Python binding of the cache.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 
 #include "ops/native/bind.h"
@@ -75,13 +76,14 @@ void bind_cache(nb::module_& m) {
         .def(
             "__init__",
             [](CachedTier* self, const Layout& layout, Tier& below, std::size_t budget_bytes,
-               std::size_t overflow_bytes, const std::string& policy, std::size_t io_threads) {
-                const CacheOptions options{budget_bytes, overflow_bytes, policy_of(policy), io_threads};
+               std::size_t overflow_bytes, const std::string& policy, std::size_t io_threads, bool follows_batch) {
+                const CacheOptions options{budget_bytes, overflow_bytes, policy_of(policy), io_threads, follows_batch};
                 nb::gil_scoped_release released;
                 new (self) CachedTier(layout, below, options);
             },
             nb::arg("layout"), nb::arg("below"), nb::kw_only(), nb::arg("budget_bytes"), nb::arg("overflow_bytes"),
-            nb::arg("policy"), nb::arg("io_threads"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+            nb::arg("policy"), nb::arg("io_threads"), nb::arg("follows_batch") = false, nb::keep_alive<1, 2>(),
+            nb::keep_alive<1, 3>())
         .def("announce", &CachedTier::announce, unlocked)
         .def("prefetch", &CachedTier::prefetch, unlocked)
         .def("pin", &CachedTier::pin, unlocked)

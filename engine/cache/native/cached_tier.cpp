@@ -42,12 +42,18 @@ private:
     Buffer<u64> hashes_, lines_, own_;
 };
 
+std::size_t overflow_rows_of(const CacheOptions& options, const LineShape& shape) {
+    const std::size_t rows = options.overflow_bytes / Overflow::row_bytes(shape);
+    return options.follows_batch ? Overflow::whole_chunks(rows) : rows;
+}
+
 }  // namespace
 
 CachedTier::CachedTier(const Layout& layout, Tier& below, const CacheOptions& options)
     : layout_(layout),
       below_(below),
-      overflow_rows_(options.overflow_bytes / Overflow::row_bytes(layout.shape)),
+      overflow_rows_(overflow_rows_of(options, layout.shape)),
+      follows_batch_(options.follows_batch),
       directory_(layout.shape, options.budget_bytes, options.replacement, overflow_rows_),
       hit_counts_(layout.tables),
       process_(getpid()),
@@ -207,7 +213,7 @@ void CachedTier::cancel() {
     update_last_completed();
 }
 
-void CachedTier::peek(Batch& batch) {
+std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
     BatchRows requested(batch, false);
     const RequestedRows& rows = requested.rows;
     const std::vector<u64> lines = batch.allocate(batch.unique, layout_.shape);
@@ -219,7 +225,8 @@ void CachedTier::peek(Batch& batch) {
     }
     std::copy(lines.begin(), lines.end(), rows.lines);
     requested.set_lines();
-    read_below(missing.rows(), false);
+    const std::vector<u32> updates = read_below(missing.rows(), false);
+    return {updates.size(), static_cast<std::size_t>(std::count(updates.begin(), updates.end(), 0u))};
 }
 
 namespace {
@@ -247,6 +254,7 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
     Overflow& overflow = directory_.overflow;
     if (writer) writer->raise();
     overflow.trim();
+    if (follows_batch_ && overflow.grow(2 * requested.size())) overflow_rows_ = overflow.capacity();
     directory_.probe(requested, number, purpose != Purpose::prefetch);
     const std::size_t demand = directory_.overflow_demand();
     const auto fits = [&] { return overflow.rows() + demand <= overflow_rows_; };

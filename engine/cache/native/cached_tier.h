@@ -30,6 +30,7 @@ struct CacheOptions {
     std::size_t overflow_bytes;  // the most for prefetched rows and for rows that wait for write-back
     Replacement replacement;
     std::size_t io_threads;  // how many threads write to a disk
+    bool follows_batch = false;  // the overflow area has room for two batches at least
 };
 
 class CachedTier : public Tier {
@@ -46,7 +47,8 @@ public:
     void pin(std::shared_ptr<Batch> batch);
     void unpin(const Batch& batch);
     void cancel();
-    void peek(Batch& batch);
+    // Returns how many rows it did not have, and how many of these no tier has.
+    std::pair<std::size_t, std::size_t> peek(Batch& batch);
 
     // Rows that are read are not fetched, rows that are written become resident. Throws while batches are announced or
     // pinned.
@@ -133,6 +135,7 @@ private:
     const Layout& layout_;
     Tier& below_;
     std::size_t overflow_rows_;
+    const bool follows_batch_;
     Directory directory_;
     CacheCounts counts_;
     TableCounts hit_counts_;

@@ -28,6 +28,12 @@ void Overflow::trim() {
     entries_ = capacity_ + 1;
 }
 
+bool Overflow::grow(std::size_t rows) {
+    if (rows <= capacity_ || entries_ > capacity_ + 1) return false;
+    capacity_ = whole_chunks(rows);
+    return true;
+}
+
 u32 Overflow::add(const Way& row, bool evictable, bool evicted) {
     const bool beyond = free_[0] == NONE;
     const u32 entry = free_[beyond];

@@ -22,6 +22,8 @@ struct OverflowEntry {
 
 // Entries are numbered. Only `find` may be called by several threads at once.
 class Overflow {
+    static constexpr u32 CHUNK = 1024;  // entries of a chunk, at most
+
 public:
     // capacity: the number of rows whose memory is kept after they are removed.
     Overflow(const LineShape& shape, std::size_t capacity) : shape_(shape), capacity_(capacity) {}
@@ -37,6 +39,10 @@ public:
     void remove(u32 entry);
     // Frees the memory beyond the capacity if no row is in it.
     void trim();
+    // Raises a capacity of whole chunks to that many rows. Returns false if it is larger, or memory beyond it is used.
+    bool grow(std::size_t rows);
+    static std::size_t whole_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
+    std::size_t capacity() const { return capacity_; }
 
     // How many rows may stay in the overflow area: rows of any kind, and rows that announced batches need.
     struct Limits {
@@ -79,8 +85,6 @@ public:
     }
 
 private:
-    static constexpr u32 CHUNK = 1024;  // entries of a chunk, at most
-
     struct Chunk {
         Pages lines;
         std::vector<OverflowEntry> entries;

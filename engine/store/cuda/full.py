@@ -138,6 +138,7 @@ class CudaFullStore(IgnoresHints[Batch]):
         self.table = CudaFullTable(layout, capacity, on_host=tier == "host")
         self.staging = Staging(layout)
         self._pinned: Batch | None = None
+        self._peeked = torch.zeros(2, dtype=torch.int64, device=layout.device.torch_device)  # rows, unknown ones
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """`TopTier.pin`. With a capacity, rows that do not fit set a fault and read as zeros.
@@ -157,8 +158,13 @@ class CudaFullStore(IgnoresHints[Batch]):
     def peek(self, batch: Batch) -> None:
         ranks = self.table.find(batch)
         self.table.count(batch, ranks)
+        self._peeked += torch.stack([batch.count[0], ranks[-1]]) if batch.size else 0
         initialise_missing(batch, self.layout, ranks)
         self._faults.post(batch)
+
+    def peeked(self) -> tuple[int, int, int]:
+        rows, unknown = self._peeked.tolist()
+        return rows - unknown, 0, unknown
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         """Write rows of host memory, each given once. Raises CapacityError."""
