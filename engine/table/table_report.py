@@ -62,11 +62,11 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         counts = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.hit_counts().T
         next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
-        lookups = _by_purpose(tiers, store.peeked())
+        counts |= _by_purpose(tiers, store.peeked())
         table.small_caches.judge(tiers)
         by_table, dropped = table.counts.by_table(table.scan), table.processor.dropped
         return {
-            "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **lookups, **counts},
+            "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
             **tiers,
             "tables": by_label(table.spec.labels, rows=by_table, hits=hits, misses=misses, dropped=dropped),
         }

@@ -89,3 +89,23 @@ def test_what_a_large_batch_took_is_given_back_though_others_stay() -> None:
     cache.pin(large)
     model.check(large)
     cache.unpin(large)
+
+
+def test_the_overflow_area_has_room_for_two_batches_where_its_size_is_not_given() -> None:
+    cache = _core.CachedTier(
+        TABLE.layout, _core.FullTable(TABLE.layout), budget_bytes=set_bytes() + 1, overflow_bytes=1, policy="lru",
+        io_threads=1, follows_batch=True,
+    )  # fmt: skip
+    capacities = []
+    for rows in (10, 3000, 200, 1500, 5000):
+        batch = batch_of([(0, key) for key in range(rows)])
+        cache.pin(batch)
+        metrics = cache.metrics()
+        assert metrics["overflow_rows"] >= rows - 64
+        capacities.append(metrics["overflow_capacity"])
+        cache.unpin(batch)
+    assert all(
+        0 <= capacity - least < 1024 for capacity, least in zip(capacities, (0, 6000, 6000, 6000, 10_000), strict=True)
+    )
+    row = TABLE.layout.line_bytes + PLACE_BYTES
+    assert cache.metrics()["overflow_bytes"] <= 1.4 * row * (capacities[-1] + 1)  # a map doubles

@@ -253,9 +253,11 @@ def test_training_evaluation_and_unknown_rows_are_counted_apart(store: str, tmp_
     table, top, last = metrics["table"], tiers[0], tiers[-1]
     train_ = {name: count for name, count in table.items() if name.startswith("train_")}
     assert train_ == {name: count for name, count in before.items() if name.startswith("train_")}
-    assert train_["train_unknown"] == 450 and train_["train_hits"] + train_["train_misses"] == 400
+    assert train_["train_unknown"] == 450
+    assert train_["train_hits"] + train_["train_misses"] == 400
     assert not any(count for name, count in before.items() if name.startswith("evaluate_"))
-    assert table["evaluate_unknown"] == 100 and table["evaluate_hits"] + table["evaluate_misses"] == 420
+    assert table["evaluate_unknown"] == 100
+    assert table["evaluate_hits"] + table["evaluate_misses"] == 420
     assert top["hits"] == table["train_hits"] + table["evaluate_hits"]
     assert last["misses"] == table["train_unknown"] + table["evaluate_unknown"]
     if store in ("device", "host"):

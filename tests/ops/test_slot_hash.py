@@ -86,7 +86,9 @@ def test_crafted_ids_share_no_cache_set(kind: str) -> None:
 
 def test_the_slot_hash_keeps_the_bucket_and_the_key() -> None:
     generator = np.random.default_rng(1)
-    rows = [(int(t), int(k)) for t, k in zip(generator.integers(0, 3, 500), generator.integers(0, 2**63, 500), strict=True)]
+    rows = [
+        (int(t), int(k)) for t, k in zip(generator.integers(0, 3, 500), generator.integers(0, 2**63, 500), strict=True)
+    ]
     for seed in range(4):
         hashes = [naive.slot_hash(*row, numbers_of(seed)) for row in rows]
         assert [hash_ >> 58 for hash_ in hashes] == [naive.bucket(*row) for row in rows]
@@ -111,7 +113,8 @@ for name, options in {
     ),
     "ssd": t.make_cached_ssd_store_options(cache_budget_mb=0.1, persistent_path=folder / "ssd"),
 }.items():
-    e = t.MultiTableEmbedding(name, 8, torch.float16, torch.int64, [t.make_table_options(t.make_uniform_initializer(-1, 1))] * 2, options)
+    tables = [t.make_table_options(t.make_uniform_initializer(-1, 1))] * 2
+    e = t.MultiTableEmbedding(name, 8, torch.float16, torch.int64, tables, options)
     optimizer = t.EagerOptimizer(torch.optim.Adagrad(e.parameters(), lr=0.1), e)
     torch.manual_seed(0)
     for _ in range(12):
@@ -136,5 +139,6 @@ def test_no_file_row_or_decision_depends_on_the_number_of_the_process(tmp_path: 
         children.append(subprocess.Popen(command, env=names, stdout=subprocess.PIPE, text=True))
     said = [child.communicate()[0].splitlines() for child in children]
     assert all(len(lines) > 3 * 60 for lines in said)
-    assert said[0][0] == said[2][0] and len({lines[0] for lines in said}) == 3
+    assert said[0][0] == said[2][0]
+    assert len({lines[0] for lines in said}) == 3
     assert said[0][1:] == said[1][1:] == said[3][1:]

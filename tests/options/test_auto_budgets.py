@@ -90,9 +90,20 @@ def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path) -> None:
     less = ssd(tmp_path / "store", overflow_mb=8)
     assert numbers(less, root) == {**less, "cache_budget_mb": 500}
     host = tierbed.make_cached_host_mem_store_options("auto")
-    assert numbers(host, root) == {**host, "cache_budget_mb": 125}
+    assert numbers(host, root) == {**host, "cache_budget_mb": 125, "overflow_mb": 64}
     known = ssd(tmp_path / "store", 3, host_cache_budget_mb=2)
     assert numbers(known, root / "nothing is looked at") is known
+
+
+@pytest.mark.parametrize(
+    ("cache_mb", "host_mb", "ssd_mb"), [(0.01, 0.01, 0.01), (1, 1, 1), (100, 64, 100), (1000, 64, 192)]
+)
+def test_the_overflow_area_is_no_larger_than_its_cache(cache_mb: float, host_mb: float, ssd_mb: float) -> None:
+    host, disk = tierbed.make_cached_host_mem_store_options(cache_mb), ssd(Path("/ssd"), cache_mb)
+    assert (host.overflow_for(cache_mb), disk.overflow_for(cache_mb)) == (host_mb, ssd_mb)
+    assert ssd(Path("/ssd"), cache_mb, overflow_mb=3).overflow_for(cache_mb) == 3
+    few = split_memory(4000, 177, "rocksdb", capacity=10_000, overflow_mb=None)
+    assert few.overflow_mb == few.cache_mb < 3
 
 
 def test_each_rank_of_a_host_divides_an_equal_part(tmp_path: Path, capsys: Any) -> None:

@@ -28,9 +28,8 @@ COMMON = {
     "ttl_steps": None,
     "state_dict_snapshots": False,
 }
-CACHE = {"cache_policy": "lru", "overflow_mb": 64}
+CACHE = {"cache_policy": "lru", "overflow_mb": None}
 ROCKSDB = {
-    "overflow_mb": 192,
     "host_cache_budget_mb": 0,
     "shards": None,
     "read_mode": "buffered",
