@@ -56,7 +56,7 @@ def test_options_are_shown_as_they_will_be_with_memory_and_disk(
     assert users["memory_bytes"] == {"cache": 2 << 20, "overflow": 1 << 20, "table": full_table_bytes(1000, LINE)}
     assert (items["memory_bytes"], items["disk"]) == ({"table": None}, None)
     assert shops["memory_bytes"]["cache"] == "auto"
-    assert found["memory_bytes"] == (3 << 20) + full_table_bytes(1000, LINE) + (64 << 20)
+    assert found["memory_bytes"] == (3 << 20) + full_table_bytes(1000, LINE)
     disk = users["disk"]
     assert (disk["store"], disk["rows_bytes"]) == (f"{tmp_path}/store/users", 1000 * ROW)
     assert disk["snapshots"] == f"{tmp_path}/store/users/snapshots"
@@ -87,7 +87,7 @@ def test_a_store_on_ssd_asks_for_its_caches_and_buffers(tmp_path: Path, capsys: 
     text = f'[a]\nstore = "cached_ssd"\npersistent_path = "{tmp_path}"\ncache_budget_mb = 2\nhost_cache_budget_mb = 4'
     found, _ = checked(capsys, tmp_path, text)
     mb = {part: bytes / (1 << 20) for part, bytes in found["embeddings"]["a"]["memory_bytes"].items()}
-    assert mb == {"cache": 2, "overflow": 192, "host_cache": 4, "host_cache_overflow": 192, "rocksdb": 64}
+    assert mb == {"cache": 2, "overflow": 2, "host_cache": 4, "host_cache_overflow": 4, "rocksdb": 64}
 
 
 @pytest.mark.parametrize(

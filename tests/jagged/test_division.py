@@ -105,7 +105,7 @@ def test_rocksdb_takes_write_buffers_by_its_part(tmp_path):
 
 
 def test_all_that_is_ssd_is_divided(tmp_path):
-    options = ssd(tmp_path, host_cache_budget_mb=100, read_mode="direct", rocksdb_cache_mb=0)
+    options = ssd(tmp_path, host_cache_budget_mb=100, overflow_mb=64, read_mode="direct", rocksdb_cache_mb=0)
     parts = divided(options, NEEDS).values()
     for name in BUDGETS:
         assert sum(part[name] for part in parts) == pytest.approx(options[name], abs=1e-5)
@@ -113,7 +113,7 @@ def test_all_that_is_ssd_is_divided(tmp_path):
 
 
 def test_the_division_is_shown_with_its_sums(tmp_path):
-    shown = stores_text(divided(cached(capacity=4000), NEEDS)).splitlines()
+    shown = stores_text(divided(cached(capacity=4000, overflow_mb=64), NEEDS)).splitlines()
     assert shown[0].split() == ["embedding", "store", "cache_budget_mb", "overflow_mb", "capacity"]
     assert [line.split()[0] for line in shown[2:4]] == ["ebc-d8", "ebc-d120"]
     assert shown[-1].split() == ["100", "64", "4000"]
