@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engine.errors import SnapshotError, StoreError
+from ..engine.errors import InputError, SnapshotError, StoreError
 from ..engine.optim.row_state import RowState
 from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import EMBEDDING, Chunks, RowArray, RowForm
@@ -33,6 +33,7 @@ class StateTensor(Tensor):
     """A tensor that torch.distributed.checkpoint loads at any size: it writes it as an object, not as a tensor."""
 
     is_whole = True  # False on a rank whose rows are in the state of rank 0
+    is_own = False  # True for a copy of such a tensor, which may be written
 
     @classmethod
     def of(cls, tensor: Tensor, is_whole: bool) -> StateTensor:
@@ -43,7 +44,18 @@ class StateTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
-        return StateTensor.of(super().new_empty(*size, **like), self.is_whole)  # async_save copies tensors by it
+        made = StateTensor.of(super().new_empty(*size, **like), self.is_whole)  # async_save copies tensors by it
+        made.is_own = True
+        return made
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> StateTensor:
+        if not self.is_own:
+            raise InputError(
+                "copy_ into the rows of a state_dict(): they are a copy, so no row of the embedding would change; give "
+                "the other state to load_state_dict, or call put"
+            )
+        super().copy_(src, non_blocking)
+        return self
 
     def __create_write_items__(self, name: str, value: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second
@@ -55,7 +67,9 @@ class StateTensor(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled it is a plain tensor
 
     def __deepcopy__(self, memo: Any) -> StateTensor:
-        return StateTensor.of(self.clone(), self.is_whole)
+        made = StateTensor.of(self.clone(), self.is_whole)
+        made.is_own = True
+        return made
 
 
 @dataclass(frozen=True)

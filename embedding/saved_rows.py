@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -56,6 +57,9 @@ class SavedRows(EmbeddingBase):
     _loading: RLock  # held while the rows of a loaded state_dict are loaded
     _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
     _has_warned: bool  # of its first state_dict
+    # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
+    _copied: tuple[str, weakref.ref[Tensor], Any] | None = None
+    _loaded: tuple[Any, list[weakref.ref[Tensor]]] | None = None  # by the latest load_state_dict: its errors, the rows
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
 
     @property
@@ -287,8 +291,23 @@ class SavedRows(EmbeddingBase):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
-            rows = RowTensors.none(self.spec) if self._handle is None else self._handle.tensors()
-            destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.tensors.items()})
+            rows = self._rows_for(destination, prefix)
+            destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
+
+    def _rows_for(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
+        """All rows, copied. If an earlier name of this embedding has them in the same state, the tensors there."""
+        if self._handle is None:
+            return RowTensors.none(self.spec).tensors
+        table = self._handle.local_table
+        moment = weakref.ref(table), table.step, table.updates
+        if self._copied is not None:
+            first, copy, then = self._copied
+            found = {name: destination.get(f"{first}{ROWS}{name}") for name in FIELDS}
+            if first != prefix and then == moment and found[FIELDS[0]] is not None and found[FIELDS[0]] is copy():
+                return found  # type: ignore[return-value]
+        rows = self._handle.tensors().tensors
+        self._copied = prefix, weakref.ref(rows[FIELDS[0]]), moment
+        return rows
 
     def _load_from_state_dict(
         self,
@@ -304,7 +323,9 @@ class SavedRows(EmbeddingBase):
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
         if tensors and not are_apart():
             try:
-                self.table_handle(for_load=True).load_tensors(tensors)
+                if not self._has_loaded(tensors, errors):
+                    self.table_handle(for_load=True).load_tensors(tensors)
+                self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self._awaited.clear()
             except TierbedError as error:
                 said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
@@ -324,10 +345,26 @@ class SavedRows(EmbeddingBase):
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
 
+    def _has_loaded(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
+        """True if the same load_state_dict, which `errors` is of, loaded the same rows under an earlier name."""
+        if self._loaded is None or self._loaded[0] is not errors:
+            return False
+        earlier, given = [loaded() for loaded in self._loaded[1]], list(tensors.values())
+        return len(earlier) == len(given) and all(
+            one is not None and _same(one, other) for one, other in zip(earlier, given, strict=True)
+        )
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)
+
+
+def _same(one: Tensor, other: Any) -> bool:
+    if one is other:
+        return True
+    alike = isinstance(other, Tensor) and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+    return alike and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def extra_state_of(rows: RowsReference) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..engine.checks import checked_arguments
 from ..engine.errors import OptionError
+from ..engine.ops.rows_contract import NoTorchScript
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(NoTorchScript, nn.Module):
     """Linear layers with ReLU between them, and dropout where its rate is not 0.
 
     in_features, hidden_features, out_features: widths. hidden_dropout_rates: one for each hidden layer, None for 0.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import GraphError
 
 if TYPE_CHECKING:
     from ..optim.row_optimizer import RowOptimizer
@@ -53,7 +55,17 @@ class Pinned(Protocol):
         """End the pin; the rows are unchanged."""
 
 
-class EmbeddingBase(nn.Module):
+class NoTorchScript:
+    """A module that TorchScript cannot compile. torch.jit.script raises GraphError for it, and for a model with it."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise GraphError(
+            f"torch.jit.script of {type(self).__name__}: TorchScript compiles no module of tierbed; script the dense "
+            "part alone and call it with the looked-up rows, or run the whole step in a Graph"
+        )
+
+
+class EmbeddingBase(NoTorchScript, nn.Module):
     """A module whose rows a step reads and trains."""
 
     spec: TableSpec

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from ...engine.ops.rows_contract import NoTorchScript
 
-class HasBuild(nn.Module):
+
+class HasBuild(NoTorchScript, nn.Module):
     """A module whose `build` is one step, such as a subclass of `Graph`."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,11 +18,11 @@ from ...engine.checks import as_int, checked_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor, is_value, padded
-from ..tensors.keyed_jagged_tensor import KeyedJagged, KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
+from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.keyed_tensor import ColumnOrder, KeyedTensor
 from ..tensors.validation import refuse_trace
 from .configs import EmbeddingBagConfig, EmbeddingConfig
-from .tables import TableCollection, numbers_of, output_names
+from .tables import TableCollection, TableView, numbers_of, output_names
 
 PADDING_ID = -1  # of a collection that pads; no row
 
@@ -102,6 +102,11 @@ class EmbeddingBagCollection(TableCollection):
             return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.values().device))
         return KeyedTensor(self._keys, self._lengths, self._columns.join(rows))
 
+    @property
+    def embedding_bags(self) -> Mapping[str, TableView]:
+        """The tables by their names, whose `weight` is a copy of the rows."""
+        return dict(self.embeddings.tables)
+
     def is_weighted(self) -> bool:
         """Whether rows are weighted by the batch's weights."""
         return self._is_weighted
@@ -141,7 +146,7 @@ class EmbeddingBagCollection(TableCollection):
         lookup.tables.append(table)
         return self._lookups.index(lookup)
 
-    def _weights_of(self, batch: KeyedJagged) -> Tensor | None:
+    def _weights_of(self, batch: KeyedJaggedTensor) -> Tensor | None:
         """The weights of a batch, if the collection takes them. InputError."""
         if not self._is_weighted:
             return None
@@ -153,7 +158,7 @@ class EmbeddingBagCollection(TableCollection):
             )
         return weights if weights.dtype == torch.float32 else weights.to(torch.float32)
 
-    def _rows(self, lookup: _PooledLookup, batch: KeyedJagged, weights: Tensor | None) -> Tensor:
+    def _rows(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
         """[batch, columns * dim]"""
         if isinstance(batch, VariableBatchKeyedJaggedTensor):
             return self._expanded(lookup, batch)
@@ -170,30 +175,31 @@ class EmbeddingBagCollection(TableCollection):
             "a batch of variable batch sizes",
             "train it in a plain loop with an EagerOptimizer, or give the graph a KeyedJaggedTensor",
         )
-        inverse = batch.inverse_indices_or_none()
-        if inverse is None:
+        inverse, counts = batch.inverse_indices_or_none(), batch.stride_per_key()
+        if inverse is None and len({*counts}) > 1:
             raise InputError(
-                f"features of {self.name!r}: keys differ in their numbers of bags, {batch.stride_per_key()}, and "
+                f"features of {self.name!r}: keys differ in their numbers of bags, {counts}, and "
                 "inverse_indices=None; give inverse_indices, which say which bag each sample has"
             )
         numbers = numbers_of(lookup.features, batch.keys())
-        chosen = batch.permute(numbers)
-        chosen.validate()
+        chosen, device = batch.permute(numbers), batch.device()
+        if device.type != "meta":
+            chosen.validate()
         weights = chosen.weights().to(torch.float32) if self._is_weighted else None
-        strides = chosen.strides()
-        tables = torch.tensor(lookup.tables, device=strides.device).repeat_interleave(strides)
+        tables = torch.tensor(lookup.tables).repeat_interleave(torch.tensor(chosen.stride_per_key()))
         rows = self.embedding(lookup.embedding)(
-            self.ids_of(chosen.values()), tables, chosen.offsets(), lookup.pooling, weights
+            self.ids_of(chosen.values()), tables.to(device), chosen.offsets(), lookup.pooling, weights
         )
-        firsts = strides.cumsum(0) - strides
-        samples = inverse[1][numbers] + firsts[:, None]  # [columns, batch]
+        firsts = torch.tensor(chosen.lengths_offset_per_key()[:-1], device=device)
+        bags = torch.arange(batch.stride(), device=device) if inverse is None else inverse[1][numbers]
+        samples = bags + firsts[:, None]  # [columns, batch]
         expanded: Tensor = rows[samples.t()].flatten(1)
         return expanded
 
 
-def features_of(given: Any) -> KeyedJagged:
+def features_of(given: Any) -> KeyedJaggedTensor:
     """A batch of features: ours, TorchRec's, or a dict of JaggedTensors. InputError."""
-    if isinstance(given, KeyedJagged):
+    if isinstance(given, KeyedJaggedTensor):
         return given
     if isinstance(given, Mapping):
         return KeyedJaggedTensor.from_jt_dict({key: jagged_of(one) for key, one in given.items()})
@@ -329,7 +335,7 @@ class EmbeddingCollection(TableCollection):
             for feature, name in zip(config.feature_names, names, strict=True):
                 yield name, embedding, table, ids[feature]
 
-    def _ids(self, batch: dict[str, JaggedTensor] | KeyedJagged, feature: str) -> _Ids:
+    def _ids(self, batch: dict[str, JaggedTensor] | KeyedJaggedTensor, feature: str) -> _Ids:
         length = self._padded.get(feature)
         if length is None or isinstance(batch, dict) or batch.variable_stride_per_key():
             jagged = batch[feature]

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
+from ...engine.ops.rows_contract import NoTorchScript
 from ..tensors.jagged_tensor import Jagged, JaggedTensor
-from ..tensors.keyed_jagged_tensor import KeyedJagged, KeyedJaggedTensor
+from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.validation import is_traced
 from .embedding_collections import features_of, jagged_of
 from .tables import numbers_of
 
 
-class PositionWeightedModule(nn.Module):
+class PositionWeightedModule(NoTorchScript, nn.Module):
     """Gives each id of one feature the weight of its position in the bag. All weights begin at 1.
 
     max_feature_length: the maximum number of ids in a bag. `position_weight` [max_feature_length] is the parameter.
@@ -41,7 +42,7 @@ class PositionWeightedModule(nn.Module):
         return JaggedTensor(jagged.values(), weights, offsets=jagged.offsets())
 
 
-class PositionWeightedModuleCollection(nn.Module):
+class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
     """Gives each id of some features the weight of its position in the bag. All weights begin at 1.
 
     max_feature_lengths: {feature: the maximum number of ids in a bag}. Other features of a batch have weights of 1.
@@ -70,19 +71,31 @@ class PositionWeightedModuleCollection(nn.Module):
         for weights in self.position_weights.values():
             nn.init.ones_(weights)
 
-    def forward(self, features: Any) -> KeyedJagged:
+    def forward(self, features: Any) -> KeyedJaggedTensor:
         """The same features with weights, for a collection with is_weighted=True. KeyError, InputError.
 
-        features: a KeyedJaggedTensor without weights, or TorchRec's, with one bag for each sample.
+        features: a KeyedJaggedTensor without weights, or TorchRec's. One without keys comes back as it is.
         """
         batch = features_of(features)
-        if batch.variable_stride_per_key() or batch.weights_or_none() is not None:
-            raise InputError(
-                "features: give a KeyedJaggedTensor with one bag for each sample and without weights, which this adds"
-            )
+        if not batch.keys():
+            return batch
+        if batch.weights_or_none() is not None:
+            raise InputError("features: give a KeyedJaggedTensor without weights, which this adds")
         numbers_of(self.max_feature_lengths, batch.keys())  # raises for a missing feature
-        weights = _weights(dict(self.position_weights.items()), batch.keys(), batch)
-        return KeyedJaggedTensor(batch.keys(), batch.values(), weights, offsets=batch.offsets())
+        weights = _weights(self.position_weights_dict, batch.keys(), batch)
+        return KeyedJaggedTensor(
+            batch.keys(),
+            batch.values(),
+            weights,
+            offsets=batch.offsets(),
+            stride_per_key_per_rank=batch.stride_per_key_per_rank() or None,
+            inverse_indices=batch.inverse_indices_or_none(),
+        )
+
+    @property
+    def position_weights_dict(self) -> dict[str, nn.Parameter]:
+        """The parameters by their features, as a dict."""
+        return dict(self.position_weights.items())
 
 
 GroupedPositionWeightedModule = PositionWeightedModuleCollection  # TorchRec's of sharded collections
@@ -91,7 +104,7 @@ GroupedPositionWeightedModule = PositionWeightedModuleCollection  # TorchRec's o
 class PositionWeightedProcessor(PositionWeightedModuleCollection):
     """As a PositionWeightedModuleCollection, of which only the features with weights of their own come back."""
 
-    def forward(self, features: Any) -> KeyedJagged:
+    def forward(self, features: Any) -> KeyedJaggedTensor:
         """The features of `max_feature_lengths`, in their order in the batch, with weights. KeyError, InputError."""
         weighted = super().forward(features)
         own = [at for at, key in enumerate(weighted.keys()) if key in self.max_feature_lengths]
@@ -108,15 +121,17 @@ def _weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagge
     bounds = [spans.get(key, (ends[-1], ends[-1] + 1)) for key in keys]
     index = torch.arange(batch.values().shape[0], device=device)
     bag = torch.searchsorted(offsets, index, right=True) - 1
-    samples = (offsets.shape[0] - 1) // max(len(keys), 1)
-    key = bag // max(samples, 1)
+    if isinstance(batch, VariableBatchKeyedJaggedTensor):
+        key = torch.searchsorted(batch.strides().cumsum(0), bag, right=True)
+    else:
+        key = bag // max((offsets.shape[0] - 1) // max(len(keys), 1), 1)
     first = torch.tensor([begin for begin, _ in bounds], device=device)[key]
     limit = torch.tensor([end - begin for begin, end in bounds], device=device)[key]
     limited = torch.tensor([name in spans for name in keys], device=device)[key]
     position = index - offsets[bag]
     if is_traced():
         position = _checked_positions(position, limit, limited, key, "\n".join(keys))
-    else:
+    elif device.type != "meta":
         _check(position, limit, limited, key, keys)
     all_weights = torch.cat([*parameters.values(), next(iter(parameters.values())).new_ones(1)])
     weights: Tensor = all_weights[first + torch.minimum(position, limit - 1)]

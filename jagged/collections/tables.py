@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -23,6 +23,7 @@ from ...embedding.rows_reference import RowsReference
 from ...embedding.saved_rows import EXTRA, ROWS, SavedRows, extra_state_of
 from ...embedding.training_group import train_together
 from ...engine.errors import InputError, OptionError, TierbedError
+from ...engine.ops.rows_contract import NoTorchScript
 from ...engine.options.initializers import AnyTableOptions
 from ...engine.options.lookup import DEVICES
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
@@ -31,6 +32,7 @@ from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
 from ..tensors.validation import is_empty
 from .configs import EmbeddingConfig, config_of
+from .read_only import ReadOnlyCopy
 from .store_split import StoreRequest, stores_of, stores_text
 
 log = logging.getLogger("tierbed")
@@ -84,13 +86,67 @@ def store_requests(groups: Mapping[str, Sequence[Table]]) -> dict[str, StoreRequ
     return requests
 
 
-class TableModule(ModelSnapshots, nn.Module):
+class TableView(NamedTuple):
+    """One table of a collection, as TorchRec's `embedding_bags[name]` and `embeddings[name]` show it."""
+
+    embedding: MultiTableEmbedding
+    number: int  # of the table in its embedding
+    config: EmbeddingConfig
+
+    @property
+    def num_embeddings(self) -> int | None:
+        """How many ids the table has; None for any id."""
+        return self.config.num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Numbers of a row."""
+        return self.config.embedding_dim
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows [num_embeddings, dim], copied: an in-place write into them raises InputError. On meta no rows.
+
+        InputError for a table that takes any id.
+        """
+        embedding, number, rows = self.dense()
+        name, device = self.config.name, embedding.device
+        if device.type == "meta":
+            return torch.empty(rows, self.embedding_dim, dtype=self.config.dtype, device=device)
+        remedy = (
+            f"weight of table {name!r} is a copy, so a write into it changes no stored row; call embedding_of({name!r})"
+            f".put(torch.arange({rows}), rows, {name!r}) or load_state_dict, or clone() it for a tensor of your own"
+        )
+        return ReadOnlyCopy.of(dense_rows(embedding, number, rows, self.config.dtype), remedy)
+
+    def dense(self) -> tuple[MultiTableEmbedding, int, int]:
+        """The table's embedding, its number there, and how many rows it has as a dense table. InputError."""
+        if self.num_embeddings is None:
+            raise InputError(
+                f"table {self.config.name!r} takes any id, so it is no dense tensor; make it with num_embeddings, or "
+                "use save_snapshot or chunks()"
+            )
+        return self.embedding, self.number, self.num_embeddings
+
+
+class Embeddings(nn.ModuleDict):
+    """The embeddings of a collection by their names. As in TorchRec, a table's name gives the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, TableView] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._modules[name] if name in self._modules else self.tables[name]
+
+
+class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
     """A module of named tables, each in one of its `embeddings`."""
 
     def __init__(self, name: str, tables: Sequence[str]) -> None:
         super().__init__()
         self.name = name
-        self.embeddings = nn.ModuleDict()
+        self.embeddings = Embeddings()
         self._tables = list(tables)
         self._locations: dict[str, tuple[str, int]] = {}  # of each table: its embedding, and its number in it
         self._shared: list[str] = []  # the embeddings of another collection
@@ -248,6 +304,9 @@ class TableCollection(TableModule):
             self._make_embeddings(groups, stores, key_type, padding_idx, seed, output_dtype, world, state_dtype)
         elif store_options is not None and configs:
             raise OptionError("store_options: share has every table, with its store; leave store_options out")
+        for config in configs:
+            group, number = self._locations[config.name]
+            self.embeddings.tables[config.name] = TableView(self.embedding(group), number, config)
         if device is not None:
             self._move_to(device)
 
@@ -266,7 +325,8 @@ class TableCollection(TableModule):
         `load_state_dict` takes such a state as well: then optimizers begin with new state, until
         `load_torchrec_optimizer_state`. InputError for a table that takes any id.
         """
-        return {name: dense_rows(*self._dense_of(config), config.dtype) for name, config in self._weight_names.items()}
+        tables = self.embeddings.tables
+        return {name: dense_rows(*tables[one.name].dense(), one.dtype) for name, one in self._weight_names.items()}
 
     def to_torchrec_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The state of each table as TorchRec's KeyedOptimizer has it: tensors by the names of torch, and `step`.
@@ -275,7 +335,7 @@ class TableCollection(TableModule):
         """
         found = {}
         for name, config in self._weight_names.items():
-            embedding, number, rows = self._dense_of(config)
+            embedding, number, rows = self.embeddings.tables[config.name].dense()
             states = dense_states(embedding, {number: rows})[number]
             step = torch.tensor(float(embedding.table_handle().local_table.step))
             found[name] = {"step": step, **{one: state.view(rows, -1) for one, state in states.items()}}
@@ -292,7 +352,7 @@ class TableCollection(TableModule):
         """
         with self.raise_on_all_ranks():
             of_tables = {one.name: _state_of(self._kind, one.name, state.get("state", state)) for one in self.configs}
-        weights = {config.name: dense_rows(*self._dense_of(config)) for config in self.configs}
+        weights = {config.name: dense_rows(*self.embeddings.tables[config.name].dense()) for config in self.configs}
         loads = []
         for embedding in self.each():
             own = [config.name for config in self.configs if self.embedding_of(config.name) is embedding]
@@ -308,15 +368,6 @@ class TableCollection(TableModule):
     def _weight_names(self) -> dict[str, EmbeddingConfig]:
         """The tables by the names of TorchRec's parameters."""
         return {f"{self._kind}.{config.name}.weight": config for config in self.configs}
-
-    def _dense_of(self, config: EmbeddingConfig) -> tuple[MultiTableEmbedding, int, int]:
-        """A table's embedding, its number there, and how many rows it has as a dense table. InputError."""
-        if config.num_embeddings is None:
-            raise InputError(
-                f"table {config.name!r} takes any id, so it is no dense tensor; make it with num_embeddings, or use "
-                "save_snapshot or chunks()"
-            )
-        return self.embedding_of(config.name), self.table_location(config.name)[1], config.num_embeddings
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing, _, errors = rest

@@ -1,7 +1,4 @@
-"""FBGEMM's table-batched embedding on tiered tables, and read-only copies of its rows and states.
-
-In FBGEMM a write into a tensor of rows is a write into the table. Here it would change a copy, so it raises.
-"""
+"""FBGEMM's table-batched embedding on tiered tables."""
 
 from __future__ import annotations
 
@@ -11,11 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.utils import _pytree as pytree
 
 from ...distributed.world import World
 from ...embedding.dense_rows import CHUNK, dense_rows, dense_states, dense_tensors
@@ -25,6 +20,7 @@ from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
+from ..collections.read_only import ReadOnlyCopy
 from ..collections.tables import Table, TableModule, group_tables
 from ..tensors.validation import is_traced
 from .call_arguments import CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, idle, refuse, refuse_call
@@ -44,7 +40,6 @@ from .settings import DEFAULTS, LEARNING_RATE, ShiftedOptimizer, checked_state_d
 from .specs import LOAD_FACTOR, Bounds, Caching, checked_features, checked_specs, device_of, set_budget_mb, stores_for
 
 log = logging.getLogger("tierbed")
-WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
 POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
 
 
@@ -53,63 +48,6 @@ def fill_uniform(embedding: MultiTableEmbedding, number: int, rows: int, low: fl
     for first in range(0, rows, CHUNK):
         keys = torch.arange(first, min(first + CHUNK, rows))
         embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(low, high), number)
-
-
-class ReadOnlyCopy(Tensor):
-    """A tensor whose in-place operations, and those of its views, raise InputError. Tensors computed from it are plain.
-
-    A view that is made inside of torch.compile is plain too: a write into it changes the copy and raises nothing.
-    """
-
-    remedy: str
-
-    @classmethod
-    def of(cls, tensor: Tensor, remedy: str) -> ReadOnlyCopy:
-        """A read-only view of `tensor`. remedy: the message of the error."""
-        with torch._C.DisableTorchFunctionSubclass():
-            copy = tensor.as_subclass(cls)
-        copy.remedy = remedy
-        return copy
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if torch.compiler.is_compiling():  # Dynamo traces this method, and knows neither versions nor memory
-            if func.__name__ in WRITES or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
-                raise InputError("not in compiled code: Dynamo runs the write as it is, and it raises the remedy")
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            copies = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
-            if copies and func is Tensor.__format__:
-                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # a subclass takes no format
-            versions = [copy._version for copy in copies]
-            result = func(*args, **(kwargs or {}))
-            for copy, version in zip(copies, versions, strict=True):
-                if copy._version != version:
-                    raise InputError(copy.remedy)
-        if isinstance(result, np.ndarray):
-            result.flags.writeable = False
-        if type(result) in (list, tuple):
-            return type(result)(_read_only_view(one, copies) for one in result)
-        return _read_only_view(result, copies)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()
-
-
-def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
-    """The result of an operation, read-only if it is a view of one of the copies."""
-    if type(result) is not Tensor or result.layout != torch.strided:
-        return result
-    with torch._C.DisableTorchFunctionSubclass():
-        memory = result.untyped_storage()._cdata
-        copy = next((one for one in copies if one.untyped_storage()._cdata == memory), None)
-    return result if copy is None else ReadOnlyCopy.of(result, copy.remedy)
 
 
 class TableBatchedEmbeddingBags(TableModule):

@@ -243,9 +243,9 @@ class Jagged(TensorContainer, registered=False):
 class JaggedTensor(Jagged):
     """One feature of a batch: sample b has values[offsets[b]:offsets[b + 1]].
 
-    values: [n] or [n, ...]. weights: [n]. lengths: integers [batch]; offsets: integers [batch + 1]; one of the two is
-    enough, and offsets are kept, as int64. The constructor checks shapes and dtypes (InputError); `validate` and a
-    lookup check the numbers in offsets.
+    values: [n] or [n, ...]. weights: [n], or in the shape of values. lengths: integers [batch]; offsets: integers
+    [batch + 1]; one of the two is enough, and offsets are kept, as int64. The constructor checks shapes and dtypes
+    (InputError); `validate` and a lookup check the numbers in offsets.
     """
 
     @classmethod
@@ -333,6 +333,7 @@ class JaggedTensor(Jagged):
             desired_length = max(self.lengths().tolist(), default=0)
         elif not isinstance(desired_length, int) or desired_length < 0:
             raise InputError(f"desired_length={desired_length!r}: give an integer from 0 on")
+        self.check_bags()
         return padded(tensor, self._offsets, desired_length, padding_value)
 
     def __str__(self) -> str:

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
@@ -17,7 +16,17 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
 from .jagged_tensor import Jagged, JaggedTensor, bag_entries, block, printed
-from .validation import INTEGERS, check_ascending, check_keys, offsets_of, refuse_trace, statically_true
+from .validation import (
+    check_alike,
+    check_ascending,
+    check_keys,
+    in_order,
+    is_traced,
+    joined,
+    offsets_of,
+    refuse_trace,
+    statically_true,
+)
 
 _ONE_KEY = (
     "give the graph a KeyedJaggedTensor of tierbed.jagged as an argument (from_torchrec makes one), which it splits, "
@@ -25,11 +34,48 @@ _ONE_KEY = (
 )
 
 
-_ARGUMENTS = ("keys", "values", "weights", "lengths", "offsets", "stride", "stride_per_key_per_rank", "stride_per_key")
+_ARGUMENTS = (
+    "keys", "values", "weights", "lengths", "offsets", "stride", "stride_per_key_per_rank", "stride_per_key",
+    "length_per_key", "lengths_offset_per_key", "offset_per_key", "index_per_key", "jt_dict", "inverse_indices",
+)  # fmt: skip
+_VARIABLE = ("stride_per_key_per_rank", "stride_per_key", "inverse_indices")  # one of them is of variable batch sizes
 
 
-class KeyedJagged(Jagged, registered=False):
-    """Features of a batch: the bags of the first key, then those of the second, and so on."""
+class _ByStrides(type):
+    """The type of KeyedJaggedTensor: its constructor makes the subclass of variable batch sizes for such arguments."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        varies = any(given.get(name) is not None for name in _VARIABLE)
+        if not varies or issubclass(cls, VariableBatchKeyedJaggedTensor) or not given.keys() <= {*_ARGUMENTS}:
+            return super().__call__(*args, **kwargs)
+        parts: list[Any] = [given.get(name) for name in _ARGUMENTS[:5]]
+        strides, per_rank = given.get("stride_per_key"), given.get("stride_per_key_per_rank")
+        if per_rank is not None:
+            strides = [sum(of_key) for of_key in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
+        elif strides is None:
+            strides = KeyedJaggedTensor(*parts).stride_per_key()
+        made = VariableBatchKeyedJaggedTensor(*parts, strides, given.get("inverse_indices"))
+        if per_rank is not None and len({*map(len, per_rank)}) == 1:
+            made._strides = torch.as_tensor(per_rank, dtype=torch.int64, device="cpu")
+        made._batch = given.get("stride")
+        return made
+
+
+class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
+    """The features of a batch: sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
+
+    keys: one name for each feature. values: ids [n], or [n, ...]. weights: [n]. lengths: integers [keys * batch];
+    offsets: integers [keys * batch + 1]; one of the two is enough, and offsets are kept, as int64. The constructor
+    checks shapes, dtypes and repeated keys (InputError); `validate` and a lookup check the numbers in offsets.
+
+    It can be an argument of a graph, with any number of values in a batch. If `build` splits the values by key, the
+    graph splits them before each call, for which a GPU is waited for.
+
+    stride_per_key_per_rank, stride_per_key: how many bags each key has. inverse_indices: the bag of each sample. With
+    one of the three the constructor gives a VariableBatchKeyedJaggedTensor, a subclass. stride: the number of samples.
+    The other arguments are what TorchRec computes ahead, and are computed here when they are needed.
+    """
 
     _keys: tuple[str, ...]
     _batch: int | None = None  # the number of samples, if it does not follow from the bags
@@ -41,17 +87,187 @@ class KeyedJagged(Jagged, registered=False):
         weights: Tensor | None = None,
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        stride_per_key: Sequence[int] | None = None,
+        length_per_key: Any = None,
+        lengths_offset_per_key: Any = None,
+        offset_per_key: Any = None,
+        index_per_key: Any = None,
+        jt_dict: Any = None,
+        inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:
         super().__init__(values, weights, lengths, offsets)
         self._keys = check_keys(keys)
+        bags, count = self._offsets.shape[0] - 1, len(self._keys)
+        self._batch = None if count else stride
+        if statically_true(bags % count != 0 if count else bags != 0):
+            raise InputError(
+                f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give one length for each key and "
+                "sample, or one offset more"
+            )
 
-    @abstractmethod
+    @classmethod
+    def empty(
+        cls,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        values_dtype: torch.dtype = torch.int64,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A batch without keys. lengths_dtype: not read, since offsets are int64."""
+        return cls._joined([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
+
+    @staticmethod
+    def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
+        """As many samples without keys; or on a device, uninitialised tensors of the same shapes."""
+        if device is not None:
+            return kjt._each(lambda tensor: torch.empty_like(tensor, device=device))
+        weights = None if kjt._weights is None else kjt._weights[:0].clone()
+        return kjt._part([], kjt._values[:0].clone(), weights, kjt._offsets.new_zeros(1))
+
+    @staticmethod
+    def from_lengths_sync(
+        keys: Sequence[str],
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        inverse_indices: tuple[Sequence[str], Tensor] | None = None,
+    ) -> KeyedJaggedTensor:
+        """The constructor with lengths, and `sync()`, by TorchRec's name. Not synced while a graph is traced."""
+        made = KeyedJaggedTensor(
+            keys, values, weights, lengths, None, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
+        )
+        return made if is_traced() else made.sync()
+
+    @staticmethod
+    def from_offsets_sync(
+        keys: Sequence[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        inverse_indices: tuple[Sequence[str], Tensor] | None = None,
+    ) -> KeyedJaggedTensor:
+        """The constructor with offsets, and `sync()`, by TorchRec's name. Not synced while a graph is traced."""
+        made = KeyedJaggedTensor(
+            keys, values, weights, None, offsets, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
+        )
+        return made if is_traced() else made.sync()
+
+    @classmethod
+    def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> Self:
+        """From features, all with weights or all without; with variable batch sizes if they differ. InputError."""
+        if not jt_dict:
+            raise InputError("jt_dict={}: a batch of no keys has no dtype; use KeyedJaggedTensor.empty")
+        batches = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
+        differ = any(statically_true(batch != batches[0]) for batch in batches)
+        made = cls._joined([*jt_dict], [*jt_dict.values()], [[batch] for batch in batches] if differ else None)
+        return made if is_traced() else made.sync()
+
+    @classmethod
+    def from_nested(cls, values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> Self:
+        """From torch's nested tensors of layout torch.jagged, one for each key; and weights alike. InputError."""
+        for name, given in (("values", values), ("weights", weights or {})):
+            if not isinstance(given, Mapping):
+                raise InputError(f"{name}: got a {type(given).__name__}; give a dict of one nested tensor for each key")
+        if weights is not None and weights.keys() != values.keys():
+            raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
+        given = weights or {}
+        return cls.from_jt_dict({key: JaggedTensor.from_nested(each, given.get(key)) for key, each in values.items()})
+
+    @classmethod
+    def from_torchrec(cls, kjt: Any) -> KeyedJaggedTensor:
+        """The features of TorchRec's KeyedJaggedTensor, or of an object with its methods, without a copy.
+
+        If keys differ in their numbers of bags, or it has inverse indices, a VariableBatchKeyedJaggedTensor.
+        """
+        if isinstance(kjt, KeyedJaggedTensor):
+            return kjt
+        offsets, lengths = kjt.offsets_or_none(), kjt.lengths_or_none()
+        if offsets is not None and statically_true(offsets.shape[0] == 0):
+            offsets = None  # TorchRec's may be empty if there are no bags
+        lengths = None if offsets is not None or lengths is None else lengths.flatten()
+        parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
+        inverse = kjt.inverse_indices_or_none()
+        if not kjt.variable_stride_per_key() and inverse is None:
+            features: KeyedJaggedTensor = cls(*parts)
+            features._batch = None if features._keys else kjt.stride()
+            return features
+        refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
+        per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
+        features = cls(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
+        features._batch = kjt.stride() if kjt.stride() > features.stride() else None
+        return features
+
+    @classmethod
+    def concat(cls, kjt_list: Sequence[Self]) -> Self:
+        """The keys of all, which must have the same number of samples, all with weights or all without. InputError.
+
+        With variable batch sizes: all of them or none, all with inverse indices or none.
+        """
+        if not kjt_list:
+            raise InputError("kjt_list=[]: give at least one KeyedJaggedTensor")
+        varies = kjt_list[0].variable_stride_per_key()
+        traits = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
+        check_alike("kjt_list", "variable_stride_per_key()", traits)
+        keys = [key for kjt in kjt_list for key in kjt._keys]
+        if varies:
+            inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
+            check_alike("kjt_list", "inverse indices", {at: one is not None for at, one in enumerate(inverses)})
+            if inverses[0] is not None:
+                check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list})
+            strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()]
+            inverse = None if None in inverses else (keys, torch.cat([one[1] for one in inverses if one is not None]))
+            return cls._joined(keys, kjt_list, strides, inverse)
+        check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list if kjt._keys})
+        made = cls._joined(keys, kjt_list)
+        made._batch = None if made._keys else max(kjt.stride() for kjt in kjt_list)
+        return made
+
     def stride(self) -> int:
-        """How many samples the batch has."""
+        """How many samples the batch has. Without keys: of the batch that it was split from, or 0."""
+        return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
 
-    @abstractmethod
     def stride_per_key(self) -> list[int]:
-        """How many bags each key has."""
+        return [self.stride()] * len(self._keys)
+
+    def variable_stride_per_key(self) -> bool:
+        return False
+
+    def offsets_of_keys(self) -> Sequence[Tensor]:
+        bags = self.stride() if self._keys else 0
+        rows = self._offsets.unfold(0, bags + 1, bags) if bags else self._offsets.expand(len(self._keys), 1)
+        return (rows - rows[:, :1]).unbind()
+
+    def split_by_key(self) -> KeyedJaggedTensor:
+        """The same batch for a graph whose `build` splits the values: a tree with the values of each key as a leaf."""
+        values, weights = self._split(range(1, len(self._keys) + 1))
+        weights = [] if self._weights is None else weights
+        return SplitKeyedJaggedTensor._unflatten([self._offsets, *values, *weights], self._context())
+
+    def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
+        context = tuple(self._keys[at] for at in chosen), None if chosen else self.stride()
+        return KeyedJaggedTensor._unflatten((values, weights, offsets), context)
+
+    @classmethod
+    def _joined(
+        cls,
+        keys: Sequence[str],
+        parts: Sequence[Jagged],
+        strides: Sequence[Sequence[int]] | None = None,
+        inverse: tuple[Sequence[str], Tensor] | None = None,
+    ) -> Self:
+        """From parts that are laid one after another. strides: of each key and rank."""
+        check_alike("weights", "weights", {at: part.weights_or_none() is not None for at, part in enumerate(parts)})
+        values = torch.cat([part.values() for part in parts])
+        weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
+        offsets = offsets_of(torch.cat([part.lengths() for part in parts]))
+        return cls(keys, values, weights, offsets=offsets, stride_per_key_per_rank=strides, inverse_indices=inverse)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """How many bags each key has of each rank, as they were given; [] if each sample has a bag of each key."""
@@ -60,18 +276,6 @@ class KeyedJagged(Jagged, registered=False):
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
         """The keys, and int64 [keys, batch]: the number of the key's bag that each sample has; None for its own."""
         return None
-
-    @abstractmethod
-    def variable_stride_per_key(self) -> bool:
-        """Whether keys differ in their numbers of bags."""
-
-    @abstractmethod
-    def offsets_of_keys(self) -> Sequence[Tensor]:
-        """The offsets of each key, which begin with 0: int64 [bags of the key + 1]."""
-
-    @abstractmethod
-    def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Self:
-        """A tensor of the chosen keys, by their numbers, with the samples of this one."""
 
     def keys(self) -> list[str]:
         """The names of the features, in their order."""
@@ -117,6 +321,8 @@ class KeyedJagged(Jagged, registered=False):
         """The number of each key."""
         return dict(self._index)
 
+    _key_indices = index_per_key  # modules of TorchRec call it
+
     def lengths_offset_per_key(self) -> list[int]:
         """The first bag of each key, and the number of bags."""
         return list(self._firsts)
@@ -150,18 +356,21 @@ class KeyedJagged(Jagged, registered=False):
         values, weights = self._of_key(at)
         return JaggedTensor(values, weights, offsets=self._offsets_of(at, at + 1))
 
-    def to_dict(self) -> dict[str, JaggedTensor]:
-        """Each feature by its key, views of one split."""
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
+        """Each feature by its key, views of one split. compute_offsets: not read, since offsets are known."""
         parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
         features = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of checked tensors
         return dict(zip(self._keys, features, strict=True))
 
     def split(self, segments: Sequence[int]) -> list[Self]:
-        """Views of the first segments[0] keys, of the next segments[1], and so on, up to the last. InputError."""
-        if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
-            raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is {len(self._keys)}")
+        """Views of the first segments[0] keys, of the next segments[1], and so on. InputError.
+
+        As with TorchRec, keys after the last segment are left out.
+        """
         ends = [*accumulate(segments, initial=0)]
-        parts = zip(pairwise(ends), *self._split(ends[1:]), strict=True)
+        if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
+            raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is at most {len(self._keys)}")
+        parts = zip(pairwise(ends), *self._split([*ends[1:], len(self._keys)]), strict=False)
         return [
             self._part([*range(begin, end)], values, weights, self._offsets_of(begin, end))
             for (begin, end), values, weights in parts
@@ -178,9 +387,9 @@ class KeyedJagged(Jagged, registered=False):
         parts = lengths.split(self.stride_per_key()) if self._keys else ()
         return self._part(
             chosen,
-            _joined(self._values[:0], values, chosen),
-            None if self._weights is None else _joined(self._weights[:0], weights, chosen),
-            offsets_of(_joined(lengths[:0], parts, chosen)),
+            joined(self._values[:0], values, chosen),
+            None if self._weights is None else joined(self._weights[:0], weights, chosen),
+            offsets_of(joined(lengths[:0], parts, chosen)),
         )
 
     @cached_property
@@ -194,8 +403,11 @@ class KeyedJagged(Jagged, registered=False):
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Where the values of each key begin, and the end of the last."""
+        """Where the values of each key begin, and the end of the last. On meta, as in TorchRec, all have as many."""
         refuse_trace("the number of values of one key", _ONE_KEY)
+        if self._offsets.is_meta:
+            count, rest = divmod(self._values.shape[0], len(self._keys) or 1)
+            return [0, *(rest + count * number for number in range(1, len(self._keys) + 1))]
         bounds: list[int] = self._offsets[self._firsts].tolist()
         try:
             check_ascending(bounds, self._values.shape[0])
@@ -242,12 +454,7 @@ class KeyedJagged(Jagged, registered=False):
         return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._describe()})"
 
 
-def _joined(empty: Tensor, parts: Sequence[Tensor], chosen: Iterable[int]) -> Tensor:
-    """The chosen parts, one after another; `empty` if there are none."""
-    return torch.cat([empty, *(parts[at] for at in chosen)])
-
-
-class VariableBatchKeyedJaggedTensor(KeyedJagged):
+class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     """Features of a batch, each with its own number of bags, which TorchRec calls a variable stride per key.
 
     keys, values, weights, lengths, offsets: as of a KeyedJaggedTensor, with stride_per_key[f] bags of key f.
@@ -257,7 +464,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
 
     _fields = ("_values", "_weights", "_offsets", "_strides", "_inverse")
     open_leaves: ClassVar[Container[int]] = frozenset({0, 1, 2})
-    _strides: Tensor  # [keys, ranks]
+    _strides: Tensor  # [keys, ranks], on the CPU
     _inverse: Tensor | None
 
     def __init__(
@@ -270,12 +477,13 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         stride_per_key: Sequence[int],
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:
-        super().__init__(keys, values, weights, lengths, offsets)
+        Jagged.__init__(self, values, weights, lengths, offsets)
+        self._keys = check_keys(keys)
         strides, bags = list(stride_per_key), self._offsets.shape[0] - 1
         if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != bags:
             raise InputError(f"stride_per_key={strides}: give one for each of {self.keys()}, {bags} in all, as lengths")
-        self._strides = torch.tensor(strides, dtype=torch.int64, device=values.device).view(-1, 1)
-        self._inverse = None if inverse_indices is None else self._in_order(*inverse_indices)
+        self._strides = torch.tensor(strides, dtype=torch.int64).view(-1, 1)
+        self._inverse = None if inverse_indices is None else in_order(self._keys, *inverse_indices)
 
     def validate(self) -> None:
         """Read offsets and inverse indices: InputError unless offsets ascend and each sample has a bag of each key."""
@@ -305,7 +513,20 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
 
     def strides(self) -> Tensor:
         """How many bags each key has, int64 [keys]."""
-        return self._strides.sum(1)
+        return self._strides.sum(1).to(self.device())
+
+    def split_by_key(self) -> KeyedJaggedTensor:
+        return self
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed = super()._each(change)
+        changed._strides = self._strides.clone()  # are the same everywhere
+        return changed
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for tensor in (self._values, self._weights, self._offsets, self._inverse):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
     def variable_stride_per_key(self) -> bool:
         return True
@@ -316,205 +537,9 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
     def offsets_of_keys(self) -> Sequence[Tensor]:
         return [self._offsets_of(at, at + 1) for at in range(len(self._keys))]
 
-    def _in_order(self, names: Sequence[str], indices: Tensor) -> Tensor:
-        """The rows of inverse indices in the order of keys, as int64. InputError."""
-        if not isinstance(indices, Tensor) or indices.dim() != 2 or indices.shape[0] != len(names):
-            raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each of them")
-        if indices.dtype not in INTEGERS:
-            raise InputError(f"inverse_indices: a tensor of {indices.dtype}; give integers")
-        rows = {name: row for row, name in enumerate(names)}
-        if missing := [key for key in self._keys if key not in rows]:
-            raise InputError(f"inverse_indices have no row for {missing}; give one for each key")
-        order = [rows[key] for key in self._keys]
-        if order != [*range(len(names))]:
-            indices = indices[order]
-        return indices.to(torch.int64)
-
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Any:
         keys, inverse = tuple(self._keys[at] for at in chosen), None if self._inverse is None else self._inverse[chosen]
         return self._unflatten((values, weights, offsets, self._strides[chosen], inverse), (keys, self.stride()))
-
-
-class KeyedJaggedTensor(KeyedJagged):
-    """The features of a batch: sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
-
-    keys: one name for each feature. values: ids [n], or [n, ...]. weights: [n]. lengths: integers [keys * batch];
-    offsets: integers [keys * batch + 1]; one of the two is enough, and offsets are kept, as int64. The constructor
-    checks shapes, dtypes and repeated keys (InputError); `validate` and a lookup check the numbers in offsets.
-
-    It can be an argument of a graph, with any number of values in a batch. If `build` splits the values by key, the
-    graph splits them before each call, for which a GPU is waited for.
-
-    stride_per_key_per_rank, stride_per_key: how many bags each key has; with one of them the constructor gives a
-    VariableBatchKeyedJaggedTensor, which has inverse_indices. stride: the number of samples. The other arguments are
-    what TorchRec computes ahead, and are computed here when they are needed.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        strides, per_rank = given.get("stride_per_key"), given.get("stride_per_key_per_rank")
-        if per_rank is not None:
-            strides = [sum(of_key) for of_key in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
-        if strides is None:
-            return super().__new__(cls)
-        parts: list[Any] = [given.get(name) for name in _ARGUMENTS[:5]]
-        keys, values, weights, lengths, offsets = parts
-        inverse = given.get("inverse_indices")
-        made = VariableBatchKeyedJaggedTensor(keys, values, weights, lengths, offsets, strides, inverse)
-        if per_rank is not None and len({*map(len, per_rank)}) == 1:
-            made._strides = torch.as_tensor(per_rank, dtype=torch.int64, device=values.device)
-        return made
-
-    def __init__(
-        self,
-        keys: Sequence[str],
-        values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-        stride: int | None = None,
-        stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
-        stride_per_key: Sequence[int] | None = None,
-        length_per_key: Any = None,
-        lengths_offset_per_key: Any = None,
-        offset_per_key: Any = None,
-        index_per_key: Any = None,
-        jt_dict: Any = None,
-        inverse_indices: tuple[Sequence[str], Tensor] | None = None,
-    ) -> None:
-        super().__init__(keys, values, weights, lengths, offsets)
-        bags, count = self._offsets.shape[0] - 1, len(self._keys)
-        self._batch = None if count else stride
-        if statically_true(bags % count != 0 if count else bags != 0):
-            raise InputError(
-                f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give one length for each key and "
-                "sample, or one offset more"
-            )
-
-    @classmethod
-    def empty(
-        cls,
-        is_weighted: bool = False,
-        device: torch.device | str | None = None,
-        values_dtype: torch.dtype = torch.int64,
-        weights_dtype: torch.dtype | None = None,
-        lengths_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """A batch without keys. lengths_dtype: not read, since offsets are int64."""
-        return cls._joined([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
-
-    @staticmethod
-    def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
-        """As many samples without keys; or on a device, uninitialised tensors of the same shapes."""
-        if device is not None:
-            return kjt._each(lambda tensor: torch.empty_like(tensor, device=device))
-        weights = None if kjt._weights is None else kjt._weights[:0].clone()
-        return kjt._part([], kjt._values[:0].clone(), weights, kjt._offsets.new_zeros(1))
-
-    @classmethod
-    def from_lengths_sync(
-        cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
-    ) -> Self:
-        """The constructor with lengths, by TorchRec's name."""
-        return cls(keys, values, weights, lengths=lengths)
-
-    @classmethod
-    def from_offsets_sync(
-        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
-    ) -> Self:
-        """The constructor with offsets, by TorchRec's name."""
-        return cls(keys, values, weights, offsets=offsets)
-
-    @classmethod
-    def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> Self:
-        """From features, all with weights or all without; with variable batch sizes if they differ. InputError."""
-        if not jt_dict:
-            raise InputError("jt_dict={}: a batch of no keys has no dtype; use KeyedJaggedTensor.empty")
-        batches = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
-        differ = any(statically_true(batch != batches[0]) for batch in batches)
-        return cls._joined([*jt_dict], [*jt_dict.values()], batches if differ else None)
-
-    @classmethod
-    def from_nested(cls, values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> Self:
-        """From torch's nested tensors of layout torch.jagged, one for each key; and weights alike. InputError."""
-        for name, given in (("values", values), ("weights", weights or {})):
-            if not isinstance(given, Mapping):
-                raise InputError(f"{name}: got a {type(given).__name__}; give a dict of one nested tensor for each key")
-        if weights is not None and weights.keys() != values.keys():
-            raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
-        given = weights or {}
-        return cls.from_jt_dict({key: JaggedTensor.from_nested(each, given.get(key)) for key, each in values.items()})
-
-    @classmethod
-    def from_torchrec(cls, kjt: Any) -> KeyedJagged:
-        """The features of TorchRec's KeyedJaggedTensor, or of an object with its methods, without a copy.
-
-        If keys differ in their numbers of bags, a VariableBatchKeyedJaggedTensor.
-        """
-        if isinstance(kjt, KeyedJagged):
-            return kjt
-        offsets, lengths = kjt.offsets_or_none(), kjt.lengths_or_none()
-        if offsets is not None and statically_true(offsets.shape[0] == 0):
-            offsets = None  # TorchRec's may be empty if there are no bags
-        lengths = None if offsets is not None or lengths is None else lengths.flatten()
-        parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
-        if not kjt.variable_stride_per_key():
-            features: KeyedJagged = cls(*parts)
-            features._batch = None if features._keys else kjt.stride()
-            return features
-        refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
-        per_rank, inverse = kjt.stride_per_key_per_rank(), kjt.inverse_indices_or_none()
-        features = cls(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
-        features._batch = kjt.stride() if kjt.stride() > features.stride() else None
-        return features
-
-    @classmethod
-    def concat(cls, kjt_list: Sequence[Self]) -> Self:
-        """The keys of all, which must have the same number of samples, all with weights or all without. InputError."""
-        if not kjt_list:
-            raise InputError("kjt_list=[]: give at least one KeyedJaggedTensor")
-        if any(kjt.variable_stride_per_key() for kjt in kjt_list):
-            raise InputError(
-                "kjt_list: keys of one differ in their numbers of bags; give tensors with one bag a sample"
-            )
-        _check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list if kjt._keys})
-        joined = cls._joined([key for kjt in kjt_list for key in kjt._keys], kjt_list)
-        joined._batch = None if joined._keys else max(kjt.stride() for kjt in kjt_list)
-        return joined
-
-    def stride(self) -> int:
-        """How many samples the batch has. Without keys: of the batch that it was split from, or 0."""
-        return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
-
-    def stride_per_key(self) -> list[int]:
-        return [self.stride()] * len(self._keys)
-
-    def variable_stride_per_key(self) -> bool:
-        return False
-
-    def offsets_of_keys(self) -> Sequence[Tensor]:
-        bags = self.stride() if self._keys else 0
-        rows = self._offsets.unfold(0, bags + 1, bags) if bags else self._offsets.expand(len(self._keys), 1)
-        return (rows - rows[:, :1]).unbind()
-
-    def split_by_key(self) -> KeyedJaggedTensor:
-        """The same batch for a graph whose `build` splits the values: a tree with the values of each key as a leaf."""
-        values, weights = self._split(range(1, len(self._keys) + 1))
-        weights = [] if self._weights is None else weights
-        return SplitKeyedJaggedTensor._unflatten([self._offsets, *values, *weights], self._context())
-
-    def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
-        context = tuple(self._keys[at] for at in chosen), None if chosen else self.stride()
-        return KeyedJaggedTensor._unflatten((values, weights, offsets), context)
-
-    @classmethod
-    def _joined(cls, keys: Sequence[str], parts: Sequence[Jagged], strides: Sequence[int] | None = None) -> Self:
-        """From parts that are laid one after another."""
-        _check_alike("weights", "weights", {at: part.weights_or_none() is not None for at, part in enumerate(parts)})
-        values = torch.cat([part.values() for part in parts])
-        weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
-        offsets = offsets_of(torch.cat([part.lengths() for part in parts]))
-        return cls(keys, values, weights, offsets=offsets, stride_per_key=strides)
 
 
 class SplitKeyedJaggedTensor(KeyedJaggedTensor):
@@ -551,10 +576,10 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         keys, spans = len(self._keys), [*pairwise([0, *ends])]
-        values = [_joined(self._parts[0][:0], self._parts, range(*span)) for span in spans]
+        values = [joined(self._parts[0][:0], self._parts, range(*span)) for span in spans]
         if len(self._parts) == keys:
             return values, [None] * len(spans)
-        return values, [_joined(self._parts[keys][:0], self._parts[keys:], range(*span)) for span in spans]
+        return values, [joined(self._parts[keys][:0], self._parts[keys:], range(*span)) for span in spans]
 
     def _tensors(self) -> list[Any]:
         return [self._offsets, *self._parts]
@@ -573,10 +598,3 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
         made._offsets, *made._parts = tensors
         made._set_context(context)
         return made
-
-
-def _check_alike(argument: str, what: str, of: Mapping[Any, Any]) -> None:
-    """InputError unless the parts have the same value. of: the value of each part. what: its name."""
-    first, *others = of.values() or (None,)
-    if any(statically_true(other != first) for other in others):
-        raise InputError(f"{argument}: parts differ in their {what}, {dict(of)}; give parts that agree")

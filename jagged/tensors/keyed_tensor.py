@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -
     dim, *dims = (tensor.key_dim() for tensor in keyed_tensors)
     if any(other != dim for other in dims):
         raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")
-    batches = [tensor.values().shape[1 - dim] for tensor in keyed_tensors]
+    batches = [tensor.values().shape[1 - dim] if tensor.values().dim() > 1 else 1 for tensor in keyed_tensors]
     if any(statically_true(batch != batches[0]) for batch in batches):
         raise InputError(f"keyed_tensors have {batches} samples; give tensors of one batch")
     parts: dict[str, Tensor] = {}
@@ -182,7 +182,8 @@ class KeyedTensor(TensorContainer):
     """Dense features of a batch side by side: values [batch, sum of length_per_key].
 
     keys: one name for each feature. length_per_key: how many columns each has. key_dim: 0 for features one below the
-    other, values [sum of length_per_key, batch]. InputError if they do not fit.
+    other, values [sum of length_per_key, batch]. Values may have more dimensions after these. The other arguments are
+    what TorchRec computes ahead, and are computed here. InputError if they do not fit.
     """
 
     _fields = ("_values",)
@@ -191,7 +192,15 @@ class KeyedTensor(TensorContainer):
     _lengths: tuple[int, ...]
     _dim: int
 
-    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor, key_dim: int = 1) -> None:
+    def __init__(
+        self,
+        keys: Sequence[str],
+        length_per_key: Sequence[int],
+        values: Tensor,
+        key_dim: int = 1,
+        offset_per_key: Any = None,
+        index_per_key: Any = None,
+    ) -> None:
         if as_int(key_dim, 0, 1) is None:
             raise InputError(f"key_dim={key_dim!r}: give 1, or 0 for features one below the other")
         self._dim = key_dim
@@ -202,7 +211,7 @@ class KeyedTensor(TensorContainer):
             raise InputError(f"length_per_key={list(length_per_key)}: give one, 0 or more, for each of {self.keys()}")
         if (
             not isinstance(values, Tensor)
-            or values.dim() != 2
+            or values.dim() <= key_dim
             or statically_true(values.shape[key_dim] != sum(self._lengths))
         ):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -212,12 +221,15 @@ class KeyedTensor(TensorContainer):
 
     @classmethod
     def from_tensor_list(
-        cls, keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
+        cls, keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int | None = None
     ) -> Self:
-        """From one tensor [batch, length], or [length, batch] with key_dim=0, for each key. InputError."""
-        if not tensors or any(tensor.dim() != 2 for tensor in tensors):
+        """From one tensor [batch, length], or [length, batch] with key_dim=0, for each key. InputError.
+
+        cat_dim: TorchRec's name for the same as key_dim, the default.
+        """
+        if not tensors or any(not isinstance(tensor, Tensor) or tensor.dim() <= key_dim for tensor in tensors):
             raise InputError("tensors: give one tensor [batch, length] or more, one for each key")
-        if cat_dim != key_dim:
+        if cat_dim not in (None, key_dim):
             raise InputError(f"cat_dim={cat_dim!r}: features lie along key_dim={key_dim!r}; give the same")
         return cls(keys, [tensor.shape[key_dim] for tensor in tensors], torch.cat(list(tensors), key_dim), key_dim)
 

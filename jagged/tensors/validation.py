@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,12 +52,13 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_values(values: Tensor, weights: Tensor | None) -> None:
-    """InputError unless values are a tensor [n, ...], and weights None or a tensor [n] on the same device."""
+    """InputError unless values are a tensor [n, ...], and weights None, or [n] or [n, ...] on the same device."""
     if not isinstance(values, Tensor) or values.is_nested or values.dim() == 0:
         raise InputError(f"values: {_describe(values)}; give a tensor [n, ...], and a nested tensor to from_nested")
     if weights is None:
         return
-    if not isinstance(weights, Tensor) or weights.dim() != 1 or statically_true(weights.shape[0] != values.shape[0]):
+    fits = isinstance(weights, Tensor) and (weights.dim() == 1 or weights.shape[1:] == values.shape[1:])
+    if not fits or statically_true(weights.shape[0] != values.shape[0]):
         raise InputError(f"weights: {_describe(weights)}; give a tensor [{values.shape[0]}], one for each of values")
     if weights.device != values.device:
         raise InputError(f"weights are on {weights.device} and values on {values.device}; move them to one device")
@@ -113,6 +115,33 @@ def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str]
         raise InputError(
             f"offsets[-1]={offsets[-1]} of {count} values: give offsets that end with {count}, or lengths of that sum"
         )
+
+
+def joined(empty: Tensor, parts: Sequence[Tensor], chosen: Iterable[int]) -> Tensor:
+    """The chosen parts, one after another; `empty` if there are none."""
+    return torch.cat([empty, *(parts[at] for at in chosen)])
+
+
+def check_alike(argument: str, what: str, of: Mapping[Any, Any]) -> None:
+    """InputError unless the parts have the same value. of: the value of each part. what: its name."""
+    first, *others = of.values() or (None,)
+    if any(statically_true(other != first) for other in others):
+        raise InputError(f"{argument}: parts differ in their {what}, {dict(of)}; give parts that agree")
+
+
+def in_order(keys: Sequence[str], names: Sequence[str], indices: Tensor) -> Tensor:
+    """The rows of inverse indices [names, batch] in the order of keys, as int64. InputError."""
+    if not isinstance(indices, Tensor) or indices.dim() != 2 or indices.shape[0] != len(names):
+        raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each of them")
+    if indices.dtype not in INTEGERS:
+        raise InputError(f"inverse_indices: a tensor of {indices.dtype}; give integers")
+    rows = {name: row for row, name in enumerate(names)}
+    if missing := [key for key in keys if key not in rows]:
+        raise InputError(f"inverse_indices have no row for {missing}; give one for each key")
+    order = [rows[key] for key in keys]
+    if order != [*range(len(names))]:
+        indices = indices[order]
+    return indices.to(torch.int64)
 
 
 def _check_same(lengths: Tensor, offsets: Tensor) -> None:
