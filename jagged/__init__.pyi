@@ -25,9 +25,9 @@ from .tbe.enums import WeightDecayMode as WeightDecayMode
 from .tbe.module import SplitTableBatchedEmbeddingBagsCodegen as SplitTableBatchedEmbeddingBagsCodegen
 from .tbe.module import SSDTableBatchedEmbeddingBags as SSDTableBatchedEmbeddingBags
 from .tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags
+from .tensors.columns import multi_remap_to_groups as multi_remap_to_groups
+from .tensors.columns import permute_multi_embedding as permute_multi_embedding
 from .tensors.jagged_tensor import JaggedTensor as JaggedTensor
 from .tensors.keyed_jagged_tensor import KeyedJaggedTensor as KeyedJaggedTensor
 from .tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor as VariableBatchKeyedJaggedTensor
 from .tensors.keyed_tensor import KeyedTensor as KeyedTensor
-from .tensors.keyed_tensor import multi_remap_to_groups as multi_remap_to_groups
-from .tensors.keyed_tensor import permute_multi_embedding as permute_multi_embedding

@@ -6,10 +6,9 @@ quadratic in the number of features, since the gradient of a slice has the whole
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any, Protocol, Self
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from ...engine.checks import as_int
 from ...engine.errors import InputError
 from .jagged_tensor import TensorContainer, printed
-from .validation import check_keys, is_empty, refuse_trace, statically_true
+from .validation import check_keys, is_empty, statically_true
 
 
 class ColumnOrder:
@@ -73,109 +72,6 @@ def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -
         raise KeyError(f"groups: no keyed tensor has key {missing[0]!r}; they have {', '.join(parts)}")
     none = keyed_tensors[0].values().narrow(dim, 0, 0)
     return [torch.cat([parts[key] for key in group], dim) if group else none for group in groups]
-
-
-def multi_remap_to_groups(
-    keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments of `permute_multi_embedding` for these groups: (permutes, in_lengths, out_lengths), int32.
-
-    keys, lengths: for each input tensor its keys, and how many columns each has. groups: for each output its keys.
-    KeyError for a key that no tensor has, InputError for one that two have.
-    """
-    check_keys([key for of_tensor in keys for key in of_tensor])
-    columns: dict[str, tuple[int, int, int]] = {}  # of each key: its tensor, its first column there, its width
-    for tensor, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
-        start = 0
-        for name, width in zip(names, widths, strict=True):
-            columns[name] = tensor, start, width
-            start += width
-    rows: list[list[int]] = []
-    uses: dict[str, list[int]] = defaultdict(list)  # the rows that take each key
-    for output, group in enumerate(groups):
-        end = 0
-        for name in group:
-            tensor, start, width = columns[name]
-            uses[name].append(len(rows))
-            rows.append([tensor, output, start, end, width, 0])
-            end += width
-    for used in uses.values():
-        for row, following in pairwise(used):  # the first has the number of the next one, others minus that
-            rows[row][5] = following if row == used[0] else -following
-        if len(used) > 1:
-            rows[used[-1]][5] = -len(rows)
-    in_lengths = torch.tensor([sum(widths) for widths in lengths], dtype=torch.int32)
-    out_lengths = torch.tensor([sum(columns[name][2] for name in group) for group in groups], dtype=torch.int32)
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 6), in_lengths, out_lengths
-
-
-def permute_multi_embedding(
-    values: Sequence[Tensor],
-    permutes: Tensor,
-    out_lengths_list: Sequence[int] | Tensor,
-    in_lengths: Tensor,
-    out_lengths: Tensor | Sequence[int],
-) -> list[Tensor]:
-    """FBGEMM's op: tensors [batch, out_lengths[o]] of columns of `values`, which are [batch, in_lengths[i]] each.
-
-    The last three may also be in the order of FBGEMM 1.8: in_lengths, out_lengths, then the list of out_lengths.
-    permutes: integers [moves, 6]. A move is (input, output, first column of the input, first column of the output,
-    number of columns, jump); the jump is for FBGEMM's backward and is ignored. Moves may read the same columns, and
-    have to fill each output; on the device meta none is read. GraphError in a trace, where none can be. InputError.
-    """
-    refuse_trace("permute_multi_embedding", "use KeyedTensor.regroup")
-    if isinstance(out_lengths_list, Tensor):
-        in_lengths, out_lengths, out_lengths_list = out_lengths_list, in_lengths, out_lengths
-    assert isinstance(out_lengths, Tensor)
-    if permutes.is_meta:
-        return [values[0].new_empty(values[0].shape[0], width) for width in out_lengths_list]
-    if [tensor.shape[1] for tensor in values] != in_lengths.tolist() or list(out_lengths_list) != out_lengths.tolist():
-        raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
-    rows: list[list[int]] = permutes.tolist()
-    for row in rows:
-        if not (0 <= row[0] < len(values) and 0 <= row[1] < len(out_lengths_list) and row[4] >= 0):
-            raise InputError(
-                f"permutes: {row} of {len(values)} inputs and {len(out_lengths_list)} outputs; give moves of columns "
-                "from one of the inputs to one of the outputs"
-            )
-    atoms = [_Atoms(tensor, [row[2:5:2] for row in rows if row[0] == at]) for at, tensor in enumerate(values)]
-    moves: dict[int, list[list[int]]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row[3]):
-        moves[row[1]].append(row)
-    outputs = []
-    for output, width in enumerate(out_lengths_list):
-        parts: list[Tensor] = []
-        end = 0
-        for tensor, _, start, first, columns, _ in moves[output]:
-            if first != end:
-                raise InputError(
-                    f"permutes: columns {end} to {first} of output {output} are filled by no move or by two; give one "
-                    "move for each column"
-                )
-            parts += atoms[tensor].columns(start, columns)
-            end += columns
-        if end != width:
-            raise InputError(
-                f"permutes: moves fill {end} columns of output {output}, and out_lengths is {width}; give moves that "
-                "fill it"
-            )
-        outputs.append(torch.cat(parts, 1) if parts else values[0][:, :0])
-    return outputs
-
-
-class _Atoms:
-    """A tensor's columns, split at each column where a move begins or ends."""
-
-    def __init__(self, tensor: Tensor, moves: Sequence[Sequence[int]]) -> None:
-        width = tensor.shape[1]
-        cuts = sorted({0, width, *(cut for start, columns in moves for cut in (start, start + columns))})
-        if cuts[0] < 0 or cuts[-1] > width:
-            raise InputError(f"permutes: moves of columns {cuts[0]} to {cuts[-1]}; give columns from 0 to {width}")
-        self._numbers = {cut: number for number, cut in enumerate(cuts)}
-        self._parts = tensor.split([end - begin for begin, end in pairwise(cuts)], 1)
-
-    def columns(self, start: int, count: int) -> Sequence[Tensor]:
-        return self._parts[self._numbers[start] : self._numbers[start + count]]
 
 
 class KeyedTensor(TensorContainer):

@@ -1,0 +1,191 @@
+"""FBGEMM's `permute_multi_embedding`: columns of several tensors moved to other tensors, as one op.
+
+On a CPU a native loop moves them. On other devices one gather of columns does, from indices that the device computes,
+so nothing waits for the moves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine import _core
+from ...engine.errors import InputError
+from .validation import check_keys, is_traced, statically_true
+
+_NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def multi_remap_to_groups(
+    keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of `permute_multi_embedding` for these groups: (permutes, in_lengths, out_lengths), int32.
+
+    keys, lengths: for each input tensor its keys, and how many columns each has. groups: for each output its keys.
+    KeyError for a key that no tensor has, InputError for one that two have.
+    """
+    check_keys([key for of_tensor in keys for key in of_tensor])
+    columns: dict[str, tuple[int, int, int]] = {}  # of each key: its tensor, its first column there, its width
+    for tensor, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
+        for name, start, width in zip(names, accumulate(widths, initial=0), widths, strict=False):
+            columns[name] = tensor, start, width
+    rows: list[list[int]] = []
+    uses: dict[str, list[int]] = defaultdict(list)  # the rows that take each key
+    for output, group in enumerate(groups):
+        end = 0
+        for name in group:
+            tensor, start, width = columns[name]
+            uses[name].append(len(rows))
+            rows.append([tensor, output, start, end, width, 0])
+            end += width
+    for used in uses.values():
+        for row, following in pairwise(used):  # the first has the number of the next one, others minus that
+            rows[row][5] = following if row == used[0] else -following
+        if len(used) > 1:
+            rows[used[-1]][5] = -len(rows)
+    in_lengths = torch.tensor([sum(widths) for widths in lengths], dtype=torch.int32)
+    out_lengths = torch.tensor([sum(columns[name][2] for name in group) for group in groups], dtype=torch.int32)
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 6), in_lengths, out_lengths
+
+
+def permute_multi_embedding(
+    values: Sequence[Tensor],
+    permutes: Tensor,
+    out_lengths_list: Sequence[int] | Tensor,
+    in_lengths: Tensor,
+    out_lengths: Tensor | Sequence[int],
+) -> list[Tensor]:
+    """FBGEMM's op: tensors [batch, out_lengths[o]] of columns of `values`, which are [batch, in_lengths[i]] each.
+
+    The last three may also be in the order of FBGEMM 1.8: in_lengths, out_lengths, then the list of out_lengths.
+    permutes: integers [moves, 6]. A move is (input, output, first column of the input, first column of the output,
+    number of columns, jump); the jump is for FBGEMM's backward and is ignored. Moves may read the same columns, and
+    have to fill each output. Where several moves read a column, their gradients are added in the order of the moves.
+
+    InputError. On another device than a CPU, moves are not checked, since that would wait for it.
+    """
+    if isinstance(out_lengths_list, Tensor):
+        in_lengths, out_lengths, out_lengths_list = out_lengths_list, in_lengths, out_lengths
+    assert isinstance(out_lengths, Tensor)
+    widths, tensors = [int(width) for width in out_lengths_list], list(values)
+    if not tensors or any(not isinstance(one, Tensor) or one.dim() != 2 for one in tensors):
+        raise InputError("values: give one tensor [batch, columns] or more")
+    for one in tensors:
+        alike = (one.dtype, one.device) == (tensors[0].dtype, tensors[0].device)
+        if not alike or statically_true(one.shape[0] != tensors[0].shape[0]):
+            raise InputError("values: give tensors of one batch, dtype and device")
+    if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.is_floating_point():
+        raise InputError(f"permutes: {list(permutes.shape)} of {permutes.dtype}; give integers [moves, 6]")
+    if not is_traced() and in_lengths.device.type == out_lengths.device.type == "cpu":
+        given = [one.shape[1] for one in tensors]
+        if given != in_lengths.tolist() or widths != out_lengths.tolist():
+            raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
+    outputs: list[Tensor] = move_columns(tensors, permutes, widths)
+    return outputs
+
+
+@torch.library.custom_op("tierbed::move_columns", mutates_args=())
+def move_columns(values: Sequence[Tensor], permutes: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Tensors of `widths` columns, filled by moves. InputError on a CPU."""
+    if not _is_native(values[0]):
+        index = _sources(permutes, [one.shape[1] for one in values], widths)
+        return [one.clone() for one in torch.cat(list(values), 1)[:, index].split(list(widths), 1)]
+    outputs = _empty(values, permutes, widths)
+    if not _run(values, outputs, permutes, is_gradient=False):
+        raise _wrong([one.shape[1] for one in values], permutes.tolist(), widths)
+    return outputs
+
+
+@torch.library.custom_op("tierbed::move_columns_grad", mutates_args=())
+def move_columns_grad(grads: Sequence[Tensor], permutes: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """The gradients of inputs of `widths` columns, by those of the outputs."""
+    if not _is_native(grads[0]):
+        index = _sources(permutes, widths, [one.shape[1] for one in grads])
+        sums = grads[0].new_zeros(grads[0].shape[0], sum(widths)).index_add(1, index, torch.cat(list(grads), 1))
+        return [one.clone() for one in sums.split(list(widths), 1)]
+    sums_of = _empty(grads, permutes, widths)
+    if not _run(grads, sums_of, permutes, is_gradient=True):
+        raise InputError("permutes: they changed between forward and backward; give the same")
+    return sums_of
+
+
+@move_columns.register_fake
+@move_columns_grad.register_fake
+def _empty(given: Sequence[Tensor], permutes: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    return [given[0].new_empty(given[0].shape[0], width) for width in widths]
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.widths = [one.shape[1] for one in inputs[0]]
+
+
+move_columns.register_autograd(
+    lambda ctx, grads: (move_columns_grad(grads, *ctx.saved_tensors, ctx.widths), None, None), setup_context=_keep
+)
+move_columns_grad.register_autograd(
+    lambda ctx, grads: (move_columns(grads, *ctx.saved_tensors, ctx.widths), None, None), setup_context=_keep
+)
+
+
+def _is_native(one: Tensor) -> bool:
+    return one.device.type == "cpu" and one.dtype in _NATIVE
+
+
+def _run(sources: Sequence[Tensor], targets: Sequence[Tensor], permutes: Tensor, is_gradient: bool) -> bool:
+    """Fill the targets by the native loop; False if the moves do not fit."""
+    kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in sources]
+    moves = permutes.to("cpu", torch.int64).contiguous().flatten().numpy()
+    dtype = str(targets[0].dtype if targets else kept[0].dtype).removeprefix("torch.")
+    return _core.move_columns(_matrices(kept), _matrices(targets), moves, kept[0].shape[0], dtype, is_gradient)
+
+
+def _matrices(tensors: Sequence[Tensor]) -> list[int]:
+    return [n for one in tensors for n in (one.data_ptr(), one.stride(0) * one.element_size(), one.shape[1])]
+
+
+def _sources(permutes: Tensor, inputs: Sequence[int], outputs: Sequence[int]) -> Tensor:
+    """For each column of all outputs, the column of all inputs that it comes from, on the device of permutes."""
+    device = permutes.device
+    ends_in = torch.tensor([0, *accumulate(inputs)], device=device)
+    ends_out = torch.tensor([0, *accumulate(outputs)], device=device)
+    source, target, first, to, count = permutes[:, :5].long().unbind(1)
+    begin = ends_out[target] + to
+    order = torch.argsort(2 * begin + (count > 0))  # moves of no columns first
+    column = torch.arange(sum(outputs), device=device)
+    move = order[torch.searchsorted(begin[order], column, right=True) - 1]
+    return ends_in[source[move]] + first[move] + column - begin[move]
+
+
+def _wrong(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> InputError:
+    """The error for moves that do not fill the outputs."""
+    for row in moves:
+        if not (0 <= row[0] < len(inputs) and 0 <= row[1] < len(outputs) and row[4] >= 0):
+            return InputError(
+                f"permutes: {list(row)} of {len(inputs)} inputs and {len(outputs)} outputs; give moves of columns from "
+                "one of the inputs to one of the outputs"
+            )
+        if row[2] < 0 or row[2] + row[4] > inputs[row[0]]:
+            return InputError(
+                f"permutes: moves of columns {row[2]} to {row[2] + row[4]}; give columns from 0 to {inputs[row[0]]}"
+            )
+    for output, width in enumerate(outputs):
+        end = 0
+        for row in sorted((row for row in moves if row[1] == output), key=lambda row: (row[3], row[4])):
+            if row[3] != end:
+                return InputError(
+                    f"permutes: columns {end} to {row[3]} of output {output} are filled by no move or by two; give one "
+                    "move for each column"
+                )
+            end += row[4]
+        if end != width:
+            return InputError(
+                f"permutes: moves fill {end} columns of output {output}, and out_lengths is {width}; give moves that "
+                "fill it"
+            )
+    return InputError(f"permutes: {moves}; give numbers of 32 bits")

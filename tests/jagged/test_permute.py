@@ -1,0 +1,159 @@
+"""`permute_multi_embedding` reads values on the host, cannot be traced, or has other gradients than plain cat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.keyed import GROUPS, KEYS, LENGTHS, gradients, tensors
+from tierbed import Graph
+from tierbed.engine.errors import InputError
+from tierbed.jagged import multi_remap_to_groups, permute_multi_embedding
+from tierbed.jagged.tensors import columns
+
+PERMUTES, IN, OUT = multi_remap_to_groups(KEYS, LENGTHS, GROUPS)
+WIDTHS = OUT.tolist()
+
+
+def permuted(values: list[Tensor], permutes: Tensor = PERMUTES) -> list[Tensor]:
+    return permute_multi_embedding(values, permutes, WIDTHS, IN, OUT)
+
+
+def plain(values: list[Tensor]) -> list[Tensor]:
+    parts: dict[str, Tensor] = {}
+    for keys, widths, one in zip(KEYS, LENGTHS, values, strict=True):
+        parts.update(zip(keys, one.split(widths, 1), strict=True))
+    return [torch.cat([parts[key] for key in group], 1) for group in GROUPS]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "bool"])
+@pytest.mark.parametrize("batch", [0, 1, 5])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_columns_of_every_dtype_are_those_of_plain_cat(dtype: str, batch: int, integers: torch.dtype) -> None:
+    values = [(one * 5).to(getattr(torch, dtype)) for one in tensors(batch)]
+    for one, other in zip(permuted(values, PERMUTES.to(integers)), plain(values), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("layout", ["contiguous", "columns", "turned", "expanded"])
+def test_gradients_of_every_order_are_those_of_plain_cat(
+    native: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """native=False: as on a GPU, by torch's ops."""
+    if not native:
+        monkeypatch.setattr(columns, "_NATIVE", ())
+    values = [one.double().requires_grad_() for one in tensors()]
+    given = {
+        "contiguous": lambda one: one,
+        "columns": lambda one: torch.cat([one, one], 1)[:, 1 : 1 + one.shape[1]],
+        "turned": lambda one: (one * 1).t().contiguous().t(),
+        "expanded": lambda one: one[:1].expand(5, -1),
+    }[layout]
+
+    def read() -> list[Tensor]:
+        return [given(one) for one in values]
+
+    made, expected = permuted(read()), plain(read())
+    assert all(map(torch.equal, made, expected))
+    for one, other in zip(gradients(permuted(read()), values), gradients(plain(read()), values), strict=True):
+        torch.testing.assert_close(one, other)
+    unused = torch.autograd.grad(made[1].sum(), values, allow_unused=True, retain_graph=True)  # an expanded gradient
+    for one, other in zip(unused, torch.autograd.grad(expected[1].sum(), values, materialize_grads=True), strict=True):
+        assert torch.equal(torch.zeros_like(other) if one is None else one, other)
+    for one, other in zip(second_order(permuted(read()), values), second_order(plain(read()), values), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def second_order(made: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]:
+    grads = torch.autograd.grad([one.square().sum() for one in made], values, create_graph=True)
+    return torch.autograd.grad([grad.square().sum() for grad in grads], values)
+
+
+def test_moves_on_a_device_need_no_look_at_them() -> None:
+    """On meta, where none can be read; zero columns come first in a sum of moves."""
+    values = [one.to("meta").requires_grad_() for one in tensors()]
+    made = permute_multi_embedding(values, PERMUTES.to("meta"), WIDTHS, IN.to("meta"), OUT.to("meta"))
+    assert [tuple(one.shape) for one in made] == [(5, width) for width in WIDTHS]
+    assert [one.shape for one in torch.autograd.grad(sum(one.sum() for one in made), values)] == [
+        one.shape for one in values
+    ]
+    moves = [[0, 0, 2, 2, 1], [0, 0, 0, 2, 0], [0, 0, 1, 0, 2], [0, 0, 0, 3, 0], [0, 0, 0, 0, 0]]
+    index = columns._sources(torch.tensor(moves), [3], [3])
+    assert index.tolist() == [1, 2, 2]
+
+
+def test_the_ops_pass_torchs_checks() -> None:
+    values = tensors(requires_grad=True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(columns.move_columns, (values, PERMUTES, WIDTHS), test_utils=checks)
+    grads = [torch.randn(5, width) for width in WIDTHS]
+    torch.library.opcheck(columns.move_columns_grad, (grads, PERMUTES, IN.tolist()), test_utils=checks)
+
+
+class Regrouping(Graph):
+    """Trains linear layers whose outputs are regrouped; the moves are a buffer, or an argument of `build`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, sum(widths)) for widths in LENGTHS)
+        self.register_buffer("moves", PERMUTES)
+        self.add_optimizer(torch.optim.SGD(self.layers.parameters(), lr=0.1))
+
+    def regroup(self, values: list[Tensor], moves: Tensor) -> list[Tensor]:
+        return permuted(values, moves)
+
+    def build(self, x: Tensor, moves: Tensor | None = None) -> Any:
+        values = [layer(x) for layer in self.layers]
+        groups = self.regroup(values, self.moves if moves is None else moves)
+        loss = sum((one * (at + 1)).square().mean() for at, one in enumerate(groups))
+        loss.backward()
+        return loss
+
+
+class Plain(Regrouping):
+    def regroup(self, values: list[Tensor], moves: Tensor) -> list[Tensor]:
+        return plain(values)
+
+
+@pytest.mark.parametrize("argument", [False, True])
+def test_a_graph_traces_it_and_trains_as_with_plain_cat(argument: bool) -> None:
+    graph, expected = Regrouping(), Plain()
+    for step in range(3):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        given = (x, PERMUTES) if argument else (x,)
+        torch.testing.assert_close(graph(*given), expected(*given))
+    for one, other in zip(graph.layers.parameters(), expected.layers.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_wrong_moves_in_a_graph_raise_in_its_step() -> None:
+    wrong, graph = PERMUTES.clone(), Regrouping()
+    wrong[0, 3] = 2
+    with pytest.raises(InputError, match="give one move for each column"):
+        graph(torch.randn(6, 4), wrong)
+
+
+@pytest.mark.parametrize(
+    ("values", "permutes", "message"),
+    [
+        ([], PERMUTES, "values: give one tensor"),
+        ([torch.ones(3)], PERMUTES, "values: give one tensor"),
+        ([torch.ones(5, 7), torch.ones(4, 18), torch.ones(5, 8)], PERMUTES, "values: give tensors of one batch"),
+        (
+            [torch.ones(5, 7), torch.ones(5, 18).double(), torch.ones(5, 8)],
+            PERMUTES,
+            "values: give tensors of one batch",
+        ),
+        (tensors(), PERMUTES.flatten(), "permutes: .* give integers"),
+        (tensors(), PERMUTES.float(), "permutes: .* give integers"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(values: list[Tensor], permutes: Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        permuted(values, permutes)
