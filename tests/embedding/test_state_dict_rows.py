@@ -22,7 +22,7 @@ from support.stores import STORES, options
 from support.two_towers import IDS as BATCHES
 from support.two_towers import TwoTowers, losses, optimizer_of, stores
 from tierbed import MultiTableEmbedding
-from tierbed.engine.errors import ClosedError, OptionError, SnapshotError, StoreError
+from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.store.folder_state import FolderState
@@ -559,3 +559,19 @@ def test_a_graph_s_state_of_before_raises_where_rows_are_others(tmp_path: Path) 
     graph.keep_rows()
     graph.load_state_dict(lacking, strict=False)  # the rows stay
     steps(graph, IDS[3:4])
+
+
+def test_a_write_into_the_rows_of_a_state_is_not_lost_without_an_error() -> None:
+    """TorchRec's state_dict_gather copies one state into another, whose tensors it takes for the model's."""
+    first, second = model(None), model(None)
+    train(first.rows, range(5))
+    train(second.rows, range(5))
+    state = second.state_dict()
+    for given in (state, model(None).state_dict()):
+        with pytest.raises(InputError, match=r"copy_ into the rows of a state_dict\(\).* load_state_dict"):
+            given["rows.rows.embedding"].copy_(first.state_dict()["rows.rows.embedding"])
+    own = copy.deepcopy(state)  # of the user
+    for name, tensor in first.state_dict().items():
+        own[name].copy_(tensor)
+    second.load_state_dict(own)
+    assert contents(second.rows).tobytes() == contents(first.rows).tobytes()
