@@ -89,19 +89,12 @@ def store_requests(groups: Mapping[str, Sequence[Table]]) -> dict[str, StoreRequ
 class TableView(NamedTuple):
     """One table of a collection, as TorchRec's `embedding_bags[name]` and `embeddings[name]` show it."""
 
+    name: str
+    num_embeddings: int | None  # None: any id
+    embedding_dim: int
+    dtype: torch.dtype  # of stored rows
     embedding: MultiTableEmbedding
-    number: int  # of the table in its embedding
-    config: EmbeddingConfig
-
-    @property
-    def num_embeddings(self) -> int | None:
-        """How many ids the table has; None for any id."""
-        return self.config.num_embeddings
-
-    @property
-    def embedding_dim(self) -> int:
-        """Numbers of a row."""
-        return self.config.embedding_dim
+    number: int  # of the table in it
 
     @property
     def weight(self) -> Tensor:
@@ -110,20 +103,20 @@ class TableView(NamedTuple):
         InputError for a table that takes any id.
         """
         embedding, number, rows = self.dense()
-        name, device = self.config.name, embedding.device
+        name, device = self.name, embedding.device
         if device.type == "meta":
-            return torch.empty(rows, self.embedding_dim, dtype=self.config.dtype, device=device)
+            return torch.empty(rows, self.embedding_dim, dtype=self.dtype, device=device)
         remedy = (
             f"weight of table {name!r} is a copy, so a write into it changes no stored row; call embedding_of({name!r})"
             f".put(torch.arange({rows}), rows, {name!r}) or load_state_dict, or clone() it for a tensor of your own"
         )
-        return ReadOnlyCopy.of(dense_rows(embedding, number, rows, self.config.dtype), remedy)
+        return ReadOnlyCopy.of(dense_rows(embedding, number, rows, self.dtype), remedy)
 
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
         """The table's embedding, its number there, and how many rows it has as a dense table. InputError."""
         if self.num_embeddings is None:
             raise InputError(
-                f"table {self.config.name!r} takes any id, so it is no dense tensor; make it with num_embeddings, or "
+                f"table {self.name!r} takes any id, so it is no dense tensor; make it with num_embeddings, or "
                 "use save_snapshot or chunks()"
             )
         return self.embedding, self.number, self.num_embeddings
@@ -306,7 +299,8 @@ class TableCollection(TableModule):
             raise OptionError("store_options: share has every table, with its store; leave store_options out")
         for config in configs:
             group, number = self._locations[config.name]
-            self.embeddings.tables[config.name] = TableView(self.embedding(group), number, config)
+            size = config.num_embeddings, config.embedding_dim, config.dtype
+            self.embeddings.tables[config.name] = TableView(config.name, *size, self.embedding(group), number)
         if device is not None:
             self._move_to(device)
 

@@ -85,64 +85,50 @@ def permute_multi_embedding(
         given = [one.shape[1] for one in tensors]
         if given != in_lengths.tolist() or widths != out_lengths.tolist():
             raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
-    outputs: list[Tensor] = move_columns(tensors, permutes, widths)
+    outputs: list[Tensor] = move_columns(tensors, permutes, widths, False)
     return outputs
 
 
 @torch.library.custom_op("tierbed::move_columns", mutates_args=())
-def move_columns(values: Sequence[Tensor], permutes: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """Tensors of `widths` columns, filled by moves. InputError on a CPU."""
-    if not _is_native(values[0]):
-        index = _sources(permutes, [one.shape[1] for one in values], widths)
-        return [one.clone() for one in torch.cat(list(values), 1)[:, index].split(list(widths), 1)]
-    outputs = _empty(values, permutes, widths)
-    if not _run(values, outputs, permutes, is_gradient=False):
-        raise _wrong([one.shape[1] for one in values], permutes.tolist(), widths)
-    return outputs
+def move_columns(given: Sequence[Tensor], permutes: Tensor, widths: Sequence[int], is_gradient: bool) -> list[Tensor]:
+    """Tensors of `widths` columns, filled by moves; with is_gradient the gradients of inputs by those of outputs.
 
-
-@torch.library.custom_op("tierbed::move_columns_grad", mutates_args=())
-def move_columns_grad(grads: Sequence[Tensor], permutes: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """The gradients of inputs of `widths` columns, by those of the outputs."""
-    if not _is_native(grads[0]):
-        index = _sources(permutes, widths, [one.shape[1] for one in grads])
-        sums = grads[0].new_zeros(grads[0].shape[0], sum(widths)).index_add(1, index, torch.cat(list(grads), 1))
+    The two are each other's gradient. InputError on a CPU.
+    """
+    inputs, outputs = [one.shape[1] for one in given], widths
+    if is_gradient:
+        inputs, outputs = outputs, inputs  # type: ignore[assignment]
+    if given[0].device.type != "cpu" or given[0].dtype not in _NATIVE:
+        index, joined = _sources(permutes, inputs, outputs), torch.cat(list(given), 1)
+        sums = (
+            joined.new_zeros(len(joined), sum(widths)).index_add(1, index, joined) if is_gradient else joined[:, index]
+        )
         return [one.clone() for one in sums.split(list(widths), 1)]
-    sums_of = _empty(grads, permutes, widths)
-    if not _run(grads, sums_of, permutes, is_gradient=True):
-        raise InputError("permutes: they changed between forward and backward; give the same")
-    return sums_of
+    made = _empty(given, permutes, widths, is_gradient)
+    kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in given]
+    moves = permutes.to("cpu", torch.int64).contiguous().flatten().numpy()
+    dtype = str(given[0].dtype).removeprefix("torch.")
+    if not _core.move_columns(_matrices(kept), _matrices(made), moves, len(kept[0]), dtype, is_gradient):
+        raise _wrong(inputs, permutes.tolist(), outputs)
+    return made
 
 
 @move_columns.register_fake
-@move_columns_grad.register_fake
-def _empty(given: Sequence[Tensor], permutes: Tensor, widths: Sequence[int]) -> list[Tensor]:
+def _empty(given: Sequence[Tensor], permutes: Tensor, widths: Sequence[int], is_gradient: bool) -> list[Tensor]:
     return [given[0].new_empty(given[0].shape[0], width) for width in widths]
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.widths = [one.shape[1] for one in inputs[0]]
+    given, permutes, _, ctx.is_gradient = inputs
+    ctx.save_for_backward(permutes)
+    ctx.widths = [one.shape[1] for one in given]
 
 
-move_columns.register_autograd(
-    lambda ctx, grads: (move_columns_grad(grads, *ctx.saved_tensors, ctx.widths), None, None), setup_context=_keep
-)
-move_columns_grad.register_autograd(
-    lambda ctx, grads: (move_columns(grads, *ctx.saved_tensors, ctx.widths), None, None), setup_context=_keep
-)
+def _backward(ctx: Any, grads: list[Tensor]) -> Any:
+    return move_columns(grads, *ctx.saved_tensors, ctx.widths, not ctx.is_gradient), None, None, None
 
 
-def _is_native(one: Tensor) -> bool:
-    return one.device.type == "cpu" and one.dtype in _NATIVE
-
-
-def _run(sources: Sequence[Tensor], targets: Sequence[Tensor], permutes: Tensor, is_gradient: bool) -> bool:
-    """Fill the targets by the native loop; False if the moves do not fit."""
-    kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in sources]
-    moves = permutes.to("cpu", torch.int64).contiguous().flatten().numpy()
-    dtype = str(targets[0].dtype if targets else kept[0].dtype).removeprefix("torch.")
-    return _core.move_columns(_matrices(kept), _matrices(targets), moves, kept[0].shape[0], dtype, is_gradient)
+move_columns.register_autograd(_backward, setup_context=_keep)
 
 
 def _matrices(tensors: Sequence[Tensor]) -> list[int]:

@@ -45,17 +45,19 @@ class _ByStrides(type):
     """The type of KeyedJaggedTensor: its constructor makes the subclass of variable batch sizes for such arguments."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        varies = any(given.get(name) is not None for name in _VARIABLE)
-        if not varies or issubclass(cls, VariableBatchKeyedJaggedTensor) or not given.keys() <= {*_ARGUMENTS}:
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        varies = given.keys() <= {*_ARGUMENTS} and any(given.get(name) is not None for name in _VARIABLE)
+        if not varies or issubclass(cls, VariableBatchKeyedJaggedTensor):
             return super().__call__(*args, **kwargs)
         parts: list[Any] = [given.get(name) for name in _ARGUMENTS[:5]]
+        keys, values, weights, lengths, offsets = parts
         strides, per_rank = given.get("stride_per_key"), given.get("stride_per_key_per_rank")
         if per_rank is not None:
             strides = [sum(of_key) for of_key in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
         elif strides is None:
             strides = KeyedJaggedTensor(*parts).stride_per_key()
-        made = VariableBatchKeyedJaggedTensor(*parts, strides, given.get("inverse_indices"))
+        inverse = given.get("inverse_indices")
+        made = VariableBatchKeyedJaggedTensor(keys, values, weights, lengths, offsets, strides, inverse)
         if per_rank is not None and len({*map(len, per_rank)}) == 1:
             made._strides = torch.as_tensor(per_rank, dtype=torch.int64, device="cpu")
         made._batch = given.get("stride")
@@ -107,17 +109,16 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
                 "sample, or one offset more"
             )
 
-    @classmethod
+    @staticmethod
     def empty(
-        cls,
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         values_dtype: torch.dtype = torch.int64,
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype | None = None,
-    ) -> Self:
+    ) -> KeyedJaggedTensor:
         """A batch without keys. lengths_dtype: not read, since offsets are int64."""
-        return cls._joined([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
+        return _laid([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
@@ -137,11 +138,9 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
-        """The constructor with lengths, and `sync()`, by TorchRec's name. Not synced while a graph is traced."""
-        made = KeyedJaggedTensor(
-            keys, values, weights, lengths, None, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
-        )
-        return made if is_traced() else made.sync()
+        """The constructor with lengths, and `sync()`, by TorchRec's name."""
+        sizes = stride, stride_per_key_per_rank
+        return KeyedJaggedTensor(keys, values, weights, lengths, None, *sizes, inverse_indices=inverse_indices).sync()
 
     @staticmethod
     def from_offsets_sync(
@@ -153,24 +152,22 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
-        """The constructor with offsets, and `sync()`, by TorchRec's name. Not synced while a graph is traced."""
-        made = KeyedJaggedTensor(
-            keys, values, weights, None, offsets, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
-        )
-        return made if is_traced() else made.sync()
+        """The constructor with offsets, and `sync()`, by TorchRec's name."""
+        sizes = stride, stride_per_key_per_rank
+        return KeyedJaggedTensor(keys, values, weights, None, offsets, *sizes, inverse_indices=inverse_indices).sync()
 
-    @classmethod
-    def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> Self:
+    @staticmethod
+    def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
         """From features, all with weights or all without; with variable batch sizes if they differ. InputError."""
         if not jt_dict:
             raise InputError("jt_dict={}: a batch of no keys has no dtype; use KeyedJaggedTensor.empty")
         batches = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
         differ = any(statically_true(batch != batches[0]) for batch in batches)
-        made = cls._joined([*jt_dict], [*jt_dict.values()], [[batch] for batch in batches] if differ else None)
-        return made if is_traced() else made.sync()
+        made = _laid([*jt_dict], [*jt_dict.values()], [[batch] for batch in batches] if differ else None)
+        return made.sync()
 
-    @classmethod
-    def from_nested(cls, values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> Self:
+    @staticmethod
+    def from_nested(values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:
         """From torch's nested tensors of layout torch.jagged, one for each key; and weights alike. InputError."""
         for name, given in (("values", values), ("weights", weights or {})):
             if not isinstance(given, Mapping):
@@ -178,10 +175,11 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
         if weights is not None and weights.keys() != values.keys():
             raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
         given = weights or {}
-        return cls.from_jt_dict({key: JaggedTensor.from_nested(each, given.get(key)) for key, each in values.items()})
+        parts = {key: JaggedTensor.from_nested(each, given.get(key)) for key, each in values.items()}
+        return KeyedJaggedTensor.from_jt_dict(parts)
 
-    @classmethod
-    def from_torchrec(cls, kjt: Any) -> KeyedJaggedTensor:
+    @staticmethod
+    def from_torchrec(kjt: Any) -> KeyedJaggedTensor:
         """The features of TorchRec's KeyedJaggedTensor, or of an object with its methods, without a copy.
 
         If keys differ in their numbers of bags, or it has inverse indices, a VariableBatchKeyedJaggedTensor.
@@ -195,17 +193,17 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
         parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
         inverse = kjt.inverse_indices_or_none()
         if not kjt.variable_stride_per_key() and inverse is None:
-            features: KeyedJaggedTensor = cls(*parts)
-            features._batch = None if features._keys else kjt.stride()
-            return features
+            plain = KeyedJaggedTensor(*parts)
+            plain._batch = None if plain._keys else kjt.stride()
+            return plain
         refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
         per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
-        features = cls(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
-        features._batch = kjt.stride() if kjt.stride() > features.stride() else None
-        return features
+        made = KeyedJaggedTensor(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
+        made._batch = kjt.stride() if kjt.stride() > made.stride() else None
+        return made
 
-    @classmethod
-    def concat(cls, kjt_list: Sequence[Self]) -> Self:
+    @staticmethod
+    def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """The keys of all, which must have the same number of samples, all with weights or all without. InputError.
 
         With variable batch sizes: all of them or none, all with inverse indices or none.
@@ -223,9 +221,9 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
                 check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list})
             strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()]
             inverse = None if None in inverses else (keys, torch.cat([one[1] for one in inverses if one is not None]))
-            return cls._joined(keys, kjt_list, strides, inverse)
+            return _laid(keys, kjt_list, strides, inverse)
         check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list if kjt._keys})
-        made = cls._joined(keys, kjt_list)
+        made = _laid(keys, kjt_list)
         made._batch = None if made._keys else max(kjt.stride() for kjt in kjt_list)
         return made
 
@@ -253,21 +251,6 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
         context = tuple(self._keys[at] for at in chosen), None if chosen else self.stride()
         return KeyedJaggedTensor._unflatten((values, weights, offsets), context)
-
-    @classmethod
-    def _joined(
-        cls,
-        keys: Sequence[str],
-        parts: Sequence[Jagged],
-        strides: Sequence[Sequence[int]] | None = None,
-        inverse: tuple[Sequence[str], Tensor] | None = None,
-    ) -> Self:
-        """From parts that are laid one after another. strides: of each key and rank."""
-        check_alike("weights", "weights", {at: part.weights_or_none() is not None for at, part in enumerate(parts)})
-        values = torch.cat([part.values() for part in parts])
-        weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
-        offsets = offsets_of(torch.cat([part.lengths() for part in parts]))
-        return cls(keys, values, weights, offsets=offsets, stride_per_key_per_rank=strides, inverse_indices=inverse)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """How many bags each key has of each rank, as they were given; [] if each sample has a bag of each key."""
@@ -308,8 +291,9 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
         return self
 
     def sync(self) -> Self:
-        """Read where the values of each key begin, so that no later call waits for it."""
-        self.offset_per_key()
+        """Read where the values of each key begin, so that no later call waits. Nothing while a graph is traced."""
+        if not is_traced():
+            self.offset_per_key()
         return self
 
     def unsync(self) -> Self:
@@ -357,12 +341,12 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
         return JaggedTensor(values, weights, offsets=self._offsets_of(at, at + 1))
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Each feature by its key, views of one split. compute_offsets: not read, since offsets are known."""
+        """Each feature by its key, views of one split. compute_offsets: not read, for offsets are known."""
         parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
         features = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of checked tensors
         return dict(zip(self._keys, features, strict=True))
 
-    def split(self, segments: Sequence[int]) -> list[Self]:
+    def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
         """Views of the first segments[0] keys, of the next segments[1], and so on. InputError.
 
         As with TorchRec, keys after the last segment are left out.
@@ -376,7 +360,7 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
             for (begin, end), values, weights in parts
         ]
 
-    def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> Self:
+    def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """A copy with the keys of these numbers, in this order, as often as they occur. IndexError.
 
         indices_tensor: the same numbers, not read. No lookup needs it: a collection finds its features among any keys.
@@ -452,6 +436,22 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._describe()})"
+
+
+def _laid(
+    keys: Sequence[str],
+    parts: Sequence[Jagged],
+    strides: Sequence[Sequence[int]] | None = None,
+    inverse: tuple[Sequence[str], Tensor] | None = None,
+) -> KeyedJaggedTensor:
+    """From parts that are laid one after another. strides: of each key and rank."""
+    check_alike("weights", "weights", {at: part.weights_or_none() is not None for at, part in enumerate(parts)})
+    values = torch.cat([part.values() for part in parts])
+    weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
+    offsets = offsets_of(torch.cat([part.lengths() for part in parts]))
+    return KeyedJaggedTensor(
+        keys, values, weights, offsets=offsets, stride_per_key_per_rank=strides, inverse_indices=inverse
+    )
 
 
 class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):

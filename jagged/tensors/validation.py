@@ -42,7 +42,7 @@ def is_empty(given: object) -> bool:
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """Keys as a tuple of distinct strings. InputError."""
-    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+    if isinstance(keys, str) or not isinstance(keys, Iterable) or not all(isinstance(key, str) for key in keys):
         raise InputError(f"keys={keys!r}: give a list of strings")
     names = tuple(keys)
     if len(set(names)) < len(names):

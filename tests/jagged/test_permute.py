@@ -90,9 +90,9 @@ def test_moves_on_a_device_need_no_look_at_them() -> None:
 def test_the_ops_pass_torchs_checks() -> None:
     values = tensors(requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(columns.move_columns, (values, PERMUTES, WIDTHS), test_utils=checks)
+    torch.library.opcheck(columns.move_columns, (values, PERMUTES, WIDTHS, False), test_utils=checks)
     grads = [torch.randn(5, width) for width in WIDTHS]
-    torch.library.opcheck(columns.move_columns_grad, (grads, PERMUTES, IN.tolist()), test_utils=checks)
+    torch.library.opcheck(columns.move_columns, (grads, PERMUTES, IN.tolist(), True), test_utils=checks)
 
 
 class Regrouping(Graph):
