@@ -85,47 +85,58 @@ def permute_multi_embedding(
         given = [one.shape[1] for one in tensors]
         if given != in_lengths.tolist() or widths != out_lengths.tolist():
             raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
-    outputs: list[Tensor] = move_columns(tensors, permutes, widths, False)
+    outputs: list[Tensor] = move_columns(tensors, permutes, in_lengths, out_lengths, widths, False)
     return outputs
 
 
 @torch.library.custom_op("tierbed::move_columns", mutates_args=())
-def move_columns(given: Sequence[Tensor], permutes: Tensor, widths: Sequence[int], is_gradient: bool) -> list[Tensor]:
+def move_columns(
+    given: Sequence[Tensor],
+    permutes: Tensor,
+    in_lengths: Tensor,
+    out_lengths: Tensor,
+    widths: Sequence[int],
+    is_gradient: bool,
+) -> list[Tensor]:
     """Tensors of `widths` columns, filled by moves; with is_gradient the gradients of inputs by those of outputs.
 
-    The two are each other's gradient. InputError on a CPU.
+    The two are each other's gradient. A CPU does not read the lengths, other devices no shape. InputError on a CPU.
     """
     inputs, outputs = [one.shape[1] for one in given], widths
     if is_gradient:
         inputs, outputs = outputs, inputs  # type: ignore[assignment]
-    if given[0].device.type != "cpu" or given[0].dtype not in _NATIVE:
-        index, joined = _sources(permutes, inputs, outputs), torch.cat(list(given), 1)
-        sums = (
-            joined.new_zeros(len(joined), sum(widths)).index_add(1, index, joined) if is_gradient else joined[:, index]
+    if given[0].device.type == "cpu":
+        made, is_native = (
+            _empty(given, permutes, in_lengths, out_lengths, widths, is_gradient),
+            given[0].dtype in _NATIVE,
         )
-        return [one.clone() for one in sums.split(list(widths), 1)]
-    made = _empty(given, permutes, widths, is_gradient)
-    kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in given]
-    moves = permutes.to("cpu", torch.int64).contiguous().flatten().numpy()
-    dtype = str(given[0].dtype).removeprefix("torch.")
-    if not _core.move_columns(_matrices(kept), _matrices(made), moves, len(kept[0]), dtype, is_gradient):
-        raise _wrong(inputs, permutes.tolist(), outputs)
-    return made
+        kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in given]
+        moves = permutes.to("cpu", torch.int64).contiguous().flatten().numpy()
+        # without rows it checks the moves alone
+        rows, dtype = (len(kept[0]), str(given[0].dtype).removeprefix("torch.")) if is_native else (0, "float32")
+        if not _core.move_columns(_matrices(kept), _matrices(made), moves, rows, dtype, is_gradient):
+            raise _wrong(inputs, permutes.tolist(), outputs)
+        if is_native:
+            return made
+    index, joined = _sources(permutes, in_lengths, out_lengths, sum(outputs)), torch.cat(list(given), 1)
+    zeros = joined.new_zeros(len(joined), sum(widths))
+    moved = zeros.index_add(1, index, joined) if is_gradient else joined[:, index]
+    return [one.clone() for one in moved.split(list(widths), 1)]
 
 
 @move_columns.register_fake
-def _empty(given: Sequence[Tensor], permutes: Tensor, widths: Sequence[int], is_gradient: bool) -> list[Tensor]:
+def _empty(given: Sequence[Tensor], permutes: Any, ins: Any, outs: Any, widths: Sequence[int], _: Any) -> list[Tensor]:
     return [given[0].new_empty(given[0].shape[0], width) for width in widths]
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    given, permutes, _, ctx.is_gradient = inputs
-    ctx.save_for_backward(permutes)
+    given, *moves, _, ctx.is_gradient = inputs
+    ctx.save_for_backward(*moves)
     ctx.widths = [one.shape[1] for one in given]
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> Any:
-    return move_columns(grads, *ctx.saved_tensors, ctx.widths, not ctx.is_gradient), None, None, None
+    return move_columns(grads, *ctx.saved_tensors, ctx.widths, not ctx.is_gradient), *[None] * 5
 
 
 move_columns.register_autograd(_backward, setup_context=_keep)
@@ -135,17 +146,14 @@ def _matrices(tensors: Sequence[Tensor]) -> list[int]:
     return [n for one in tensors for n in (one.data_ptr(), one.stride(0) * one.element_size(), one.shape[1])]
 
 
-def _sources(permutes: Tensor, inputs: Sequence[int], outputs: Sequence[int]) -> Tensor:
+def _sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
     """For each column of all outputs, the column of all inputs that it comes from, on the device of permutes."""
-    device = permutes.device
-    ends_in = torch.tensor([0, *accumulate(inputs)], device=device)
-    ends_out = torch.tensor([0, *accumulate(outputs)], device=device)
     source, target, first, to, count = permutes[:, :5].long().unbind(1)
-    begin = ends_out[target] + to
+    begin = (out_lengths.cumsum(0) - out_lengths)[target] + to
     order = torch.argsort(2 * begin + (count > 0))  # moves of no columns first
-    column = torch.arange(sum(outputs), device=device)
+    column = torch.arange(columns, device=permutes.device)
     move = order[torch.searchsorted(begin[order], column, right=True) - 1]
-    return ends_in[source[move]] + first[move] + column - begin[move]
+    return (in_lengths.cumsum(0) - in_lengths)[source[move]] + first[move] + column - begin[move]
 
 
 def _wrong(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> InputError:

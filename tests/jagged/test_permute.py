@@ -83,16 +83,16 @@ def test_moves_on_a_device_need_no_look_at_them() -> None:
         one.shape for one in values
     ]
     moves = [[0, 0, 2, 2, 1], [0, 0, 0, 2, 0], [0, 0, 1, 0, 2], [0, 0, 0, 3, 0], [0, 0, 0, 0, 0]]
-    index = columns._sources(torch.tensor(moves), [3], [3])
+    index = columns._sources(torch.tensor(moves), torch.tensor([3]), torch.tensor([3]), 3)
     assert index.tolist() == [1, 2, 2]
 
 
 def test_the_ops_pass_torchs_checks() -> None:
     values = tensors(requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(columns.move_columns, (values, PERMUTES, WIDTHS, False), test_utils=checks)
+    torch.library.opcheck(columns.move_columns, (values, PERMUTES, IN, OUT, WIDTHS, False), test_utils=checks)
     grads = [torch.randn(5, width) for width in WIDTHS]
-    torch.library.opcheck(columns.move_columns, (grads, PERMUTES, IN.tolist(), True), test_utils=checks)
+    torch.library.opcheck(columns.move_columns, (grads, PERMUTES, IN, OUT, IN.tolist(), True), test_utils=checks)
 
 
 class Regrouping(Graph):
@@ -137,6 +137,14 @@ def test_wrong_moves_in_a_graph_raise_in_its_step() -> None:
     wrong[0, 3] = 2
     with pytest.raises(InputError, match="give one move for each column"):
         graph(torch.randn(6, 4), wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_wrong_moves_of_any_dtype_are_refused(dtype: torch.dtype) -> None:
+    wrong = PERMUTES.clone()
+    wrong[0, 2] = -1  # an index from the end
+    with pytest.raises(InputError, match="moves of columns -1 to 2; give columns from 0 to 7"):
+        permuted([one.to(dtype) for one in tensors()], wrong)
 
 
 @pytest.mark.parametrize(
