@@ -71,6 +71,8 @@ def permute_multi_embedding(
     """
     if isinstance(out_lengths_list, Tensor):
         in_lengths, out_lengths, out_lengths_list = out_lengths_list, in_lengths, out_lengths
+    if not all(isinstance(one, Tensor) for one in (permutes, in_lengths, out_lengths)):
+        raise InputError("permutes, in_lengths and out_lengths: give tensors of integers, as of multi_remap_to_groups")
     assert isinstance(out_lengths, Tensor)
     widths, tensors = [int(width) for width in out_lengths_list], list(values)
     if not tensors or any(not isinstance(one, Tensor) or one.dim() != 2 for one in tensors):

@@ -57,7 +57,7 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
         raise InputError(f"values: {_describe(values)}; give a tensor [n, ...], and a nested tensor to from_nested")
     if weights is None:
         return
-    fits = isinstance(weights, Tensor) and (weights.dim() == 1 or weights.shape[1:] == values.shape[1:])
+    fits = isinstance(weights, Tensor) and weights.shape[1:] in ((), values.shape[1:]) and weights.dim() > 0
     if not fits or statically_true(weights.shape[0] != values.shape[0]):
         raise InputError(f"weights: {_describe(weights)}; give a tensor [{values.shape[0]}], one for each of values")
     if weights.device != values.device:
