@@ -62,7 +62,8 @@ from .trace.signature import (
     tensors_spec,
 )
 from .trace.swap import trace_lock
-from .trace.trace import trace
+from .trace.trace import Trace, trace
+from .trace.values import ValueGuards
 
 MAX_CACHED_STEPS = 64
 _TENSORS = {Tensor}
@@ -103,6 +104,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__splits = False  # whether build needs the values of keyed tensors by key
         self.__has_warned = False  # that compile_dense compiles nothing of a dynamic-shape step
         self.__structure: Structure | None = None
+        self.__values = ValueGuards()
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
         self.__compiles = RecompileLog(MAX_CACHED_STEPS)
         self.__forward: Forward | None = None  # while a profile runs
@@ -396,7 +398,7 @@ class Graph(ModelSnapshots, HasBuild):
         self, given: Given, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
     ) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
-            self.__structure = Structure(self)
+            self.__structure, self.__values = Structure(self), ValueGuards()
             self.__steps.clear()  # no old step can be used again, and they would keep replaced modules alive
         tensors, state = live
         return (
@@ -407,9 +409,10 @@ class Graph(ModelSnapshots, HasBuild):
             self.__end.key(),
             repr(self.__inductor),
             self.__captures,
+            self.__values.number if self.__values.holds() else self.__values.renew(),
         ), tensors
 
-    def __step_for(self, signature: Hashable, call: Call, tensors: list[Tensor], static_only: bool) -> CompiledStep:
+    def __step_for(self, signature: Any, call: Call, tensors: list[Tensor], static_only: bool) -> CompiledStep:
         step = self.__steps.find(signature, call, static_only)
         if step is not None:
             return step
@@ -420,15 +423,29 @@ class Graph(ModelSnapshots, HasBuild):
             )
         self.__optimizers.attach(self)
         self.__optimizers.refuse_foreign(self)
-        begin, name = perf_counter(), type(self).__name__
+        begin, name, base = perf_counter(), type(self).__name__, signature[:-1]
+        is_new = False
+
+        def traced_for(dynamic: Dims | None) -> Trace:
+            return trace(self, call, tensors, self.__optimizers, dynamic)
 
         def compiled(dynamic: Dims | None) -> CompiledStep:
-            traced = trace(self, call, tensors, self.__optimizers, dynamic)
+            nonlocal is_new
+            traced = traced_for(dynamic)
+            self.__values.add(traced.reads)
+            key = base, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
+            program = traced.program()
+            equal: CompiledStep | None = self.__values.equal_step(key, program, lambda: traced_for(dynamic).program())
+            if equal is not None:
+                return equal
+            is_new = True
             inductor = self.__inductor if dynamic is None or dynamic <= call.dynamic_dims else None
             captures = self.__captures and dynamic is None
-            return compile_step(
+            step = compile_step(
                 self, traced, self.__optimizers, self.__end, tensors, inductor, captures, self.__rank_state
             )
+            self.__values.keep(key, program, step)
+            return step
 
         step = self.__steps.make(name, signature, call, static_only, compiled)
         is_dynamic = step.guard is not None
@@ -443,8 +460,10 @@ class Graph(ModelSnapshots, HasBuild):
             self.__end,
             self.__inductor,
             self.__captures,
+            self.__values.texts(),
         )
-        self.__compiles.add(name, why, perf_counter() - begin)
+        if is_new:
+            self.__compiles.add(name, why, perf_counter() - begin)
         self.__steps.evict_oldest(name)
         return step
 

@@ -99,8 +99,9 @@ class DynamicShapes(Generic[S]):
                 MAX_STATIC_SHAPES,
             )
         family.tried += self.dynamic_dims(key, inputs, from_start) is not None
-        if len(family.static_shapes) < MAX_STATIC_SHAPES:
-            family.static_shapes.append(_shapes(inputs))
+        shapes = _shapes(inputs)
+        if len(family.static_shapes) < MAX_STATIC_SHAPES and shapes not in family.static_shapes:
+            family.static_shapes.append(shapes)
         if len(self._families) > MAX_FAMILIES:
             self._families.pop(next(iter(self._families)))
 

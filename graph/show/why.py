@@ -23,6 +23,7 @@ from ..trace.signature import Call, Dims, argument_names
 _MAX_SHOWN = 6  # differences of one step
 _NO_TENSOR = "no tensor"
 _ABSENT = "missing"
+_VALUE = "value"  # traces that read others differ in something else
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _OF_MODULES = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -90,8 +91,12 @@ def guard_facts(
     end: StepEpilogue,
     inductor: Mapping[str, Any] | None,
     cuda_graph: bool,
+    values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
-    """What a step of `root` for a call depends on, by the user's name for it. dynamic_dims: of any size."""
+    """What a step of `root` for a call depends on, by the user's name for it. dynamic_dims: of any size.
+
+    values: the Python values that build reads, each as text and as a key.
+    """
     found: Facts = {}
     number = 0
     for name, leaf in zip(argument_names(root.build, call.given), call.leaves, strict=True):
@@ -115,6 +120,7 @@ def guard_facts(
     found["gradient scaler", ""] = _Object("none" if end.scaler is None else "GradScaler", end.scaling())
     found["cuda_graph", ""] = cuda_graph
     found["compile_dense", ""] = "off" if inductor is None else dict(inductor)
+    found.update({(_VALUE, label): _Object(*value) for label, value in values.items()})
     for path, module in root.named_modules():
         found.update(_module_facts(path, module))
     names = tensor_names(root)
@@ -146,7 +152,8 @@ def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[i
 
 
 def _differences(new: Facts, old: Facts) -> list[str]:
-    names = [name for name in [*new, *(old.keys() - new)] if new.get(name, _ABSENT) != old.get(name, _ABSENT)]
+    both = [name for name in [*new, *(old.keys() - new)] if name[0] != _VALUE or name in new.keys() & old]
+    names = [name for name in both if new.get(name, _ABSENT) != old.get(name, _ABSENT)]
     changed = {name: _difference(new.get(name, _ABSENT), old.get(name, _ABSENT)) for name in names}
     if any(kind == "argument" for kind, _ in changed):
         changed.pop(("arguments", ""), None)

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from ...engine.ops.rows_contract import TRACED
 from .alias import is_random
 from .built import HasBuild
 from .names import name_of, tensor_names
+from .reads import Reads
 from .signature import Call, Dims, argument_names, is_plain, registered
 from .swap import changed_setting, swapped, unused_grads
 
@@ -76,6 +77,28 @@ class Trace:
     returned: Returned
     inputs: list[str]  # names of the input tensors
     guard: ShapeGuard | None  # whether the step accepts other inputs; None for a static-shape step
+    reads: Reads  # the Python values that are constants of it
+
+    def program(self) -> Hashable:
+        """What is equal for traces that give equal steps, of the same signature and sizes. Before a pass changes it."""
+        nodes = [
+            (node.op, node.name, str(node.target), repr(node.args), repr(node.kwargs))
+            for node in self.module.graph.nodes
+        ]
+        constants = [
+            _identity(node, getattr(self.module, str(node.target)))
+            for node in self.module.graph.find_nodes(op="get_attr")
+        ]
+        returned = self.returned
+        guard = self.guard and self.guard.__code__
+        constant = [(type(value), repr(value)) for value in returned.constants]
+        return (
+            tuple(nodes),
+            tuple(constants),
+            repr(returned.spec),
+            repr((constant, returned.is_tensor, returned.with_grad)),
+            guard,
+        )
 
 
 def trace(
@@ -98,6 +121,7 @@ def trace(
         if isinstance(value, Tensor)
     }
     returned: Returned | None = None
+    reads = Reads(root)
 
     def step(*flat: Tensor) -> list[Tensor]:
         nonlocal returned
@@ -111,7 +135,7 @@ def trace(
         op_guard = _OpGuard(
             root, {**names, **{id(grad): f"{names[live]}.grad" for live, grad in unused.items()}}, settings
         )
-        with swapped(root, optimizers, swaps, names), op_guard, _NoData():
+        with swapped(root, optimizers, swaps, names), op_guard, _NoData(), reads:
             result = root.build(*args, **kwargs)
         op_guard.check_seed()
         for i in where:
@@ -165,7 +189,13 @@ def trace(
         node.meta[LIVE] = True
     assert returned is not None
     guard = None if shapes is None else _shape_guard(shapes, fakes[: len(inputs)])
-    return Trace(module, returned, [arguments_of[i] for i in where], guard)
+    return Trace(module, returned, [arguments_of[i] for i in where], guard, reads)
+
+
+def _identity(node: fx.Node, value: Any) -> Hashable:
+    """A constant tensor of a trace by its value if build made it, else by identity, as the step reads it later."""
+    made = all("lift_fresh" in str(user.target) for user in node.users)
+    return repr(value.tolist()) if made and isinstance(value, Tensor) else id(value)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, from_start: Dims) -> FakeTensor:
