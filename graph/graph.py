@@ -104,7 +104,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__splits = False  # whether build needs the values of keyed tensors by key
         self.__has_warned = False  # that compile_dense compiles nothing of a dynamic-shape step
         self.__structure: Structure | None = None
-        self.__values = ValueGuards()
+        self.__values = ValueGuards(MAX_CACHED_STEPS)
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
         self.__compiles = RecompileLog(MAX_CACHED_STEPS)
         self.__forward: Forward | None = None  # while a profile runs
@@ -398,7 +398,7 @@ class Graph(ModelSnapshots, HasBuild):
         self, given: Given, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
     ) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
-            self.__structure, self.__values = Structure(self), ValueGuards()
+            self.__structure, self.__values = Structure(self), ValueGuards(MAX_CACHED_STEPS)
             self.__steps.clear()  # no old step can be used again, and they would keep replaced modules alive
         tensors, state = live
         return (
@@ -452,19 +452,21 @@ class Graph(ModelSnapshots, HasBuild):
         if self.__inductor is not None and is_dynamic and not step.compiles_dense and not self.__has_warned:
             self.__has_warned = True
             warn_uncompiled(name)
-        why = guard_facts(
-            self,
-            call,
-            call.dynamic_dims if is_dynamic else Dims(),
-            self.__optimizers,
-            self.__end,
-            self.__inductor,
-            self.__captures,
-            self.__values.texts(),
-        )
         if is_new:
+            why = guard_facts(
+                self,
+                call,
+                call.dynamic_dims if is_dynamic else Dims(),
+                self.__optimizers,
+                self.__end,
+                self.__inductor,
+                self.__captures,
+                self.__values.texts(),
+            )
             self.__compiles.add(name, why, perf_counter() - begin)
         self.__steps.evict_oldest(name)
+        if self.__values.is_full:
+            self.__structure = None
         return step
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ Reads of attributes are observed: while `build` runs, the classes of the graph's
 hold, have a `__getattribute__`. Reads of globals, closures and default arguments cannot be observed, so they are found
 in the code of the functions that `build` may call.
 
-The result has a place for each value: an expression, such as `o3['cfg'].temp`, that reads the value as it is now.
+The result is a place for each value: an expression, such as `o3['cfg'].temp`, that reads the value as it is now.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import pickle
 import random
 import sys
 from argparse import Namespace
+from collections import deque
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property, lru_cache, partial
+from numbers import Number
 from threading import get_ident
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace, TracebackType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,46 +36,60 @@ from .signature import is_plain
 
 MOST_ITEMS = 64  # of a list, dict or tuple whose items have places
 
+Names = frozenset[str]
+
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = {"torch", "numpy", _OURS, *sys.stdlib_module_names}
 _WATCHED = (nn.Module, Optimizer, LRScheduler, GradScaler)  # classes of torch whose attributes users change
-_OF_MODULES = frozenset(vars(nn.Module()))  # the signature has what matters of these
+_OF_MODULES = frozenset(vars(nn.Module())) | {"__dict__"}  # the signature has what matters of these
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
-_DRAWN = (random, np.random)
 _FUNCTIONS = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_SHARED = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
+_ALL: Names = frozenset()  # for a class: all of its functions
+_SPECIAL = frozenset({"__call__"})  # for a class: what operators call
 _READ = object.__getattribute__
 
 
 class Reads:
-    """A block in which the calling thread's reads are found.
+    """A block around `build` in which this thread's reads are found.
 
     places: by expression, the user's name for it. names: the objects that the expressions name.
 
     GraphError at the end of the block if `build` drew numbers from Python's or NumPy's generators.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, arguments: list[Any]) -> None:
         self.places: dict[str, str] = {}
         self.names: dict[str, Any] = {}
-        self._root = root
-        self._thread = get_ident()
-        self._paths: dict[int, tuple[str, str]] = {}  # the expression and label of each watched object, by id
-        self._noted: set[Any] = set()
-        self._generators: dict[int, tuple[Any, bytes, str]] = {}
-        self._hooked: list[type] = []
-        self._known_names: set[str] = set()  # all names in the code that was scanned
+        self._root, self._arguments, self._thread = root, arguments, get_ident()
+        self._watched: dict[int, tuple[str, str, Any]] = {}  # by id, the expression and label of an object, and itself
+        self._modules: set[int] = set()  # of the graph, by id
+        self._seen: set[Any] = set()
+        self._generators: list[tuple[Any, bytes, str]] = []  # with their states and labels
+        self._classes: dict[type, bool] = {}  # of watched objects, and whether they got a `__getattribute__`
+        self._known_names: Names = frozenset()  # in all code that was scanned
 
     def __enter__(self) -> Reads:
-        for path, module in self._root.named_modules():
-            self._watch(self._name(module), path, module)
-        self._scan(type(self._root).build, type(self._root))
+        try:
+            for path, module in self._root.named_modules():
+                self._modules.add(id(module))
+                self._watch(self._name(module), path, module)
+                for hooks in map(vars(module).__getitem__, _HOOKS):
+                    for key, hook in hooks.items():
+                        self._note(f"{self._name(hooks)}[{key}]", f"a hook of {path or 'the graph'}", hook)
+            self._scan(type(self._root).build, type(self._root))
+            for function in self._arguments:
+                self._scan(function)
+        except BaseException:
+            self.__exit__(BaseException)
+            raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for cls in reversed(self._hooked):
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for cls in [cls for cls, is_hooked in self._classes.items() if is_hooked]:
             del cls.__getattribute__
-        drawn = [name for generator, before, name in self._generators.values() if _state(generator) != before]
+        drawn = [label for generator, before, label in self._generators if _state(generator) != before]
         if drawn and error is None:
             raise GraphError(
                 f"build draws random numbers from {drawn[0]}, which would be frozen into the step; draw them by torch "
@@ -85,142 +101,142 @@ class Reads:
         self.names[name] = value
         return name
 
+    def _is_new(self, *key: Any) -> bool:
+        return not (key in self._seen or self._seen.add(key))  # type: ignore[func-returns-value]
+
     def _watch(self, expression: str, label: str, value: Any) -> None:
         """Observe the attributes of an object from now on."""
         cls = type(value)
-        self._name(value)  # keeps it, so that no other object gets its id
-        self._paths[id(value)] = expression, label
-        if cls not in self._noted:
-            self._noted.add(cls)
+        self._watched[id(value)] = expression, label, value
+        if cls not in self._classes:
             ours = cls.__module__.partition(".")[0] == _OURS or isinstance(value, EmbeddingBase)
-            if cls.__getattribute__ is _READ and not ours:
-                cls.__getattribute__ = self._hook()  # type: ignore[method-assign]
-                self._hooked.append(cls)
-            self._scan_class(cls, frozenset())
-        if isinstance(value, nn.Module):
-            for hooks in map(vars(value).__getitem__, _HOOKS):
-                for key, hook in hooks.items():
-                    self._note(f"{self._name(hooks)}[{key}]", f"a hook of {label or 'the graph'}", hook)
+            self._classes[cls] = cls.__getattribute__ is _READ and not ours
+            if self._classes[cls]:
+                cls.__getattribute__ = self._observer()  # type: ignore[method-assign]
+            self._scan_class(cls, _SPECIAL)
 
-    def _hook(self) -> Any:
+    def _observer(self) -> Any:
         def read(owner: Any, name: str) -> Any:
-            value = _READ(owner, name)
-            if name[:2] != "__" and get_ident() == self._thread:
+            is_ours = get_ident() == self._thread and (name[:2] != "__" or name == "__dict__")
+            try:
+                value = _READ(owner, name)
+            except AttributeError:
+                if not is_ours or isinstance(owner, nn.Module):
+                    raise
+                try:
+                    value = type(owner).__getattr__(owner, name)
+                except AttributeError:
+                    self._see(owner, name, None)
+                    raise
+            if is_ours:
                 self._see(owner, name, value)
             return value
 
         return read
 
     def _see(self, owner: Any, name: str, value: Any) -> None:
-        path, key = self._paths.get(id(owner)), (id(owner), name)
-        if path is None or key in self._noted:
+        watched, is_module = self._watched.get(id(owner)), id(owner) in self._modules
+        if watched is None or not name.isidentifier() or not self._is_new(id(owner), name):
             return
-        self._noted.add(key)
-        is_module = isinstance(owner, nn.Module)
-        if (is_module and (name in _OF_MODULES or isinstance(value, Tensor))) or not name.isidentifier():
-            return
-        expression, label = path
+        if is_module and (name in _OF_MODULES or isinstance(value, Tensor)):
+            return  # the signature has it
+        expression, label, _ = watched
         attributes = vars(owner) if is_module else {}  # faster to read than the module itself
         if isinstance(value, MethodType) and value.__self__ is owner:
             self._scan(value.__func__, type(owner))
         elif not isinstance(getattr(type(owner), name, None), property):  # what a property reads is seen as well
-            own = f"{self._name(attributes)}[{name!r}]" if name in attributes else f"{expression}.{name}"
-            self._note(own, f"{label}.{name}".lstrip("."), value)
+            place = f"{self._name(attributes)}[{name!r}]" if name in attributes else f"{expression}.{name}"
+            self._note(place, f"{label}.{name}".lstrip("."), value)
 
-    def _note(self, expression: str, label: str, value: Any, names: frozenset[str] = frozenset()) -> None:
-        """Note a value that build may read. names: what the code that names it reads of it."""
+    def _note(self, place: str, label: str, value: Any, names: Names = _ALL) -> None:
+        """Note a value that build may read. names: those in the code that reads it, if it was found in code."""
         if isinstance(value, ModuleType):
-            self._note_python_module(value, names or frozenset(self._known_names))
+            self._note_python_module(value, names or self._known_names)
             return
         if isinstance(value, type) and _is_own(value):
-            self._scan_class(value, names, has_objects=True)
-        if expression in self._noted:
+            self._scan_class(value, _ALL)
+            self._scan_class(value, names)
+        if not self._is_new(place):
             return
-        self._noted.add(expression)
-        generator = value.__self__ if isinstance(value, BuiltinFunctionType) else value
-        if isinstance(generator, _GENERATORS):
-            self._generators.setdefault(id(generator), (generator, _state(generator), label))
-        elif is_constant(value) or (isinstance(value, Tensor) and not isinstance(value, FakeTensor)):
-            self.places[expression] = label
-            if isinstance(value, FunctionType):
-                self._scan(value)
-        elif id(value) in self._paths:
-            self.places[expression] = label  # an object that has another place already: by identity
-        elif isinstance(value, dict | list | tuple) and len(value) <= MOST_ITEMS:
-            self.places[f"len({expression})"] = f"the length of {label}"
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in [*items]:
-                if type(key) in (int, str):
-                    self._note(f"{expression}[{key!r}]", f"{label}[{key!r}]", item)
+        source = value.__self__ if isinstance(value, BuiltinFunctionType) else value
+        if isinstance(source, _GENERATORS):
+            self._generators.append((source, _state(source), _SHARED.get(id(source), label)))
+        elif is_constant(value) or (isinstance(value, Tensor | np.ndarray) and not isinstance(value, FakeTensor)):
+            self.places[place] = label
+            self._scan(value)
+        elif id(value) in self._watched:
+            self.places[place] = label  # by identity: its attributes have places, under another name
+        elif isinstance(value, dict | list | tuple | deque | set):
+            self.places[f"len({place})"] = f"the length of {label}"
+            if len(value) <= MOST_ITEMS and not isinstance(value, set):
+                for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
+                    if type(key) in (int, str):
+                        self._note(f"{place}[{key!r}]", f"{label}[{key!r}]", item)
         elif isinstance(value, MethodType):
-            self._note(f"{expression}.__self__", label, value.__self__)
+            self._note(f"{place}.__self__", label, value.__self__)
             self._scan(value.__func__, type(value.__self__))
         elif isinstance(value, partial):
             for part in ("func", "args", "keywords"):
-                self._note(f"{expression}.{part}", f"{label}.{part}", getattr(value, part))
+                self._note(f"{place}.{part}", f"{label}.{part}", getattr(value, part))
         elif isinstance(value, Namespace | SimpleNamespace):
-            for key, item in [*vars(value).items()]:
-                self._note(f"{expression}.{key}", f"{label}.{key}", item)
-        elif isinstance(value, _WATCHED) or (_is_own(type(value)) and type(value).__flags__ & 1 << 9):
-            self.places[f"type({expression})"] = f"the class of {label}"
-            self._watch(expression, label, value)
-            if isinstance(value, nn.Module):
-                for path, child in [*value.named_modules(prefix=label)][1:]:
-                    self._watch(self._name(child), path, child)
+            self._note(f"{place}.__dict__", label, vars(value))
+        elif isinstance(value, _WATCHED) or (_is_own(type(value)) and type(value).__flags__ & 1 << 9):  # made in Python
+            self.places[f"type({place})"] = f"the class of {label}"
+            self._watch(place, label, value)
+            if not self._classes[type(value)]:
+                self._note(f"{place}.__dict__", label, getattr(value, "__dict__", None))
 
-    def _note_python_module(self, module: ModuleType, names: frozenset[str]) -> None:
+    def _note_python_module(self, module: ModuleType, names: Names) -> None:
         if module is np:
             names &= {"random"}
-        elif not _is_own(module) and module not in _DRAWN:
+        elif not _is_own(module) and module not in (random, np.random):
             return
-        for name in names & vars(module).keys():
-            place = f"{self._name(vars(module))}[{name!r}]"
-            if (place, names) not in self._noted:  # modules may name each other
-                self._noted.add((place, names))
-                self._note(place, f"{module.__name__}.{name}", vars(module)[name], names)
+        values = vars(module)
+        for name in names & values.keys():
+            if self._is_new(id(module), name, names):  # modules may name each other
+                self._note(f"{self._name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
 
     def _scan(self, function: Any, cls: type | None = None) -> None:
         """Note what a function reads by name, and what functions that it names do. cls: the class of its object."""
-        key = function, cls
-        if not isinstance(function, FunctionType) or not _is_own(function) or key in self._noted:
+        if not isinstance(function, FunctionType) or not _is_own(function) or not self._is_new(function, cls):
             return
-        self._noted.add(key)
-        names, variables, imported = _names_in(function.__code__)
+        code, values = function.__code__, function.__globals__
+        names, variables = _names_in(code)
         self._known_names |= names
-        values = function.__globals__
         for name in variables & values.keys():
             self._note(f"{self._name(values)}[{name!r}]", name, values[name], names)
-        for name in imported & sys.modules.keys():
+        for name in names & sys.modules.keys():  # imported in the function
             self._note(name, name, sys.modules[name], names)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # it is empty
                 self._note(f"{self._name(cell)}.cell_contents", name, cell.cell_contents, names)
         for part in ("__defaults__", "__kwdefaults__"):
             if getattr(function, part):
-                label = f"{part} of {function.__name__}"
+                label = f"{part} of {function.__qualname__}"
                 self._note(f"{self._name(function)}.{part}", label, getattr(function, part), names)
-        if cls is not None:
-            self._scan_class(cls, names)
+        for one in [*self._classes] if names & {"type", "__class__"} else [cls]:
+            if one is not None:
+                self._scan_class(one, names)
 
-    def _scan_class(self, cls: type, names: frozenset[str], has_objects: bool = False) -> None:
-        """Note what is read of a class by these names. has_objects: whether code that names it may make objects."""
-        key = cls, names, has_objects
-        if key in self._noted or issubclass(cls, Enum):
+    def _scan_class(self, cls: type, names: Names) -> None:
+        """Note what these names read of a class."""
+        if issubclass(cls, Enum) or not self._is_new(cls, names):
             return
-        self._noted.add(key)
         for base in filter(_is_own, cls.__mro__):
             for name, member in [*vars(base).items()]:
                 function = getattr(member, _FUNCTIONS.get(type(member), ""), member)
                 if isinstance(function, FunctionType):
-                    if has_objects or name in names or (name[:2] == "__" and name != "__init__"):
+                    if names is _ALL or name in names or (name[:2] == "__" and name != "__init__"):
                         self._scan(function, cls)
                 elif name in names and name[:2] != "__" and not hasattr(member, "__get__"):
                     self._note(f"{self._name(base)}.{name}", f"{base.__name__}.{name}", member, names)
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value cannot change: a plain value, or a tuple of these."""
-    return all(map(is_constant, value)) if isinstance(value, tuple) else is_plain(value)
+    """Whether a value cannot change: a plain value, a number, or a tuple of these without functions."""
+    if isinstance(value, tuple | frozenset):
+        return all(is_constant(item) and not callable(item) for item in value)
+    return is_plain(value) or isinstance(value, Number)
 
 
 def _is_own(value: Any) -> bool:
@@ -237,16 +253,9 @@ def _state(generator: Any) -> bytes:
 
 
 @lru_cache(4096)
-def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """All names in a code and its nested functions, and the names of globals and of imported modules among them."""
-    names, variables, imported = set(code.co_names), set(), set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            variables.add(instruction.argval)
-        elif instruction.opname == "IMPORT_NAME":
-            imported.add(instruction.argval)
-    for nested in code.co_consts:
-        if isinstance(nested, CodeType):
-            for mine, its in zip((names, variables, imported), _names_in(nested), strict=True):
-                mine |= its
-    return frozenset(names), frozenset(variables), frozenset(imported)
+def _names_in(code: CodeType) -> tuple[Names, Names]:
+    """All names in a code and its nested functions, and those of globals among them."""
+    variables = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    nested = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    names = frozenset(code.co_names).union(*(names for names, _ in nested))
+    return names, frozenset(variables).union(*(variables for _, variables in nested))

@@ -155,6 +155,9 @@ class Structure:
         self._with_tensors, self._tensor_names = [d for d, _ in tensors], [name for _, name in tensors]
         self._shape = self._read_shape()
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copied graph reads its own modules
+
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
         """Parameters and buffers as they are now, tied ones repeated, and a key of these and of torch's own state.
 

@@ -80,25 +80,24 @@ class Trace:
     reads: Reads  # the Python values that are constants of it
 
     def program(self) -> Hashable:
-        """What is equal for traces that give equal steps, of the same signature and sizes. Before a pass changes it."""
-        nodes = [
-            (node.op, node.name, str(node.target), repr(node.args), repr(node.kwargs))
-            for node in self.module.graph.nodes
-        ]
-        constants = [
-            _identity(node, getattr(self.module, str(node.target)))
-            for node in self.module.graph.find_nodes(op="get_attr")
-        ]
-        returned = self.returned
+        """What is equal for traces of one signature that give equal steps, as long as no pass has changed them."""
+        graph, returned = self.module.graph, self.returned
+        grads = graph.find_nodes(op="call_function", target=torch.ops.tierbed.lookup_grad.default)
+        orders = sorted(node.args[-2] for node in grads)  # counted over all calls of the process
+        nodes = []
+        for node in graph.nodes:
+            args: Any = node.args
+            if node in grads:
+                args = *args[:-2], orders.index(args[-2]), args[-1]
+            constant = getattr(self.module, node.target) if node.op == "get_attr" else None
+            if isinstance(constant, Tensor) and all("lift_fresh" in str(user.target) for user in node.users):
+                constant = repr(constant.tolist())  # made by build: another one with each trace
+            else:
+                constant = id(constant)  # read at each call
+            nodes.append((node.op, node.name, str(node.target), repr(args), repr(node.kwargs), constant))
+        constants = [(type(value), repr(value)) for value in returned.constants]
         guard = self.guard and self.guard.__code__
-        constant = [(type(value), repr(value)) for value in returned.constants]
-        return (
-            tuple(nodes),
-            tuple(constants),
-            repr(returned.spec),
-            repr((constant, returned.is_tensor, returned.with_grad)),
-            guard,
-        )
+        return tuple(nodes), repr((returned.spec, constants, returned.is_tensor, returned.with_grad)), guard
 
 
 def trace(
@@ -121,7 +120,7 @@ def trace(
         if isinstance(value, Tensor)
     }
     returned: Returned | None = None
-    reads = Reads(root)
+    reads = Reads(root, leaves)
 
     def step(*flat: Tensor) -> list[Tensor]:
         nonlocal returned
@@ -190,12 +189,6 @@ def trace(
     assert returned is not None
     guard = None if shapes is None else _shape_guard(shapes, fakes[: len(inputs)])
     return Trace(module, returned, [arguments_of[i] for i in where], guard, reads)
-
-
-def _identity(node: fx.Node, value: Any) -> Hashable:
-    """A constant tensor of a trace by its value if build made it, else by identity, as the step reads it later."""
-    made = all("lift_fresh" in str(user.target) for user in node.users)
-    return repr(value.tolist()) if made and isinstance(value, Tensor) else id(value)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, from_start: Dims) -> FakeTensor:

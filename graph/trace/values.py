@@ -6,68 +6,77 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from itertools import count
+from itertools import compress, count
+from numbers import Number
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from ...engine.errors import GraphError
-from .reads import Reads
-from .signature import is_plain
+from .reads import Reads, is_constant
 from .swap import trace_lock
 
 MOST_CHANGES = 8  # of one value, if each gives another step
 MOST_VALUES = 64  # of one value in all
+MOST_PLACES = 20_000
+
+Keys = tuple[Hashable, ...]
 
 _MISSING = object()
 _SHOWN = ("__str__", "__repr__", "__format__")
-_KEPT = {*dir(object), "__getnewargs__"} - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
+_DEFAULT = {*dir(object), "__getnewargs__"} - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
 
 
 class ValueGuards:
-    """The values that `build` was seen to read, as they are now and as they were at earlier traces.
+    """The values at all places that `build` was seen to read, as they are now and as they were at earlier traces.
 
-    number: stands for all values as they are now, and is part of each signature. holds: returns whether the values are
+    number: stands for the values as they are now, and is part of each signature. holds: returns whether the values are
     still those; if not, call `renew`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """most: the most signatures whose programs are kept."""
         self.number = 0
-        self.holds: Callable[[], bool] = lambda: True
-        self._labels: dict[str, str] = {}  # the user's name of the value at each place, see `Reads`
-        self._names: dict[str, Any] = {}
-        self._reads: list[Callable[[], Any]] = []  # of the value at each place
+        self.holds: Callable[[], bool] = True.__bool__
+        self._most = most
+        self._labels: dict[str, str] = {}  # by place, the user's name for the value
+        self._names: dict[str, Any] = {"read": _read}  # in the code that reads places
+        self._reads: list[Callable[[], Any]] = []
+        self._is_missing: list[bool] = []
         self._values: list[Any] = []
-        self._keys: tuple[Hashable, ...] = ()
-        self._numbers: dict[tuple[Hashable, ...], int] = {(): 0}
-        self._next_numbers = count(1)
-        self._seen: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects alive whose ids are in keys
-        self._changed: dict[str, tuple[Any, Any]] = {}  # the values before and after, at places that changed last
+        self._keys: Keys = ()
+        self._numbers: dict[Keys, int] = {(): 0}
+        self._next_number = count(1)
+        self._had: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects whose ids are in keys
+        self._changed: dict[str, Any] = {}  # the values at places that changed last
         self._changes: Counter[str] = Counter()  # that gave another step
         self._dropped: set[str] = set()
-        # by signature without values: traced programs, each with its step and the numbers that had it
+        # by signature without number: traced programs, each with its step and the numbers that had it
         self._programs: dict[Hashable, dict[Hashable, tuple[weakref.ref[Any], set[int]]]] = {}
+
+    def __reduce__(self) -> Any:
+        return ValueGuards, (self._most,)  # a copied graph has values of its own
 
     def renew(self) -> int:
         """The number of the values as they are now. GraphError for a value that changes too often."""
         with trace_lock:
-            values = [_read(read) for read in self._reads]
+            values = [*map(_read, self._reads)]
             keys = tuple(map(_key, values))
             if keys != self._keys:
-                where = [i for i, (key, before) in enumerate(zip(keys, self._keys, strict=True)) if key != before]
-                places = [*self._labels]
-                changed = {places[i]: (self._values[i], values[i]) for i in where}
+                old = zip(self._labels, self._keys, keys, self._values, values, strict=True)
+                changed = {place: (before, value) for place, mine, its, before, value in old if mine != its}
                 if keys not in self._numbers:
-                    for place, (old, new) in changed.items():
-                        self._refuse_many(place, old, new)
-                    self._numbers[keys] = next(self._next_numbers)
-                self._changed, self.number = changed, self._numbers[keys]
+                    for place, (before, value) in changed.items():
+                        self._refuse_many(place, before, value)
+                    self._numbers[keys] = next(self._next_number)
+                self._changed = {place: value for place, (_, value) in changed.items()}
+                self.number = self._numbers[keys]
             self._set(values, keys)
             return self.number
 
     def add(self, reads: Reads) -> None:
-        """Add what a trace read. The present number also stands for the values that the trace left behind."""
+        """Add what a trace read. The number now also stands for the values that the trace left behind."""
         new = {place: label for place, label in reads.places.items() if place not in self._dropped}
         if new.keys() - self._labels.keys():
             self._names.update(reads.names)
@@ -78,91 +87,96 @@ class ValueGuards:
             self._numbers = {(*before, *keys): number for before, number in self._numbers.items()}
         self._settle()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there are so many places, as of functions made anew for each call, that the graph has to forget."""
+        return len(self._labels) > MOST_PLACES
+
     def equal_step(self, signature: Hashable, program: Hashable, again: Callable[[], Hashable]) -> Any:
-        """The step that was compiled for an equal program, or None. signature: without the number of the values.
+        """The step that was compiled for an equal program, or None. signature: without the number.
 
         A changed value that gave an equal program is no longer guarded if `build` uses its text alone. `again` traces
         the program once more to find that out.
         """
         known = self._programs.setdefault(signature, {})
-        step, numbers = known.get(program, (None, set[int]()))
-        if step is None:
-            self._changes.update({place: 1 for place in self._changed if known})
-        elif self.number not in numbers:
+        if len(self._programs) > self._most:
+            self._programs.pop(next(iter(self._programs)))
+        if program not in known:
+            self._changes.update([*self._changed] if known else ())
+            return None
+        step, numbers = known[program]
+        if self.number not in numbers:
             self._drop_unused(program, again)
-        numbers.add(self.number)
-        return step and step()
+            numbers.add(self.number)
+        return step()
 
     def keep(self, signature: Hashable, program: Hashable, step: Any) -> None:
-        """Keep a compiled step for equal programs."""
+        """Keep a compiled step for equal programs, as long as it is in use."""
         self._programs[signature][program] = weakref.ref(step), {self.number}
-        if len(self._programs) > MOST_VALUES:
-            self._programs.pop(next(iter(self._programs)))
 
     def texts(self) -> Mapping[str, tuple[str, Hashable]]:
         """By the user's name for it, each value as text and as a key."""
         shown = zip(map(_text, self._values), self._keys, strict=True)
         return dict(zip(self._labels.values(), shown, strict=True))
 
-    def _refuse_many(self, place: str, old: Any, new: Any) -> None:
-        seen = self._seen[place]
-        if _key(new) in seen:
-            return
-        if self._changes[place] >= MOST_CHANGES or len(seen) >= MOST_VALUES:
+    def _refuse_many(self, place: str, before: Any, value: Any) -> None:
+        had = self._had[place]
+        if _key(value) not in had and (self._changes[place] >= MOST_CHANGES or len(had) >= MOST_VALUES):
             raise GraphError(
-                f"{self._labels[place]} changed to {_text(new)} from {_text(old)}, its {len(seen) + 1}th value; build "
-                "reads it and is traced again for each; pass it to the graph as a tensor, or make it a buffer and "
-                "change that in place (fill_, copy_), and do what is not computed with tensors around the call"
+                f"{self._labels[place]} changed to {_text(value)} from {_text(before)}, and has had {len(had)} values; "
+                "build reads it and is traced again for each; pass it to the graph as a tensor, or make it a buffer "
+                "and change that in place (fill_, copy_), and do what computes no tensor around the call"
             )
 
     def _drop_unused(self, program: Hashable, again: Callable[[], Hashable]) -> None:
         """Drop guards of changed numbers and strings of which `build` uses the text alone, as `print` does."""
-        probes: dict[str, tuple[Any, list[str], Any]] = {}
-        for place, (_, value) in self._changed.items():
+        probes: dict[str, tuple[Any, list[str]]] = {}
+        for place, value in self._changed.items():
             if isinstance(value, int | float | str) and not isinstance(value, bool):
                 used: list[str] = []
-                probe = _probe(value, used)
-                with suppress(Exception):  # it is in a tuple, or has no setter
-                    exec(f"{place} = probe", {**self._names, "probe": probe})
-                    probes[place] = probe, used, value
+                with suppress(Exception):  # it cannot be set
+                    exec(f"{place} = probe", {**self._names, "probe": (probe := _probe(value, used))})
+                    probes[place] = probe, used
         same = False
         try:
             with suppress(Exception):
                 same = bool(probes) and again() == program
         finally:
-            for place, (probe, _, value) in probes.items():
-                if _read(eval(f"lambda: {place}", self._names)) is probe:
-                    exec(f"{place} = value", {**self._names, "value": value})
-        unused = {place for place, (_, used, _) in probes.items() if same and not used}
+            for place, (probe, _) in probes.items():
+                if eval(place, self._names) is probe:
+                    exec(f"{place} = value", {**self._names, "value": self._changed[place]})
+        unused = {place for place, (_, used) in probes.items() if same and not used}
         stay = [place not in unused for place in self._labels]
         self._dropped |= unused
         self._labels = {place: label for place, label in self._labels.items() if place not in unused}
-        numbers = self._numbers
-        self._numbers = {}
-        for keys, number in numbers.items():
-            self._numbers.setdefault(tuple([key for key, stays in zip(keys, stay, strict=True) if stays]), number)
+        merged = [(tuple(compress(keys, stay)), number) for keys, number in self._numbers.items()]
+        self._numbers = dict(reversed(merged))  # the oldest number of those that are equal now
         self._generate()
         self._settle()
 
     def _generate(self) -> None:
         """Make the functions that read and compare values. Comparing by identity is fast, and tells 1 from True."""
-        tests = " and ".join(f"{place} is v{i}" for i, place in enumerate(self._labels)) or "True"
-        reads = ", ".join(f"lambda: {place}" for place in self._labels)
-        body = f"def holds():\n try:\n  return {tests}\n except Exception:\n  return False\nreads = [{reads}]"
-        exec(body, self._names)
-        self.holds, self._reads = self._names["holds"], self._names["reads"]
+        names = self._names
+        exec(f"reads = [{', '.join(f'lambda: {place}' for place in self._labels)}]", names)
+        self._reads = names["reads"]
+        self._is_missing = missing = [_read(read) is _MISSING for read in self._reads]
+        tests = [f"{f'read(reads[{i}])' if missing[i] else place} is v{i}" for i, place in enumerate(self._labels)]
+        exec(f"def holds():\n try: return {' and '.join(tests) or True}\n except Exception: return False", names)
+        self.holds = names["holds"]
 
     def _settle(self) -> None:
-        values = [_read(read) for read in self._reads]
+        values = [*map(_read, self._reads)]
         keys = tuple(map(_key, values))
         self.number = self._numbers.setdefault(keys, self.number)
         self._set(values, keys)
 
-    def _set(self, values: list[Any], keys: tuple[Hashable, ...]) -> None:
+    def _set(self, values: list[Any], keys: Keys) -> None:
         self._values, self._keys = values, keys
+        if [value is _MISSING for value in values] != self._is_missing:
+            self._generate()
         for i, (place, key, value) in enumerate(zip(self._labels, keys, values, strict=True)):
             self._names[f"v{i}"] = value
-            self._seen[place].setdefault(key, value)
+            self._had[place].setdefault(key, value)
 
 
 def _text(value: Any) -> str:
@@ -182,10 +196,10 @@ def _key(value: Any) -> Hashable:
     """What is equal for values that give equal steps."""
     if isinstance(value, tuple):
         return (type(value), *map(_key, value))
-    if not is_plain(value):
+    if not is_constant(value):
         return type(value), id(value)
     # by repr: 0.0 equals -0.0, and nan does not equal itself
-    return type(value), repr(value) if isinstance(value, float | complex | np.generic) else value
+    return type(value), repr(value) if isinstance(value, Number | np.generic) else value
 
 
 def _probe(value: Any, used: list[str]) -> Any:
@@ -193,12 +207,10 @@ def _probe(value: Any, used: list[str]) -> Any:
 
     def method(name: str) -> Callable[..., Any]:
         def use(_: Any, *args: Any, **kwargs: Any) -> Any:
-            used.append(name)
+            used.extend([name][: name not in _SHOWN])
             return getattr(value, name)(*args, **kwargs)
 
         return use
 
-    names = [name for name in dir(value) if name not in _KEPT and callable(getattr(value, name))]
-    members: dict[str, Any] = {name: method(name) for name in names}
-    members |= {name: lambda _, *spec, name=name: getattr(value, name)(*spec) for name in _SHOWN}
-    return type("Probe", (), members)()
+    names = [name for name in dir(value) if name in _SHOWN or (name not in _DEFAULT and callable(getattr(value, name)))]
+    return type("Probe", (), {name: method(name) for name in names})()

@@ -1,0 +1,446 @@
+"""A Python value that `build` reads and that changes between calls: never the first value, frozen without a word."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import logging
+import math
+import random
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tierbed import Graph, GraphError, MultiTableEmbedding, make_device_mem_store_options
+
+X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, -4.0]])
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    SQUARED = 2
+
+
+class Half(float):
+    """A subclass of float."""
+
+
+class Betas(NamedTuple):
+    first: float = 0.9
+    last: float = 0.99
+
+
+@dataclass
+class Inner:
+    scale: float = 2.0
+
+
+@dataclass
+class Config:
+    temp: float = 1.5
+    inner: Inner = field(default_factory=Inner)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    temp: float = 1.5
+
+
+class Slots:
+    __slots__ = ("temp",)
+
+    def __init__(self) -> None:
+        self.temp = 1.5
+
+
+class Scaler:
+    """A helper with methods, a property and a call."""
+
+    power = 2
+
+    def __init__(self) -> None:
+        self._factor = 1.5
+
+    @property
+    def factor(self) -> float:
+        return self._factor
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x**self.power + HIDDEN
+
+
+class Doubler(Scaler):
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().scaled(x) * 2
+
+
+class Namespace:
+    """A class of settings, which nobody makes an object of."""
+
+    temp: ClassVar[float] = 1.5
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.inner = 1.5, nn.Module()
+        self.inner.bias = 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.inner.bias
+
+
+TEMP = 1.5
+HIDDEN = 0.5
+SETTINGS: dict[str, Any] = {"temp": 1.5, "deep": {"list": [1.0, 2.0]}}
+CONFIG = Config()
+MASK = torch.ones(3)
+settings = types.ModuleType("settings_of_user")
+settings.temp, settings.config = 1.5, Config()  # type: ignore[attr-defined]
+sys.modules["settings_of_user"] = settings
+
+
+def helper(x: Tensor, by: float = 1.5, *, plus: float = 0.5) -> Tensor:
+    return x * by + plus
+
+
+def outer(x: Tensor) -> Tensor:
+    return (lambda y: y * TEMP)(x)
+
+
+def activation(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+class Box(Graph):
+    """A graph with all kinds of values, whose build is a function of the graph and x."""
+
+    level = 1.5
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.temp: Any = 1.5
+        self.text, self.mode, self.betas, self.pair = "plain", Mode.PLAIN, (0.9, 0.99), Betas()
+        self.config, self.frozen, self.slots, self.scaler = Config(), Frozen(), Slots(), Doubler()
+        self.options: dict[str, Any] = {"temp": 1.5, "deep": {"list": [1.0, 2.0]}, "configs": [Config()]}
+        self.ordered = OrderedDict(zero=0.0)
+        self.args, self.space = argparse.Namespace(temp=1.5), types.SimpleNamespace(temp=1.5)
+        self.dtype, self.number, self.plain = torch.float32, np.float32(1.5), [nn.Dropout(0.0)]
+        self.activation: Any = torch.relu
+        self.partial = functools.partial(helper, by=1.5)
+        self.masks = [torch.ones(3)]
+        self.layer, self.leaky, self.norm = Layer(), nn.LeakyReLU(0.01), nn.BatchNorm1d(3)
+        self.layers = nn.Sequential(nn.LeakyReLU(0.1), nn.LayerNorm(3))
+
+    def build(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+    @property
+    def doubled(self) -> float:
+        return float(self.temp) * 2
+
+
+def with_cell() -> tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]:
+    value = 1.5
+
+    def build(_: Any, x: Tensor) -> Tensor:
+        return x * value
+
+    def change(_: Any) -> None:
+        nonlocal value
+        value = 3.0
+
+    return build, change
+
+
+def setter(path: str, value: Any) -> Callable[[Any], None]:
+    """Sets `g.<path>`, or a global of that name."""
+
+    def change(g: Any) -> None:
+        exec(f"{path} = value", globals(), {"g": g, "value": value})
+
+    return change
+
+
+def set_global(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda _: globals().__setitem__(name, value)
+
+
+def local_import(_: Any, x: Tensor) -> Tensor:
+    import settings_of_user as mine  # type: ignore[import-not-found]
+
+    return x * mine.temp
+
+
+def local_alias(g: Any, x: Tensor) -> Tensor:
+    config = g.config
+    for one in g.options["configs"]:
+        x = x * one.temp
+    return x * config.inner.scale
+
+
+Kind = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]
+KINDS: dict[str, Kind] = {
+    "float": (lambda g, x: x * g.temp, setter("g.temp", 3.0)),
+    "float to int": (lambda g, x: x.long() * g.temp, setter("g.temp", 2)),
+    "float to bool": (lambda g, x: x.bool() * g.temp, setter("g.temp", True)),
+    "float to None": (lambda g, x: x if g.temp is None else x * g.temp, setter("g.temp", None)),
+    "float to tensor": (lambda g, x: x * g.temp, setter("g.temp", torch.tensor(3.0))),
+    "float to nan": (lambda g, x: x * g.temp, setter("g.temp", math.nan)),
+    "0.0 to -0.0": (lambda g, x: 1 / torch.full_like(x, g.ordered["zero"]), setter("g.ordered['zero']", -0.0)),
+    "subclass of float": (lambda g, x: x * g.temp, setter("g.temp", Half(0.5))),
+    "numpy scalar": (lambda g, x: x * float(g.number), setter("g.number", np.float32(2.5))),
+    "str": (lambda g, x: x if g.text == "plain" else x * 2, setter("g.text", "".join(["s", "quared"]))),
+    "enum": (lambda g, x: x if g.mode is Mode.PLAIN else x * x, setter("g.mode", Mode.SQUARED)),
+    "dtype": (lambda g, x: x.to(g.dtype), setter("g.dtype", torch.float64)),
+    "tuple": (lambda g, x: x * g.betas[0], setter("g.betas", (0.5, 0.99))),
+    "named tuple": (lambda g, x: x * g.pair.first, setter("g.pair", Betas(0.5))),
+    "dataclass": (lambda g, x: x * g.config.temp, setter("g.config.temp", 3.0)),
+    "dataclass, replaced": (lambda g, x: x * g.config.temp, setter("g.config", Config(3.0))),
+    "dataclass of a dataclass": (lambda g, x: x * g.config.inner.scale, setter("g.config.inner.scale", 3.0)),
+    "frozen dataclass": (lambda g, x: x * g.frozen.temp, setter("g.frozen", replace(Frozen(), temp=3.0))),
+    "slots": (lambda g, x: x * g.slots.temp, setter("g.slots.temp", 3.0)),
+    "property": (lambda g, x: x * g.doubled, setter("g.temp", 3.0)),
+    "property of a helper": (lambda g, x: g.scaler.scaled(x), setter("g.scaler._factor", 3.0)),
+    "class of a helper": (lambda g, x: g.scaler.scaled(x), setter("g.scaler", Scaler())),
+    "class attribute of a helper": (lambda g, x: g.scaler(x), setter("Scaler.power", 3)),
+    "global of a helper's call": (lambda g, x: g.scaler(x), set_global("HIDDEN", 2.0)),
+    "method by super": (lambda g, x: g.scaler.scaled(x), setter("g.scaler._factor", 4.0)),
+    "class attribute": (lambda g, x: x * g.level, setter("Box.level", 3.0)),
+    "class attribute, shadowed": (lambda g, x: x * g.level, setter("g.level", 3.0)),
+    "class attribute by type": (lambda g, x: x * type(g).level, setter("Box.level", 3.0)),
+    "dict": (lambda g, x: x * g.options["temp"], setter("g.options['temp']", 3.0)),
+    "dict, replaced": (lambda g, x: x * g.options["temp"], setter("g.options", {"temp": 3.0})),
+    "dict, with a new key": (lambda g, x: x * g.ordered.get("b", 2.0), setter("g.ordered['b']", 3.0)),
+    "list in a dict": (lambda g, x: x * g.options["deep"]["list"][1], setter("g.options['deep']['list'][1]", 3.0)),
+    "longer list": (lambda g, x: x * sum(g.options["deep"]["list"]), lambda g: g.options["deep"]["list"].append(3.0)),
+    "dataclass in a list": (local_alias, setter("g.options['configs'][0].temp", 3.0)),
+    "alias": (local_alias, setter("g.config.inner.scale", 3.0)),
+    "argparse": (lambda g, x: x * g.args.temp, setter("g.args.temp", 3.0)),
+    "namespace": (lambda g, x: x * g.space.temp, setter("g.space.temp", 3.0)),
+    "getattr": (lambda g, x: x * getattr(g, "te" + "mp"), setter("g.temp", 3.0)),
+    "tensor in a list": (lambda g, x: x * g.masks[0], setter("g.masks[0]", torch.tensor([1.0, 0.0, 0.0]))),
+    "global tensor": (lambda g, x: x * MASK, set_global("MASK", torch.tensor([1.0, 0.0, 0.0]))),
+    "function": (lambda g, x: g.activation(x), setter("g.activation", torch.tanh)),
+    "own function": (lambda g, x: g.activation(x), setter("g.activation", activation)),
+    "partial": (lambda g, x: g.partial(x), setter("g.partial", functools.partial(helper, by=3.0))),
+    "keywords of a partial": (lambda g, x: g.partial(x), setter("g.partial.keywords['by']", 3.0)),
+    "default argument": (lambda g, x: helper(x), setter("helper.__defaults__", (3.0,))),
+    "default keyword": (lambda g, x: helper(x), setter("helper.__kwdefaults__", {"plus": 3.0})),
+    "global": (lambda g, x: x * TEMP, set_global("TEMP", 3.0)),
+    "global of a nested function": (lambda g, x: outer(x), set_global("TEMP", 3.0)),
+    "global dict": (lambda g, x: x * SETTINGS["deep"]["list"][0], setter("SETTINGS['deep']['list'][0]", 3.0)),
+    "global dataclass": (lambda g, x: x * CONFIG.inner.scale, setter("CONFIG.inner.scale", 3.0)),
+    "global function": (lambda g, x: activation(x), set_global("activation", torch.relu)),
+    "class of settings": (lambda g, x: x * Namespace.temp, setter("Namespace.temp", 3.0)),
+    "module of settings": (lambda g, x: x * settings.temp, setter("settings.temp", 3.0)),
+    "dataclass in a module": (lambda g, x: x * settings.config.temp, setter("settings.config.temp", 3.0)),
+    "import in build": (local_import, setter("settings.temp", 3.0)),
+    "closure": with_cell(),
+    "module": (lambda g, x: g.layer(x), setter("g.layer.gain", 3.0)),
+    "module of a module": (lambda g, x: g.layer(x), setter("g.layer.inner.bias", 3.0)),
+    "leaky relu": (lambda g, x: g.leaky(x), setter("g.leaky.negative_slope", 0.5)),
+    "layer norm in a sequence": (lambda g, x: g.layers(x), setter("g.layers[1].eps", 1.0)),
+    "module in a list": (lambda g, x: g.plain[0](x) + g.plain[0].p, setter("g.plain[0].p", 1.0)),
+    "hook": (lambda g, x: g.leaky(x), lambda g: g.leaky.register_forward_hook(lambda *a: a[2] * 3)),
+    "module, replaced": (lambda g, x: g.leaky(x), setter("g.leaky", nn.LeakyReLU(0.5))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_value_is_seen_and_an_earlier_one_found_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TEMP", "HIDDEN", "MASK", "activation"):
+        monkeypatch.setitem(globals(), name, globals()[name])
+    for owner, name, value in (
+        (Box, "level", 1.5),
+        (Scaler, "power", 2),
+        (Namespace, "temp", 1.5),
+        (helper, "__defaults__", (1.5,)),
+        (helper, "__kwdefaults__", {"plus": 0.5}),
+        (settings, "temp", 1.5),
+        (settings, "config", Config()),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setitem(SETTINGS["deep"], "list", [1.0, 2.0])
+    monkeypatch.setattr(CONFIG, "inner", Inner())
+    build, change = KINDS[kind]
+    graph = Box(build)
+    assert graph(X).equal(graph.build(X))
+    assert graph(X).equal(graph.build(X))
+    assert graph.why_recompiled() == []
+    before = graph(X)
+    change(graph)
+    after = graph(X)
+    torch.testing.assert_close(after, graph.build(X), rtol=0, atol=0, equal_nan=True, check_dtype=True)
+    assert after.dtype != before.dtype or not torch.equal(after, before)
+    assert len(graph.why_recompiled()) == 1
+    graph(X)
+    assert len(graph.why_recompiled()) == 1
+
+
+def test_values_that_alternate_are_compiled_once_each() -> None:
+    graph = Box(lambda g, x: x * g.temp)
+    for _ in range(20):
+        for temp in (1.0, 1, True, math.nan, float("nan"), 0.0, -0.0):
+            graph.temp = temp
+            torch.testing.assert_close(graph(X), graph.build(X), rtol=0, atol=0, equal_nan=True)
+    assert len(graph.why_recompiled()) == 5
+    assert graph.why_recompiled()[0] == "step 1: value temp: 1, was 1.0"
+
+
+def test_a_value_with_more_than_eight_changes_is_refused_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    graph = Box(lambda g, x: x * g.layer.gain)
+    with caplog.at_level(logging.INFO, "tierbed"):
+        for step in range(9):
+            graph.layer.gain = 1 / (step + 1)
+            assert graph(X).equal(graph.build(X))
+    assert caplog.messages[-1].endswith(f"step 8: value layer.gain: {1 / 9}, was {1 / 8}") or len(caplog.messages) == 8
+    graph.layer.gain = 0.05
+    for _ in range(2):
+        with pytest.raises(GraphError, match=r"layer\.gain changed to 0\.05 from 0\.11.*as a tensor.*buffer"):
+            graph(X)
+    graph.layer.gain = 1 / 4
+    assert graph(X).equal(graph.build(X))
+    graph.layer.gain = torch.tensor(0.05)  # another kind of value, which is the remedy
+    del graph.layer.gain
+    graph.layer.register_buffer("gain", torch.tensor(0.05))
+    for step in range(20):
+        graph.layer.gain.fill_(1 / (step + 1))
+        assert graph(X).equal(graph.build(X))
+
+
+UNUSED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "only the caller's": lambda g, x: x * 2,
+    "printed": lambda g, x: (print(f"step {g.calls:05d} of {g.calls} %s" % g.calls), x * 2)[1],
+    "logged": lambda g, x: (logging.getLogger("mine").warning("step %s", g.calls), x * 2)[1],
+    "of a name": lambda g, x: (setattr(g, "title", f"run {g.calls}"), x * 2)[1],
+}
+
+
+@pytest.mark.parametrize("use", UNUSED)
+@pytest.mark.parametrize("kind", [int, float, str])
+def test_a_value_that_reaches_no_operation_costs_no_steps(use: str, kind: Callable[[int], Any]) -> None:
+    graph = Box(UNUSED[use])
+    graph.title = ""
+    if kind is not int and use == "printed":
+        graph.function = UNUSED["logged"]
+    for step in range(100):
+        graph.calls = kind(step)
+        assert graph(X).equal(X * 2)
+    assert graph.why_recompiled() == []
+    assert graph.calls == kind(99)
+
+
+def test_a_counter_that_build_writes_is_not_guarded() -> None:
+    def build(g: Any, x: Tensor) -> Tensor:
+        g.calls += 1
+        g.options["calls"] = g.options.get("calls", 0) + 1
+        g.layer.gain = 0.5 * g.temp
+        return g.layer(x)
+
+    graph = Box(build)
+    graph.calls = 0
+    for _ in range(20):
+        assert graph(X).equal(X * 0.75 + 0.25)
+    assert graph.calls == 1  # of the trace
+    graph.temp = 3.0
+    for _ in range(3):
+        assert graph(X).equal(X * 1.5 + 0.25)
+    assert len(graph.why_recompiled()) == 1
+
+
+BRANCHES: dict[str, Callable[[Any], bool]] = {
+    "comparison": lambda g: g.epoch >= 3,
+    "quotient": lambda g: bool(g.epoch // 3),
+    "index": lambda g: [False, False, False, True][g.epoch],
+    "quotient as index": lambda g: [False, True][g.epoch // 3],
+    "function of math": lambda g: math.sqrt(g.epoch) > 1.5,
+    "hash": lambda g: g.epoch in {3},
+    "range": lambda g: len(range(g.epoch)) > 2,
+    "text": lambda g: str(g.epoch) == "3",
+}
+
+
+@pytest.mark.parametrize("branch", [name for name in BRANCHES if name != "text"])
+def test_a_value_that_takes_a_branch_late_is_still_guarded(branch: str) -> None:
+    graph = Box(lambda g, x: x * 2 if BRANCHES[branch](g) else x)
+    graph.epoch = 0
+    for epoch in range(4):
+        graph.epoch = epoch
+        assert graph(X).equal(graph.build(X))
+    assert len(graph.why_recompiled()) == 1
+
+
+@pytest.mark.parametrize(
+    "draw",
+    {
+        "random": lambda g: random.random(),
+        "choice": lambda g: random.choice([1, 2, 3]),
+        "numpy": lambda g: np.random.rand(),
+        "Random": lambda g: g.rng.gauss(0, 1),
+        "RandomState": lambda g: g.state.normal(),
+        "Generator": lambda g: g.generator.random(),
+        "imported": lambda g: drawn(),
+        "in a helper": lambda g: helper_that_draws(),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_drawing_outside_of_torch_is_refused_not_frozen(draw: tuple[str, Callable[[Any], float]]) -> None:
+    graph = Box(lambda g, x: x * draw[1](g) if g.temp else x)
+    graph.rng, graph.state, graph.generator = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)
+    with pytest.raises(GraphError, match=r"draws random numbers from .*as a tensor"):
+        graph(X)
+    graph.temp = None
+    assert graph(X).equal(X)
+
+
+drawn = random.random
+
+
+def helper_that_draws() -> float:
+    return float(np.random.normal())
+
+
+def test_dropout_and_a_temperature_train_as_in_eager_torch() -> None:
+    class Train(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            store = make_device_mem_store_options()
+            self.rows = MultiTableEmbedding("rows", 4, torch.float32, torch.int64, None, store)
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.9), nn.Linear(4, 1))
+            self.temp = 1.0
+            self.add_optimizer(torch.optim.SGD(self.parameters(), lr=0.1))
+
+        def build(self, ids: Tensor) -> Tensor:
+            loss = self.net(self.rows(ids)).square().mean() * self.temp
+            loss.backward()
+            return loss
+
+    graph, ids = Train(), torch.arange(32)
+    for p, momentum, temp in ((0.9, 0.1, 1.0), (0.0, 0.5, 2.0), (0.5, 0.1, 1.0), (0.9, 0.1, 1.0)):
+        graph.net[2].p, graph.net[1].momentum, graph.temp = p, momentum, temp
+        twin = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Dropout(p), nn.Linear(4, 1))
+        twin.load_state_dict(graph.net.state_dict())
+        rows = graph.rows.get(ids).clone().requires_grad_()
+        state = torch.get_rng_state()
+        loss = graph(ids)
+        torch.set_rng_state(state)
+        expected = twin(rows).square().mean() * temp
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(graph.rows.get(ids), rows.detach() - 0.1 * rows.grad)
+        torch.testing.assert_close(graph.net[1].running_mean, twin[1].running_mean)
+    assert len(graph.why_recompiled()) == 2
