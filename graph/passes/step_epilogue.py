@@ -6,6 +6,7 @@ If gradients need none of this, a step ends in a node for each embedding and eac
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Hashable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +37,15 @@ LookupGrads = tuple[EmbeddingBase, list[Lookup], list[Tensor], list[Tensor | Non
 _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
 
 
+class _DenseSteps(threading.local):
+    """begun: how many steps of dense optimizers this thread has begun."""
+
+    begun = 0
+
+
+dense_steps = _DenseSteps()
+
+
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
     """`optimizer.step()` with these gradients. Its learning rates, schedulers and step counts are live.
 
@@ -50,6 +60,7 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
         try:
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad
+            dense_steps.begun += 1
             optimizer.step()
         finally:
             for parameter in params:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any
 
@@ -24,14 +25,15 @@ from torch.utils import _pytree as pytree
 
 from ...distributed.handshake import Handshake
 from ...distributed.world import World
+from ...embedding.saved_rows import SavedRows
 from ...engine.checks import as_int
-from ...engine.errors import InputError, TierbedError
+from ...engine.errors import ClosedError, InputError, SnapshotError, StoreError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ...engine.table.prefetch import WINDOW
 from ..passes.lookups import KnownLookups
-from ..passes.step_epilogue import StepEpilogue
+from ..passes.step_epilogue import StepEpilogue, dense_steps
 from .rank_step import RankStepState, world_of
 
 AHEAD = 8
@@ -181,12 +183,15 @@ class _PlannedStep:
 class Run(Iterator[Any]):
     """Iterates over what `build` returned for each batch, in the loader's order. Can continue after an exception.
 
-    A batch is used up by the step that runs on it, whether the step ends or raises. An exception of the loader is
-    raised after the steps of the batches that the loader gave before. Ctrl-C is raised when the current step has ended;
-    the result of that step is lost, and the other batches remain for the next call.
+    A step that raises uses up its batch, which is then in `failed`. One exception: after an error of the store, of a
+    file or of memory, such as a full disk, a step that trained nothing keeps its batch. The next call runs it again,
+    or `skip` drops it. An exception of the loader is raised after the steps of the batches that the loader gave
+    before. Ctrl-C is raised when the current step has ended; the result of that step is lost, and the other batches
+    remain for the next call.
 
     Over ranks, each rank has its own run, over its own loader, and all of them call `next`. left: after a run that
-    ended with another rank's loader, the batches of this rank that were drawn and not trained.
+    ended with another rank's loader, the batches of this rank that were drawn and not trained. failed: the batch whose
+    step raised last, None after a step that did not.
     """
 
     def __init__(
@@ -224,7 +229,10 @@ class Run(Iterator[Any]):
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}, or None")
         if most and embeddings and not gains:
             log.warning("%s: ahead=%d makes steps slower, since all rows are in memory; leave it out", name, most)
-        self._graph, self._known_lookups, self._num_ahead = graph, known_lookups, most
+        self._graph, self._known_lookups, self._num_ahead, self._end = graph, known_lookups, most, end
+        self._embeddings = [embedding for embedding in embeddings if isinstance(embedding, SavedRows)]
+        self.failed: Any = None
+        self._is_kept = False  # whether the batch of the last step waits for another try
         self._announcer = Announcer(graph, end, self._world)
         self.left: list[Any] = []  # batches that were drawn and will not have a step
         self._batches = iterate(batches)
@@ -247,7 +255,7 @@ class Run(Iterator[Any]):
         if not self._has_started:
             self._raise_on_ranks(None, same={"ahead": self._num_ahead, "uneven": self._uneven})
             self._has_started = True
-        if self._has_mismatch:  # some reports reached no rank
+        if self._has_mismatch or self._is_kept:  # some reports reached no rank, or a batch is planned again
             self._mismatches = self._world.mismatches
             self._forget_planned()
         try:
@@ -264,7 +272,7 @@ class Run(Iterator[Any]):
                 self._steps += 1
                 if self._world.rank not in missing:
                     return self._step()
-                with uninterrupted():
+                with uninterrupted(), self._keeping_batch():
                     self._planned.popleft()
                     self._rank_state.join(self._graph)
                 self._announce_planned()  # as other ranks do after their step
@@ -344,13 +352,39 @@ class Run(Iterator[Any]):
                 self._loader_ended_by = StopIteration()
             self._raise_on_ranks(error)
         with uninterrupted():  # at Ctrl-C a batch and its plan are in the window, or its step has ended
-            self._planned.popleft()
-            batch = arguments(self._window.popleft())
-            if self._tensors:
-                self._tensors.popleft()
-            result = self._graph(*batch)
-        self._progress.advance(batch)
+            batch, tensors = self._window.popleft(), [self._tensors.popleft()] if self._tensors else []
+            with self._keeping_batch([batch], tensors):
+                self._planned.popleft()
+                result = self._graph(*arguments(batch))
+        self._progress.advance(arguments(batch))
         return result
+
+    @contextlib.contextmanager
+    def _keeping_batch(self, batch: Sequence[Any] = (), tensors: Sequence[Any] = ()) -> Iterator[None]:
+        """A block that runs a step. If it trained nothing and is worth another try, the step's batch stays."""
+        before, self.failed, self._is_kept = self._trained(), None, False
+        try:
+            yield
+        except BaseException as error:
+            self.failed = next(iter(batch), None)
+            self._is_kept = _may_pass(error) and not any(map(operator.gt, self._trained(), before))
+            if self._is_kept:
+                self._steps -= 1
+                self._window.extendleft(batch)
+                self._tensors.extendleft(tensors)
+            raise
+
+    def _trained(self) -> tuple[int, int, int]:
+        """Counts of what steps did: updates of rows, of dense parameters, and gradients that wait to be updated."""
+        rows = sum(one.table_handle().local_table.updates for one in self._embeddings if one.is_open)
+        return rows, dense_steps.begun, self._end.waiting_calls
+
+    def skip(self) -> None:
+        """Drop the batch that waits for another try, after its step raised."""
+        if self._is_kept and self.failed is not None:
+            self._window.popleft()
+            self._tensors = deque(islice(self._tensors, 1, None))
+            self.failed = None
 
     def _draw(self) -> None:
         count, before = len(self._window), [[tensor._version for tensor in tensors] for tensors in self._tensors]
@@ -421,6 +455,12 @@ class Run(Iterator[Any]):
         if self._finalizer.detach() is not None:
             self._progress.close()
             forget_announced(self._graph)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same batch may train later: the error is of a disk or of memory, not of the batch or the model."""
+    causes = StoreError | SnapshotError | OSError | MemoryError | torch.OutOfMemoryError
+    return isinstance(error, causes) and not isinstance(error, ClosedError)
 
 
 def _share(hits: int, misses: int) -> str:

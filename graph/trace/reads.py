@@ -41,7 +41,7 @@ Names = frozenset[str]
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = {"torch", "numpy", _OURS, *sys.stdlib_module_names}
 _WATCHED = (nn.Module, Optimizer, LRScheduler, GradScaler)  # classes of torch whose attributes users change
-_OF_MODULES = frozenset(vars(nn.Module())) | {"__dict__"}  # the signature has what matters of these
+_OF_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature has what matters of these
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FUNCTIONS = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
@@ -138,12 +138,12 @@ class Reads:
         watched, is_module = self._watched.get(id(owner)), id(owner) in self._modules
         if watched is None or not name.isidentifier() or not self._is_new(id(owner), name):
             return
-        if is_module and (name in _OF_MODULES or isinstance(value, Tensor)):
-            return  # the signature has it
         expression, label, _ = watched
         attributes = vars(owner) if is_module else {}  # faster to read than the module itself
         if isinstance(value, MethodType) and value.__self__ is owner:
             self._scan(value.__func__, type(owner))
+        elif is_module and (name in _OF_MODULES or isinstance(value, Tensor)):
+            return  # the signature has it
         elif not isinstance(getattr(type(owner), name, None), property):  # what a property reads is seen as well
             place = f"{self._name(attributes)}[{name!r}]" if name in attributes else f"{expression}.{name}"
             self._note(place, f"{label}.{name}".lstrip("."), value)

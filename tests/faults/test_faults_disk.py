@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.embeddings import DIM, contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.stores import STORES, options
 from support.twins import ON_DISK, SMALL, Twins
-from tierbed import SnapshotError, StoreError
+from tierbed import Graph, MultiTableEmbedding, SnapshotError, StoreError
 
 __all__ = ["disk_path"]
 
@@ -192,3 +195,52 @@ def open_without_room(path: Path) -> None:
 
 def test_a_store_that_has_no_room_to_open_says_so_and_opens_later(disk_path: Path) -> None:
     in_process(open_without_room, disk_path)
+
+
+class Sums(Graph):
+    def __init__(self, rows: MultiTableEmbedding) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.rows, self.layer = rows, torch.nn.Linear(DIM, 1)
+        self.add_optimizer(torch.optim.Adam([*rows.parameters(), *self.layer.parameters()], lr=0.01))
+
+    def build(self, ids: Tensor) -> Tensor:
+        loss = self.layer(self.rows(ids)).square().mean()
+        loss.backward()
+        return loss
+
+
+def next_raises(run: Iterator[Tensor]) -> bool:
+    try:
+        next(run)
+    except StoreError:
+        return True
+    return False
+
+
+def fill_in_a_run(path: Path, store: str, ahead: int) -> None:
+    disk = Disk(path, 24 * MB)
+    batches = [(torch.arange(400) * 7 + 150 * step) % 20_000 for step in range(400)]
+    plain = Sums(make(options("device"), None, "plain", tables=1))
+    tested = Sums(make(options(store, path, rocksdb_options=SMALL), None, tables=1))
+    run, failures = tested.run(batches, ahead=ahead), 0
+    for _ in range(20):
+        next(run)
+    with disk.full():
+        while failures < 3:
+            failures += next_raises(run)
+            time.sleep(0.002)
+    while next_raises(run):
+        time.sleep(0.002)
+    assert all(torch.isfinite(loss) for loss in run)
+    for batch in batches:
+        plain(batch)
+    assert contents(tested.rows).tobytes() == contents(plain.rows).tobytes()
+    assert torch.equal(tested.layer.weight, plain.layer.weight)
+
+
+@pytest.mark.parametrize("ahead", [0, 4])
+@pytest.mark.parametrize("store", ON_DISK)
+@pytest.mark.rotated("ahead")
+def test_a_disk_that_fills_in_a_run_costs_no_batch(disk_path: Path, store: str, ahead: int) -> None:
+    in_process(fill_in_a_run, disk_path, store, ahead)

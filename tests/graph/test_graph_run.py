@@ -227,7 +227,10 @@ def test_a_step_that_raises_takes_its_batch_and_no_other() -> None:
     next(run)
     with pytest.raises(InputError, match=r"torch\.int64"):
         next(run)
+    assert run.failed is batches[2]
+    run.skip()  # it is used up already
     assert len(list(run)) == 3
+    assert run.failed is None
     assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
 
 

@@ -444,3 +444,17 @@ def test_dropout_and_a_temperature_train_as_in_eager_torch() -> None:
         torch.testing.assert_close(graph.rows.get(ids), rows.detach() - 0.1 * rows.grad)
         torch.testing.assert_close(graph.net[1].running_mean, twin[1].running_mean)
     assert len(graph.why_recompiled()) == 2
+
+
+class Reader(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * TEMP
+
+
+def test_a_global_that_a_submodules_forward_reads_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Box(lambda g, x: g.reader(x))
+    graph.reader = Reader()
+    for temp in (1.0, 2.0, 1.0):
+        monkeypatch.setitem(globals(), "TEMP", temp)
+        assert graph(X).equal(X * temp)
+    assert graph.why_recompiled() == ["step 1: value TEMP: 2.0, was 1.0"]
