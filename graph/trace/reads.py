@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import pickle
 import random
+import re
 import sys
 from argparse import Namespace
 from collections import deque
@@ -54,13 +55,13 @@ _READ = object.__getattribute__
 class Reads:
     """A block around `build` in which this thread's reads are found.
 
-    places: by expression, the user's name for it. names: the objects that the expressions name.
+    places: by expression, the user's name for it and the value. names: the objects that the expressions name.
 
     GraphError at the end of the block if `build` drew numbers from Python's or NumPy's generators.
     """
 
     def __init__(self, root: nn.Module, arguments: list[Any]) -> None:
-        self.places: dict[str, str] = {}
+        self.places: dict[str, tuple[str, Any]] = {}
         self.names: dict[str, Any] = {}
         self._root, self._arguments, self._thread = root, arguments, get_ident()
         self._watched: dict[int, tuple[str, str, Any]] = {}  # by id, the expression and label of an object, and itself
@@ -69,6 +70,7 @@ class Reads:
         self._generators: list[tuple[Any, bytes, str]] = []  # with their states and labels
         self._classes: dict[type, bool] = {}  # of watched objects, and whether they got a `__getattribute__`
         self._known_names: Names = frozenset()  # in all code that was scanned
+        self._assigned: Names = frozenset()  # of these, those that the code assigns to
 
     def __enter__(self) -> Reads:
         try:
@@ -95,6 +97,12 @@ class Reads:
                 f"build draws random numbers from {drawn[0]}, which would be frozen into the step; draw them by torch "
                 "(torch.rand, torch.randint), or outside, and pass them to the graph as a tensor"
             )
+
+    def may_be_written(self, place: str) -> bool:
+        """Whether `build` may have written the value there. Else another thread did, if it changed."""
+        name = re.findall(r"\w+", self.places[place][0])[-1]
+        is_item = self.places[place][0].endswith("]") or place.startswith("len(")
+        return is_item or name in self._assigned or "setattr" in self._known_names
 
     def _name(self, value: Any) -> str:
         name = f"o{id(value)}"
@@ -162,12 +170,12 @@ class Reads:
         if isinstance(source, _GENERATORS):
             self._generators.append((source, _state(source), _SHARED.get(id(source), label)))
         elif is_constant(value) or (isinstance(value, Tensor | np.ndarray) and not isinstance(value, FakeTensor)):
-            self.places[place] = label
+            self.places[place] = label, value
             self._scan(value)
         elif id(value) in self._watched:
-            self.places[place] = label  # by identity: its attributes have places, under another name
+            self.places[place] = label, value  # by identity: its attributes have places, under another name
         elif isinstance(value, dict | list | tuple | deque | set):
-            self.places[f"len({place})"] = f"the length of {label}"
+            self.places[f"len({place})"] = f"the length of {label}", len(value)
             if len(value) <= MOST_ITEMS and not isinstance(value, set):
                 for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
                     if type(key) in (int, str):
@@ -181,7 +189,7 @@ class Reads:
         elif isinstance(value, Namespace | SimpleNamespace):
             self._note(f"{place}.__dict__", label, vars(value))
         elif isinstance(value, _WATCHED) or (_is_own(type(value)) and type(value).__flags__ & 1 << 9):  # made in Python
-            self.places[f"type({place})"] = f"the class of {label}"
+            self.places[f"type({place})"] = f"the class of {label}", type(value)
             self._watch(place, label, value)
             if not self._classes[type(value)]:
                 self._note(f"{place}.__dict__", label, getattr(value, "__dict__", None))
@@ -201,8 +209,9 @@ class Reads:
         if not isinstance(function, FunctionType) or not _is_own(function) or not self._is_new(function, cls):
             return
         code, values = function.__code__, function.__globals__
-        names, variables = _names_in(code)
+        names, variables, assigned = _names_in(code)
         self._known_names |= names
+        self._assigned |= assigned
         for name in variables & values.keys():
             self._note(f"{self._name(values)}[{name!r}]", name, values[name], names)
         for name in names & sys.modules.keys():  # imported in the function
@@ -253,9 +262,16 @@ def _state(generator: Any) -> bytes:
 
 
 @lru_cache(4096)
-def _names_in(code: CodeType) -> tuple[Names, Names]:
-    """All names in a code and its nested functions, and those of globals among them."""
-    variables = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    nested = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    names = frozenset(code.co_names).union(*(names for names, _ in nested))
-    return names, frozenset(variables).union(*(variables for _, variables in nested))
+def _names_in(code: CodeType) -> tuple[Names, Names, Names]:
+    """In a code and its nested functions: all names, those of globals, and those that it assigns to."""
+    found: tuple[set[str], ...] = {*code.co_names}, set(), set()
+    for instruction in dis.get_instructions(code):
+        kind, _, what = instruction.opname.partition("_")
+        if what in ("GLOBAL", "NAME", "ATTR", "DEREF") and (kind != "LOAD" or what in ("GLOBAL", "NAME")):
+            found[1 if kind == "LOAD" else 2].add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            for names, nested in zip(found, _names_in(constant), strict=True):
+                names |= nested
+    names, variables, assigned = map(frozenset, found)
+    return names, variables, assigned

@@ -51,6 +51,7 @@ class ValueGuards:
         self._had: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects whose ids are in keys
         self._changed: dict[str, Any] = {}  # the values at places that changed last
         self._changes: Counter[str] = Counter()  # that gave another step
+        self._written: set[str] = set()  # places that build may write
         self._dropped: set[str] = set()
         # by signature without number: traced programs, each with its step and the numbers that had it
         self._programs: dict[Hashable, dict[Hashable, tuple[weakref.ref[Any], set[int]]]] = {}
@@ -77,14 +78,24 @@ class ValueGuards:
 
     def add(self, reads: Reads) -> None:
         """Add what a trace read. The number now also stands for the values that the trace left behind."""
-        new = {place: label for place, label in reads.places.items() if place not in self._dropped}
-        if new.keys() - self._labels.keys():
+        seen = {place: found for place, found in reads.places.items() if place not in self._dropped}
+        self._written |= set(filter(reads.may_be_written, seen))
+        new = {place: found for place, found in seen.items() if place not in self._labels}
+        if new:
             self._names.update(reads.names)
-            old = len(self._labels)
-            self._labels = {**self._labels, **new}
-            self._generate()
-            keys = tuple(_key(_read(read)) for read in self._reads[old:])
+            self._labels.update((place, label) for place, (label, _) in new.items())
+            self._values += [value for _, value in new.values()]
+            keys = tuple(_key(value) for _, value in new.values())
             self._numbers = {(*before, *keys): number for before, number in self._numbers.items()}
+            self._keys += keys
+            self._generate()
+        values = [
+            seen[place][1] if place in seen and place not in self._written else value
+            for place, value in zip(self._labels, self._values, strict=True)
+        ]
+        if (keys := tuple(map(_key, values))) != self._keys:  # another thread wrote one before the trace read it
+            self._numbers = {old: number for old, number in self._numbers.items() if number != self.number}
+            self._values, self._keys, self.number = values, keys, next(self._next_number)
         self._settle()
 
     @property
@@ -142,13 +153,16 @@ class ValueGuards:
             with suppress(Exception):
                 same = bool(probes) and again() == program
         finally:
-            for place, (probe, _) in probes.items():
+            for place, (probe, used) in probes.items():
                 if eval(place, self._names) is probe:
                     exec(f"{place} = value", {**self._names, "value": self._changed[place]})
+                else:
+                    used.append("written")
         unused = {place for place, (_, used) in probes.items() if same and not used}
         stay = [place not in unused for place in self._labels]
         self._dropped |= unused
         self._labels = {place: label for place, label in self._labels.items() if place not in unused}
+        self._values, self._keys = [*compress(self._values, stay)], tuple(compress(self._keys, stay))
         merged = [(tuple(compress(keys, stay)), number) for keys, number in self._numbers.items()]
         self._numbers = dict(reversed(merged))  # the oldest number of those that are equal now
         self._generate()
@@ -165,7 +179,11 @@ class ValueGuards:
         self.holds = names["holds"]
 
     def _settle(self) -> None:
-        values = [*map(_read, self._reads)]
+        """Let the number also stand for what build wrote. What another thread wrote is found by `holds`."""
+        values = [
+            _read(read) if place in self._written else value
+            for place, read, value in zip(self._labels, self._reads, self._values, strict=True)
+        ]
         keys = tuple(map(_key, values))
         self.number = self._numbers.setdefault(keys, self.number)
         self._set(values, keys)

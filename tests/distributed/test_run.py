@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from support.ranked import LOSS, Ranked, assert_equal, batch, state
 from support.ranks import outcome, run_ranks
-from tierbed import InputError, TierbedError, World, make_cached_host_mem_store_options
+from tierbed import InputError, StoreError, TierbedError, World, make_cached_host_mem_store_options
 from tierbed.engine.options.lookup import Lookup
 
 COUNTS = [8, 3, 4]  # batches of each rank, of which one has more to spare than a run looks ahead
@@ -126,6 +127,79 @@ def test_a_step_that_fails_in_a_run_uses_up_the_batch_of_all_ranks() -> None:
     for seen, _ in run_ranks(2, past_errors, with_a_step_that_fails, 2):
         assert len(seen) == 5
         assert seen[2] == f"rank 1: ValueError: failed at {LOSS}"
+
+
+FULL: list[None] = []  # while there is an item, this rank's disk is full
+
+
+@torch.library.custom_op("tierbed_tests::fills", mutates_args=())
+def fills(x: Tensor) -> Tensor:
+    if FULL:
+        FULL.pop()
+        raise StoreError("no space left")
+    return x.clone()
+
+
+@fills.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Filling(Ranked):
+    temp = 1.0
+
+    def build(self, users: Tensor, items: Tensor, y: Tensor, at: Tensor) -> Tensor:
+        return super().build(users, items, fills(y), at)
+
+    def loss(self, loss: Tensor) -> Tensor:
+        return loss * self.temp
+
+
+def filling(world: World, ahead: int, how: str) -> tuple[list[Any], dict[str, Tensor]]:
+    """The disk of rank 1 is full at the third step, and at the next try."""
+    graph, seen = Filling(world), []
+    run = graph.run(loader(world.rank, COUNTS[world.rank]), ahead=ahead, uneven=how)
+    for _ in range(2):
+        seen.append(next(run).item())
+    FULL.extend([None, None] if world.rank == 1 else [])
+    for _ in range(2):
+        try:
+            next(run)
+        except StoreError as error:
+            seen.append(str(error))
+    return seen + [loss.item() for loss in run], state(graph)
+
+
+@pytest.mark.parametrize("how", ["stop", "join"])
+def test_a_full_disk_of_one_rank_costs_no_rank_a_batch(how: str) -> None:
+    losses, expected = accumulated([[0, 1]] * 3 + [[0]] * 5 * (how == "join"))
+    for rank, (seen, found) in enumerate(run_ranks(2, filling, 2, how)):
+        said = "rank 1: no space left"
+        assert seen == [*losses[rank][:2], said, said, *losses[rank][2:]]
+        assert_equal(found, expected)
+
+
+def with_values(world: World | None) -> tuple[list[str], dict[str, Tensor]]:
+    """Rank 1 alone changes a value that build reads, and once more than it may."""
+    graph, rank, said = Filling(world), 0 if world is None else world.rank, []
+    for step in range(12):
+        graph.temp = 1.0 + step * rank
+        try:
+            graph(*batch(rank, step))
+        except TierbedError as error:
+            said.append(str(error))
+    graph.temp = 1.0
+    graph(*batch(rank, 12))
+    return said, state(graph)
+
+
+def test_a_value_that_one_rank_changes_is_traced_or_refused_on_all() -> None:
+    (one, first), (two, second) = run_ranks(2, with_values)
+    assert_equal(first, second)
+    assert one == two
+    assert len(one) == 3
+    assert one[0].startswith("rank 1: ")
+    assert "temp changed to 10.0" in one[0]
 
 
 def astray(world: World, ahead: int) -> tuple[list[Any], int, dict[str, Tensor]]:
