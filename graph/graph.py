@@ -80,9 +80,9 @@ class Graph(ModelSnapshots, HasBuild):
 
     `build` runs again, on tensors without values, when a call has another signature: shapes, strides, dtypes and
     devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode,
-    optimizers, hooks, tensors assigned to attributes. All other Python values are frozen into the step, such as which
-    object a global names, or the `p` of a dropout; the values of parameters, buffers and closure tensors are read at
-    every call. The 64 steps used last are kept.
+    optimizers, hooks, tensors assigned to attributes, and Python values that `build` reads, such as the `p` of a
+    dropout or a global; docs/graph.md lists the few that cannot be followed. The values of parameters, buffers and
+    closure tensors are read at every call. The 64 steps used last are kept.
     """
 
     def __init__(self) -> None:

@@ -38,9 +38,9 @@ _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modu
 
 
 class _DenseSteps(threading.local):
-    """begun: how many steps of dense optimizers this thread has begun."""
+    """count: how many steps of dense optimizers this thread has started."""
 
-    begun = 0
+    count = 0
 
 
 dense_steps = _DenseSteps()
@@ -60,7 +60,7 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
         try:
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad
-            dense_steps.begun += 1
+            dense_steps.count += 1
             optimizer.step()
         finally:
             for parameter in params:

@@ -377,7 +377,7 @@ class Run(Iterator[Any]):
     def _trained(self) -> tuple[int, int, int]:
         """Counts of what steps did: updates of rows, of dense parameters, and gradients that wait to be updated."""
         rows = sum(one.table_handle().local_table.updates for one in self._embeddings if one.is_open)
-        return rows, dense_steps.begun, self._end.waiting_calls
+        return rows, dense_steps.count, self._end.waiting_calls
 
     def skip(self) -> None:
         """Drop the batch that waits for another try, after its step raised."""

@@ -33,9 +33,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
+from .built import HasBuild
 from .signature import is_plain
 
-MOST_ITEMS = 64  # of a list, dict or tuple whose items have places
+MAX_ITEMS = 64  # of a list, dict or tuple whose items have places
 
 Names = frozenset[str]
 
@@ -60,7 +61,7 @@ class Reads:
     GraphError at the end of the block if `build` drew numbers from Python's or NumPy's generators.
     """
 
-    def __init__(self, root: nn.Module, arguments: list[Any]) -> None:
+    def __init__(self, root: HasBuild, arguments: list[Any]) -> None:
         self.places: dict[str, tuple[str, Any]] = {}
         self.names: dict[str, Any] = {}
         self._root, self._arguments, self._thread = root, arguments, get_ident()
@@ -120,7 +121,7 @@ class Reads:
             ours = cls.__module__.partition(".")[0] == _OURS or isinstance(value, EmbeddingBase)
             self._classes[cls] = cls.__getattribute__ is _READ and not ours
             if self._classes[cls]:
-                cls.__getattribute__ = self._observer()  # type: ignore[method-assign]
+                cls.__getattribute__ = self._observer()
             self._scan_class(cls, _SPECIAL)
 
     def _observer(self) -> Any:
@@ -176,7 +177,7 @@ class Reads:
             self.places[place] = label, value  # by identity: its attributes have places, under another name
         elif isinstance(value, dict | list | tuple | deque | set):
             self.places[f"len({place})"] = f"the length of {label}", len(value)
-            if len(value) <= MOST_ITEMS and not isinstance(value, set):
+            if len(value) <= MAX_ITEMS and not isinstance(value, set):
                 for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
                     if type(key) in (int, str):
                         self._note(f"{place}[{key!r}]", f"{label}[{key!r}]", item)
@@ -264,14 +265,14 @@ def _state(generator: Any) -> bytes:
 @lru_cache(4096)
 def _names_in(code: CodeType) -> tuple[Names, Names, Names]:
     """In a code and its nested functions: all names, those of globals, and those that it assigns to."""
-    found: tuple[set[str], ...] = {*code.co_names}, set(), set()
+    names, variables, assigned = {*code.co_names}, set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         kind, _, what = instruction.opname.partition("_")
-        if what in ("GLOBAL", "NAME", "ATTR", "DEREF") and (kind != "LOAD" or what in ("GLOBAL", "NAME")):
-            found[1 if kind == "LOAD" else 2].add(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            for names, nested in zip(found, _names_in(constant), strict=True):
-                names |= nested
-    names, variables, assigned = map(frozenset, found)
-    return names, variables, assigned
+        if what in ("GLOBAL", "NAME") and kind == "LOAD":
+            variables.add(instruction.argval)
+        elif what in ("GLOBAL", "NAME", "ATTR", "DEREF") and kind != "LOAD":
+            assigned.add(instruction.argval)
+    for nested in [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]:
+        for mine, its in zip((names, variables, assigned), nested, strict=True):
+            mine.update(its)
+    return frozenset(names), frozenset(variables), frozenset(assigned)

@@ -17,9 +17,9 @@ from ...engine.errors import GraphError
 from .reads import Reads, is_constant
 from .swap import trace_lock
 
-MOST_CHANGES = 8  # of one value, if each gives another step
-MOST_VALUES = 64  # of one value in all
-MOST_PLACES = 20_000
+MAX_CHANGES = 8  # of one value, if each gives another step
+MAX_VALUES = 64  # of one value in all
+MAX_PLACES = 20_000
 
 Keys = tuple[Hashable, ...]
 
@@ -100,8 +100,8 @@ class ValueGuards:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are so many places, as of functions made anew for each call, that the graph has to forget."""
-        return len(self._labels) > MOST_PLACES
+        """Whether there are too many places, as if each call passes another function: the graph then starts again."""
+        return len(self._labels) > MAX_PLACES
 
     def equal_step(self, signature: Hashable, program: Hashable, again: Callable[[], Hashable]) -> Any:
         """The step that was compiled for an equal program, or None. signature: without the number.
@@ -132,7 +132,7 @@ class ValueGuards:
 
     def _refuse_many(self, place: str, before: Any, value: Any) -> None:
         had = self._had[place]
-        if _key(value) not in had and (self._changes[place] >= MOST_CHANGES or len(had) >= MOST_VALUES):
+        if _key(value) not in had and (self._changes[place] >= MAX_CHANGES or len(had) >= MAX_VALUES):
             raise GraphError(
                 f"{self._labels[place]} changed to {_text(value)} from {_text(before)}, and has had {len(had)} values; "
                 "build reads it and is traced again for each; pass it to the graph as a tensor, or make it a buffer "
@@ -169,7 +169,7 @@ class ValueGuards:
         self._settle()
 
     def _generate(self) -> None:
-        """Make the functions that read and compare values. Comparing by identity is fast, and tells 1 from True."""
+        """Make the functions that read and compare values. Comparison by identity is fast, and 1 is not True."""
         names = self._names
         exec(f"reads = [{', '.join(f'lambda: {place}' for place in self._labels)}]", names)
         self._reads = names["reads"]

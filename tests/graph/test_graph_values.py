@@ -1,4 +1,4 @@
-"""A Python value that `build` reads and that changes between calls: never the first value, frozen without a word."""
+"""A Python value that `build` reads and that changes between calls: the step follows it, or the call raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tierbed import Graph, GraphError, MultiTableEmbedding, make_device_mem_store_options
+from tierbed import Graph, GraphError
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, -4.0]])
 
@@ -86,6 +86,36 @@ class Doubler(Scaler):
         return super().scaled(x) * 2
 
 
+class Dots(dict[str, Any]):
+    """A dict whose items are attributes too."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class Behind:
+    """An object that keeps its values behind `__getattr__`."""
+
+    def __init__(self) -> None:
+        vars(self)["values"] = {"temp": 1.5}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.values[name] = value
+
+
+class Guarded:
+    """An object with a `__getattribute__` of its own."""
+
+    def __init__(self) -> None:
+        self.temp = 1.5
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+
 class Namespace:
     """A class of settings, which nobody makes an object of."""
 
@@ -107,6 +137,7 @@ HIDDEN = 0.5
 SETTINGS: dict[str, Any] = {"temp": 1.5, "deep": {"list": [1.0, 2.0]}}
 CONFIG = Config()
 MASK = torch.ones(3)
+LOSS, DROPOUT, CHAIN = nn.SmoothL1Loss(), nn.Dropout(1.0), nn.Sequential(nn.LeakyReLU(0.1))
 settings = types.ModuleType("settings_of_user")
 settings.temp, settings.config = 1.5, Config()  # type: ignore[attr-defined]
 sys.modules["settings_of_user"] = settings
@@ -141,7 +172,10 @@ class Box(Graph):
         self.dtype, self.number, self.plain = torch.float32, np.float32(1.5), [nn.Dropout(0.0)]
         self.activation: Any = torch.relu
         self.partial = functools.partial(helper, by=1.5)
-        self.masks = [torch.ones(3)]
+        self.masks, self.allowed = [torch.ones(3)], {1}
+        self.dots, self.behind, self.guarded = Dots(temp=1.5), Behind(), Guarded()
+        self.method: Any = Scaler().scaled
+        self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.5)
         self.layer, self.leaky, self.norm = Layer(), nn.LeakyReLU(0.01), nn.BatchNorm1d(3)
         self.layers = nn.Sequential(nn.LeakyReLU(0.1), nn.LayerNorm(3))
 
@@ -232,6 +266,20 @@ KINDS: dict[str, Kind] = {
     "argparse": (lambda g, x: x * g.args.temp, setter("g.args.temp", 3.0)),
     "namespace": (lambda g, x: x * g.space.temp, setter("g.space.temp", 3.0)),
     "getattr": (lambda g, x: x * getattr(g, "te" + "mp"), setter("g.temp", 3.0)),
+    "dict with attributes": (lambda g, x: x * g.dots.temp, setter("g.dots.temp", 3.0)),
+    "behind __getattr__": (lambda g, x: x * g.behind.temp, setter("g.behind.temp", 3.0)),
+    "own __getattribute__": (lambda g, x: x * g.guarded.temp, setter("g.guarded.temp", 3.0)),
+    "vars": (lambda g, x: x * vars(g.config)["temp"], setter("g.config.temp", 3.0)),
+    "new attribute": (lambda g, x: x * getattr(g.config, "other", 2.0), setter("g.config.other", 3.0)),
+    "hasattr": (lambda g, x: x if hasattr(g.config, "other") else x * 2, setter("g.config.other", 3.0)),
+    "removed key": (lambda g, x: x * g.dots.get("temp", 2.0), lambda g: g.dots.pop("temp")),
+    "set": (lambda g, x: x * 2 if 3 in g.allowed else x, lambda g: g.allowed.add(3)),
+    "method of another object": (lambda g, x: g.method(x), setter("g.method.__self__._factor", 3.0)),
+    "method, replaced": (lambda g, x: g.method(x), setter("g.method", Doubler().scaled)),
+    "learning rate": (
+        lambda g, x: x * g.optimizer.param_groups[0]["lr"],
+        setter("g.optimizer.param_groups[0]['lr']", 3.0),
+    ),
     "tensor in a list": (lambda g, x: x * g.masks[0], setter("g.masks[0]", torch.tensor([1.0, 0.0, 0.0]))),
     "global tensor": (lambda g, x: x * MASK, set_global("MASK", torch.tensor([1.0, 0.0, 0.0]))),
     "function": (lambda g, x: g.activation(x), setter("g.activation", torch.tanh)),
@@ -254,6 +302,12 @@ KINDS: dict[str, Kind] = {
     "module of a module": (lambda g, x: g.layer(x), setter("g.layer.inner.bias", 3.0)),
     "leaky relu": (lambda g, x: g.leaky(x), setter("g.leaky.negative_slope", 0.5)),
     "layer norm in a sequence": (lambda g, x: g.layers(x), setter("g.layers[1].eps", 1.0)),
+    "global module": (lambda g, x: LOSS(x, x + 1), setter("LOSS.reduction", "sum")),
+    "flag of a global module": (lambda g, x: DROPOUT(x), lambda g: DROPOUT.eval()),
+    "child of a global module": (lambda g, x: CHAIN(x), setter("CHAIN[0].negative_slope", 0.5)),
+    "child of a global module, replaced": (lambda g, x: CHAIN(x), setter("CHAIN[0]", nn.LeakyReLU(0.7))),
+    "hook of a global module": (lambda g, x: CHAIN(x), lambda g: CHAIN.register_forward_hook(lambda *a: a[2] * 3)),
+    "module in a list, replaced": (lambda g, x: g.plain[0](x), setter("g.plain[0]", nn.LeakyReLU(0.5))),
     "module in a list": (lambda g, x: g.plain[0](x) + g.plain[0].p, setter("g.plain[0].p", 1.0)),
     "hook": (lambda g, x: g.leaky(x), lambda g: g.leaky.register_forward_hook(lambda *a: a[2] * 3)),
     "module, replaced": (lambda g, x: g.leaky(x), setter("g.leaky", nn.LeakyReLU(0.5))),
@@ -274,6 +328,9 @@ def test_a_changed_value_is_seen_and_an_earlier_one_found_again(kind: str, monke
         (settings, "config", Config()),
     ):
         monkeypatch.setattr(owner, name, value)
+    monkeypatch.setitem(globals(), "DROPOUT", nn.Dropout(1.0))
+    monkeypatch.setitem(globals(), "CHAIN", nn.Sequential(nn.LeakyReLU(0.1)))
+    monkeypatch.setitem(globals(), "LOSS", nn.SmoothL1Loss())
     monkeypatch.setitem(SETTINGS["deep"], "list", [1.0, 2.0])
     monkeypatch.setattr(CONFIG, "inner", Inner())
     build, change = KINDS[kind]
@@ -307,14 +364,14 @@ def test_a_value_with_more_than_eight_changes_is_refused_with_the_remedy(caplog:
         for step in range(9):
             graph.layer.gain = 1 / (step + 1)
             assert graph(X).equal(graph.build(X))
-    assert caplog.messages[-1].endswith(f"step 8: value layer.gain: {1 / 9}, was {1 / 8}") or len(caplog.messages) == 8
+    assert caplog.messages[0] == "Box compiled step 1: value layer.gain: 0.5, was 1.0"
+    assert len(caplog.messages) == 8
     graph.layer.gain = 0.05
     for _ in range(2):
         with pytest.raises(GraphError, match=r"layer\.gain changed to 0\.05 from 0\.11.*as a tensor.*buffer"):
             graph(X)
     graph.layer.gain = 1 / 4
     assert graph(X).equal(graph.build(X))
-    graph.layer.gain = torch.tensor(0.05)  # another kind of value, which is the remedy
     del graph.layer.gain
     graph.layer.register_buffer("gain", torch.tensor(0.05))
     for step in range(20):
@@ -370,11 +427,10 @@ BRANCHES: dict[str, Callable[[Any], bool]] = {
     "function of math": lambda g: math.sqrt(g.epoch) > 1.5,
     "hash": lambda g: g.epoch in {3},
     "range": lambda g: len(range(g.epoch)) > 2,
-    "text": lambda g: str(g.epoch) == "3",
 }
 
 
-@pytest.mark.parametrize("branch", [name for name in BRANCHES if name != "text"])
+@pytest.mark.parametrize("branch", BRANCHES)
 def test_a_value_that_takes_a_branch_late_is_still_guarded(branch: str) -> None:
     graph = Box(lambda g, x: x * 2 if BRANCHES[branch](g) else x)
     graph.epoch = 0
@@ -414,38 +470,6 @@ def helper_that_draws() -> float:
     return float(np.random.normal())
 
 
-def test_dropout_and_a_temperature_train_as_in_eager_torch() -> None:
-    class Train(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            store = make_device_mem_store_options()
-            self.rows = MultiTableEmbedding("rows", 4, torch.float32, torch.int64, None, store)
-            self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.9), nn.Linear(4, 1))
-            self.temp = 1.0
-            self.add_optimizer(torch.optim.SGD(self.parameters(), lr=0.1))
-
-        def build(self, ids: Tensor) -> Tensor:
-            loss = self.net(self.rows(ids)).square().mean() * self.temp
-            loss.backward()
-            return loss
-
-    graph, ids = Train(), torch.arange(32)
-    for p, momentum, temp in ((0.9, 0.1, 1.0), (0.0, 0.5, 2.0), (0.5, 0.1, 1.0), (0.9, 0.1, 1.0)):
-        graph.net[2].p, graph.net[1].momentum, graph.temp = p, momentum, temp
-        twin = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Dropout(p), nn.Linear(4, 1))
-        twin.load_state_dict(graph.net.state_dict())
-        rows = graph.rows.get(ids).clone().requires_grad_()
-        state = torch.get_rng_state()
-        loss = graph(ids)
-        torch.set_rng_state(state)
-        expected = twin(rows).square().mean() * temp
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        torch.testing.assert_close(graph.rows.get(ids), rows.detach() - 0.1 * rows.grad)
-        torch.testing.assert_close(graph.net[1].running_mean, twin[1].running_mean)
-    assert len(graph.why_recompiled()) == 2
-
-
 class Reader(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * TEMP
@@ -458,3 +482,15 @@ def test_a_global_that_a_submodules_forward_reads_is_guarded(monkeypatch: pytest
         monkeypatch.setitem(globals(), "TEMP", temp)
         assert graph(X).equal(X * temp)
     assert graph.why_recompiled() == ["step 1: value TEMP: 2.0, was 1.0"]
+
+
+def test_a_trace_leaves_no_class_changed() -> None:
+    def fail(g: Any, x: Tensor) -> Tensor:
+        assert "__getattribute__" in vars(Box)
+        raise ValueError(f"after {g.config.temp}, {g.layer(x)}")
+
+    graph = Box(fail)
+    with pytest.raises(ValueError, match=r"after 1\.5"):
+        graph(X)
+    for cls in (Box, Layer, nn.Module, nn.LeakyReLU, Config, Slots):
+        assert "__getattribute__" not in vars(cls)
