@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from .built import HasBuild
-from .signature import is_plain
+from .signature import MODULE_HOOKS, is_plain
 
 MAX_ITEMS = 64  # of a list, dict or tuple whose items have places
 
@@ -44,7 +44,6 @@ _OURS = __name__.partition(".")[0]
 _LIBRARIES = {"torch", "numpy", _OURS, *sys.stdlib_module_names}
 _WATCHED = (nn.Module, Optimizer, LRScheduler, GradScaler)  # classes of torch whose attributes users change
 _OF_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature has what matters of these
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FUNCTIONS = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SHARED = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
@@ -78,7 +77,7 @@ class Reads:
             for path, module in self._root.named_modules():
                 self._modules.add(id(module))
                 self._watch(self._name(module), path, module)
-                for hooks in map(vars(module).__getitem__, _HOOKS):
+                for hooks in MODULE_HOOKS(module):
                     for key, hook in hooks.items():
                         self._note(f"{self._name(hooks)}[{key}]", f"a hook of {path or 'the graph'}", hook)
             self._scan(type(self._root).build, type(self._root))

@@ -29,7 +29,7 @@ NO_DYNAMIC: frozenset[int] = frozenset()
 _TORCHREC = "torchrec.sparse.jagged_tensor"
 _OF_TORCHREC = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
 _TRAINING = attrgetter("training")
-_MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
 _HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _STRIDE = methodcaller("stride")
@@ -150,7 +150,7 @@ class Structure:
         self._buffers = [module._buffers for module in modules]
         self._children = [module._modules for module in modules]
         self._attributes = list(map(vars, modules))
-        self._hooks = [hooks for module in modules for hooks in _MODULE_HOOKS(module)]
+        self._hooks = [hooks for module in modules for hooks in MODULE_HOOKS(module)]
         tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
         self._with_tensors, self._tensor_names = [d for d, _ in tensors], [name for _, name in tensors]
         self._shape = self._read_shape()
