@@ -52,6 +52,10 @@ _SPECIAL = frozenset({"__call__"})  # for a class: what operators call
 _READ = object.__getattribute__
 
 
+class MISSING:
+    """Stands for a value that is not there."""
+
+
 class Reads:
     """A block around `build` in which this thread's reads are found.
 
@@ -100,9 +104,11 @@ class Reads:
 
     def may_be_written(self, place: str) -> bool:
         """Whether `build` may have written the value there. Else another thread did, if it changed."""
-        name = re.findall(r"\w+", self.places[place][0])[-1]
-        is_item = self.places[place][0].endswith("]") or place.startswith("len(")
-        return is_item or name in self._assigned or "setattr" in self._known_names
+        label, value = self.places[place]
+        name = re.findall(r"\w+", label)[-1]
+        is_item = label.endswith("]") or place.startswith("len(")
+        is_any = callable(value) or "setattr" in self._known_names  # FX replaces functions during the trace
+        return is_any or is_item or name in self._assigned
 
     def _name(self, value: Any) -> str:
         name = f"o{id(value)}"
@@ -134,7 +140,7 @@ class Reads:
                 try:
                     value = type(owner).__getattr__(owner, name)
                 except AttributeError:
-                    self._see(owner, name, None)
+                    self._see(owner, name, MISSING)
                     raise
             if is_ours:
                 self._see(owner, name, value)
@@ -206,6 +212,8 @@ class Reads:
 
     def _scan(self, function: Any, cls: type | None = None) -> None:
         """Note what a function reads by name, and what functions that it names do. cls: the class of its object."""
+        while isinstance(function, FunctionType) and function.__globals__.get("__name__", "").startswith("torch."):
+            function = getattr(function, "__wrapped__", None)  # torch decorates it, FX does so in each trace
         if not isinstance(function, FunctionType) or not _is_own(function) or not self._is_new(function, cls):
             return
         code, values = function.__code__, function.__globals__

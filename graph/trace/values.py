@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ...engine.errors import GraphError
-from .reads import Reads, is_constant
+from .reads import MISSING, Reads, is_constant
 from .swap import trace_lock
 
 MAX_CHANGES = 8  # of one value, if each gives another step
@@ -23,7 +23,6 @@ MAX_PLACES = 20_000
 
 Keys = tuple[Hashable, ...]
 
-_MISSING = object()
 _SHOWN = ("__str__", "__repr__", "__format__")
 _DEFAULT = {*dir(object), "__getnewargs__"} - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
 
@@ -173,7 +172,7 @@ class ValueGuards:
         names = self._names
         exec(f"reads = [{', '.join(f'lambda: {place}' for place in self._labels)}]", names)
         self._reads = names["reads"]
-        self._is_missing = missing = [_read(read) is _MISSING for read in self._reads]
+        self._is_missing = missing = [_read(read) is MISSING for read in self._reads]
         tests = [f"{f'read(reads[{i}])' if missing[i] else place} is v{i}" for i, place in enumerate(self._labels)]
         exec(f"def holds():\n try: return {' and '.join(tests) or True}\n except Exception: return False", names)
         self.holds = names["holds"]
@@ -190,7 +189,7 @@ class ValueGuards:
 
     def _set(self, values: list[Any], keys: Keys) -> None:
         self._values, self._keys = values, keys
-        if [value is _MISSING for value in values] != self._is_missing:
+        if [value is MISSING for value in values] != self._is_missing:
             self._generate()
         for i, (place, key, value) in enumerate(zip(self._labels, keys, values, strict=True)):
             self._names[f"v{i}"] = value
@@ -200,14 +199,14 @@ class ValueGuards:
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return "missing" if value is _MISSING else str(getattr(value, "__qualname__", None) or repr(value))[:80]
+    return "missing" if value is MISSING else str(getattr(value, "__qualname__", None) or repr(value))[:80]
 
 
 def _read(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except Exception:
-        return _MISSING
+        return MISSING
 
 
 def _key(value: Any) -> Hashable:
