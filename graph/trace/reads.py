@@ -53,7 +53,7 @@ _READ = object.__getattribute__
 
 
 class MISSING:
-    """Stands for a value that is not there."""
+    """Stands for the value of a place that has none."""
 
 
 class Reads:
