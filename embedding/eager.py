@@ -98,6 +98,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         module = self._module()
         return [] if module is None else [one for one in module.modules() if isinstance(one, SavedRows)]
 
+    def row_optimizers(self) -> list[RowOptimizer]:
+        """Those of its embeddings."""
+        return [rows for _, rows in self._rows]
+
     def __getattr__(self, name: str) -> Any:
         """An attribute of the wrapped optimizer, such as param groups and hooks, where this object lacks it."""
         if name == "optimizer":

@@ -39,11 +39,11 @@ from .show.profile import Profile, Timer, profile
 from .show.why import RecompileLog, guard_facts
 from .state import checkpoint
 from .state.extra_state import (
+    check_not_waiting,
     check_state,
     extra_state,
     load_extra_state,
     of_all_ranks,
-    of_this_rank,
     without_rows,
 )
 from .state.optimizer_set import OptimizerSet
@@ -275,6 +275,7 @@ class Graph(ModelSnapshots, HasBuild):
         InputError for a path of another type.
         """
         folder = checkpoint.check_save(self, path, overwrite)
+        check_not_waiting(self.__end)
         with rows_apart():
             state = self.state_dict()
         checkpoint.save(self, state, folder, overwrite)
@@ -301,7 +302,8 @@ class Graph(ModelSnapshots, HasBuild):
             self.load_state_dict(without_rows(self, state, optimizers))
 
         with rows_apart():
-            checkpoint.load(self, path_of(path), check, put, Selection(state=optimizers, convert=convert))
+            selection = Selection(state=optimizers, convert=convert)
+            checkpoint.load(self, path_of(path), check, put, self.state_dict, selection)
 
     def get_extra_state(self) -> Any:
         """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers, those of all ranks.
@@ -309,12 +311,14 @@ class Graph(ModelSnapshots, HasBuild):
         A tuple of one map, which torch.distributed.checkpoint keeps whole.
         """
         state = extra_state(self.__optimizers, self.__end)
-        return state if are_apart() else (of_all_ranks(self, state),)
+        if are_apart():
+            return state
+        check_not_waiting(self.__end)
+        return (of_all_ranks(self, state),)
 
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`, a tuple of a map, or the map."""
-        (loaded,) = state if isinstance(state, tuple) else (state,)
-        load_extra_state(self, self.__optimizers, self.__end, of_this_rank(self, loaded))
+        load_extra_state(self, self.__optimizers, self.__end, state)
         self.__rank_state.partial_update = ""
 
     def draw(self, path: str | os.PathLike[str]) -> None:

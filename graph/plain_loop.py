@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,9 +63,7 @@ def save_checkpoint(
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
     folder = checkpoint.check_save(model, path, overwrite)
     with rows_apart():
-        of_model = model.state_dict()
-    state: OrderedDict[str, Any] = OrderedDict(model=dict(of_model), training=training.state(), extra=dict(extra or {}))
-    state._metadata = getattr(of_model, "_metadata", None)  # type: ignore[attr-defined]
+        state = _state(model, training, extra or {})
     checkpoint.save(model, state, folder, overwrite, "loop")
 
 
@@ -98,14 +97,23 @@ def load_checkpoint(
         check_extra_state(training, state["training"])
 
     def put(state: dict[str, Any]) -> None:
-        model.load_state_dict(model_state(state))  # the rows are loaded
+        model.load_state_dict(model_state(state))
         training.load(state["training"])
         extra.update(state["extra"])
 
     extra: dict[str, Any] = {}
     with rows_apart():
-        checkpoint.load(model, path_of(path), check, put, Selection(convert=convert), of="loop")
+        now = partial(_state, model, training, {})
+        checkpoint.load(model, path_of(path), check, put, now, Selection(convert=convert), of="loop")
     return extra
+
+
+def _state(model: nn.Module, training: Training, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """All that a checkpoint holds but rows."""
+    of_model = model.state_dict()
+    state: OrderedDict[str, Any] = OrderedDict(model=dict(of_model), training=training.state(), extra=dict(extra))
+    state._metadata = getattr(of_model, "_metadata", None)  # type: ignore[attr-defined]
+    return state
 
 
 def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, Training]:
@@ -133,4 +141,5 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tupl
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler={scaler!r}: give a torch.amp.GradScaler, or None")
     remedy, of_scaler = "give those that were saved, in their order", "give scaler={}"
-    return model, Training(given, listed, scaler, "this call", remedy, of_scaler)
+    rows = [row for one in given if isinstance(one, EagerOptimizer) for row in one.row_optimizers()]
+    return model, Training(given, rows, listed, scaler, "this call", remedy, of_scaler)

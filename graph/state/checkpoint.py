@@ -32,7 +32,8 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import msgpack  # type: ignore[import-untyped]
 import torch
@@ -40,6 +41,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as as_safetensors
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from ...distributed.world import World
 from ...embedding.model_snapshots import load_rows, save_rows
@@ -60,12 +63,12 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import refuse_worlds
 from ..trace.names import bare_name, path_of, plain_names
-from .kept import CALLS, FORMATS, ROWS, STATE, TENSORS, checksum, read_format
+from .kept import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, read_format
 from .optimizer_set import embeddings_of
 
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
-_PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+_PLAIN = bool | int | float | str | bytes
 _RESERVED = ("", "__metadata__")  # names that no tensor in a safetensors file has
 _MAX_ITEMS = 1 << 16  # of a container that `unseal` reads
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
@@ -100,7 +103,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
         else:
             items = [encode(item, tensors, f"{where}[{i}]", _join(name, i)) for i, item in enumerate(value)]
         return [_TAGS[type(value)], items]
-    for kind in _PLAIN:  # a subclass, such as NumPy's float64, becomes the plain type
+    for kind in get_args(_PLAIN):  # a subclass, such as NumPy's float64, becomes the plain type
         if isinstance(value, kind) and (kind is not int or _fits_64_bits(value)):
             return kind(value)
     raise GraphError(
@@ -112,6 +115,8 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
 def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     """The value that `encode` was given. ValueError, KeyError for anything that `encode` does not return."""
     if not isinstance(value, list):
+        if not isinstance(value, _PLAIN | NoneType):
+            raise ValueError(f"a {type(value).__name__} among the values")
         return value
     tag, content = value
     if tag == "tensor":
@@ -120,6 +125,9 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
         raise ValueError(f"unknown kind {tag!r}")
     if tag in ("list", "tuple"):
         return _KINDS[tag](decode(item, tensors) for item in content)
+    for key, _ in content:
+        if type(key) not in (str, int):
+            raise ValueError(f"the key {key!r}, and keys are strings or integers")
     return _KINDS[tag]({key: decode(item, tensors) for key, item in content})
 
 
@@ -357,14 +365,16 @@ def load(
     folder: Path,
     check: Callable[[dict[str, Any]], None],
     put: Callable[[dict[str, Any]], None],
+    now: Callable[[], dict[str, Any]],
     selection: Selection = ALL,
     of: str = "graph",
 ) -> None:
-    """Load the rows of all embeddings under `root`, and the state, by `put`. All is checked before a row is replaced.
+    """Load the state by `put`, then the rows of all embeddings under `root`: all or nothing.
 
-    of: as of `save`. `check` raises GraphError if a state does not fit. selection: whether rows are loaded with their
-    state, and whether they are converted. Raises SnapshotError if the checkpoint is missing, damaged or of another
-    graph, and what `put` raises: then no embedding can be used until a load succeeds.
+    of: as of `save`. `check` raises GraphError if a state does not fit. now: returns the state as it is, which `put`
+    restores if the load fails; if that fails as well, no embedding can be used until a load succeeds. selection:
+    whether rows are loaded with their state, and whether they are converted. Raises SnapshotError if the checkpoint is
+    missing, damaged, malformed or of another graph.
     """
     folder = folder.absolute()
     embeddings = _saved(root)
@@ -377,23 +387,48 @@ def load(
         {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert},
     )
     rows = _row_folders(folder, record["snapshot"], embeddings)
+
+    def put_state() -> None:
+        training = state.get(EXTRA if of == "graph" else "training")
+        if training is not None:
+            training["random"] = saving.own_random(training["random"], record["ranks"])
+        put(state)
+
     try:
         saving.each("state", lambda: check(state))
         for embedding, path in zip(embeddings.values(), rows, strict=True):
             embedding.table_handle(for_load=True).check_rows(path, selection)
-    except (GraphError, OptimizerError) as error:
+        before = copied(now())
+        try:
+            saving.each("loading its state", put_state)
+            load_rows([*embeddings.values()], rows, selection)
+        except BaseException:
+            try:
+                put(before)
+            except BaseException:
+                for embedding in embeddings.values():
+                    embedding.note_stopped(f"checkpoint {folder.name!r}")
+            raise
+    except (GraphError, OptimizerError, *MALFORMED) as error:
+        if isinstance(error, TierbedError) and not isinstance(error, GraphError | OptimizerError):
+            raise
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and of == "graph" else ""
-        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {error}{remedy}") from error
-    load_rows([*embeddings.values()], rows, selection)
-    training = state.get(EXTRA if of == "graph" else "training")
-    if training is not None:
-        training["random"] = saving.own_random(training["random"], record["ranks"])
-    try:
-        put(state)
-    except BaseException:
-        for embedding in embeddings.values():
-            embedding.note_stopped(f"checkpoint {folder.name!r}")
-        raise
+        raise SnapshotError(
+            f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {said(error)}{remedy}"
+        ) from error
+
+
+def copied(state: Mapping[str, Any]) -> Any:
+    """A copy of a state in host memory; lazy parameters are no values yet, and stay."""
+    copy = tree_map_only(Tensor, lambda one: one if is_lazy(one) else one.detach().to("cpu", copy=True), dict(state))
+    made: OrderedDict[str, Any] = OrderedDict(copy)
+    made._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    return made
+
+
+def said(error: BaseException) -> str:
+    """What an error of a malformed value says. That of a lookup is the key alone."""
+    return f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
 
 
 def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -417,8 +452,9 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
         state: OrderedDict[str, Any] = OrderedDict(decode(record["state"], tensors))
         state._metadata = decode(record["metadata"], tensors)  # type: ignore[attr-defined]
         record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
-    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, SafetensorError) as error:
-        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
+        _check_shape(state, record["ranks"], of)
+    except (OSError, SafetensorError, *MALFORMED) as error:
+        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {said(error)}") from error
     if [*map(bare_name, embeddings)] != [*map(bare_name, record["embeddings"])]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this {_thing(of)} has "
@@ -448,6 +484,21 @@ def _renamed(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], 
     renamed: Any = OrderedDict(named if of == "graph" else {**state, "model": named})
     renamed._metadata = versions
     return renamed
+
+
+def _check_shape(state: OrderedDict[str, Any], ranks: Any, of: str) -> None:
+    """ValueError if the names, the versions of modules, or the random states of ranks are of another type."""
+    versions = getattr(state, "_metadata", None)
+    if not all(type(name) is str for name in [*state, *(() if of == "graph" else state["model"])]):
+        raise ValueError("a name in the state is not a string")
+    if versions is not None and not (
+        isinstance(versions, dict)
+        and all(type(name) is str and isinstance(one, dict) for name, one in versions.items())
+        and all(type(one.get("version")) in (int, NoneType) for one in versions.values())
+    ):
+        raise ValueError("the versions of modules are malformed")
+    if not (isinstance(ranks, list) and all(isinstance(one, list) and one for one in ranks)):
+        raise ValueError("the random states of ranks are malformed")
 
 
 def _thing(of: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,32 +12,39 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ...embedding.eager import EagerOptimizer
 from ...embedding.rows_reference import RowsReference
 from ...embedding.saved_rows import EXTRA, SavedRows
-from ...engine.errors import GraphError
+from ...engine.errors import GraphError, TierbedError
+from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.collectives import refuse_worlds
 from ..passes.step_epilogue import StepEpilogue
-from .checkpoint import CheckpointRanks
+from .checkpoint import CheckpointRanks, copied, said
+from .kept import MALFORMED
 from .optimizer_set import OptimizerSet, embeddings_of
+
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # that schedules add to param groups
 
 
 def extra_state(optimizers: OptimizerSet, end: StepEpilogue) -> dict[str, Any]:
-    """States of optimizers, schedules, scaler and random numbers.
+    """States of optimizers, schedules, scaler and random numbers."""
+    return _of_graph(optimizers, end).state()
 
-    GraphError while accumulated gradients wait for their update, since no state holds these.
-    """
+
+def check_not_waiting(end: StepEpilogue) -> None:
+    """GraphError while accumulated gradients wait for their update, since no state holds these."""
     if end.waiting_calls:
         raise GraphError(
             f"gradients of {end.waiting_calls} of {end.accumulate_steps} accumulated calls wait for their update, and "
             "a state cannot hold them; take it after the last of these calls, or call drop_grads() first"
         )
-    return _of_graph(optimizers, end).state()
 
 
 class Training(NamedTuple):
     """What trains a model. of: what has it. remedies: how the user gives it the same as before."""
 
     optimizers: Sequence[Optimizer]
+    rows: Sequence[RowOptimizer]
     schedules: Sequence[Any]
     scaler: Any
     of: str
@@ -52,10 +60,16 @@ class Training(NamedTuple):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned, from a copy: optimizers train the tensors that they are given."""
+        """Load what `state` returned, from a copy: optimizers train the tensors that they are given.
+
+        Raises one of MALFORMED or GraphError in the middle if a value is of another type.
+        """
         state = copy.deepcopy(state)
-        for optimizer, loaded in zip(self.optimizers, state["optimizers"], strict=True):
+        for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
+            try_step(optimizer, f"optimizer {number} of the state")
+        for rows in self.rows:
+            rows.hyper(1)  # the errors of its group
         for scheduler, loaded in zip(self.schedules, state["schedules"], strict=True):
             scheduler.load_state_dict(loaded)
         if self.scaler is not None and state["scaler"]:
@@ -63,18 +77,27 @@ class Training(NamedTuple):
         cpu, *cuda = state["random"]
         torch.set_rng_state(cpu)
         if cuda and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state_all(cuda)
+            torch.cuda.set_rng_state_all(cuda[: torch.cuda.device_count()])
 
 
 def _of_graph(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
     remedy = "add the same by add_optimizer, or if it only scores, graph.load(path, optimizers=False)"
     return Training(
-        [*optimizers], optimizers.schedulers(), end.scaler, "this graph", remedy, "call set_grad_scaler({})"
+        [*optimizers],
+        optimizers.all_rows(),
+        optimizers.schedulers(),
+        end.scaler,
+        "this graph",
+        remedy,
+        "call set_grad_scaler({})",
     )
 
 
 def check_extra_state(training: Training, state: dict[str, Any]) -> None:
-    """GraphError if the numbers of optimizers, schedules, parameters in a group, or scalers differ."""
+    """GraphError if the numbers of optimizers, schedules, parameters in a group, or scalers differ.
+
+    One of MALFORMED or GraphError for a value of another type.
+    """
     optimizers = training.optimizers
     for what, mine in (("optimizers", optimizers), ("schedules", training.schedules)):
         if len(mine) != len(state[what]):
@@ -90,6 +113,26 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
                 f"optimizer {number} of the state, the first being 0, has groups of {theirs} parameters, and that of "
                 f"{training.of} of {ours}; make it over the same parameters"
             )
+        for of_parameter in [saved["state"], *saved["state"].values()]:
+            check_like({}, of_parameter, f"optimizer {number}: state")
+        optional = [name for name, value in optimizer.defaults.items() if value is None]
+        for group, theirs in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
+            typed = group | dict.fromkeys(optional)
+            check_like(typed, theirs, f"optimizer {number}: param group", typed.keys() - _SCHEDULED)
+            if any(_kind(theirs.get(name)) not in ("NoneType", "bool", "number") for name in optional):
+                raise GraphError(f"optimizer {number}: one of {optional} is neither a number nor None in the state")
+            if group["params"] != theirs["params"] and all(type(one) is int for one in group["params"]):
+                raise GraphError(f"optimizer {number} has parameters {theirs['params']} in the state")
+    for scheduler, saved in zip(training.schedules, state["schedules"], strict=True):
+        mine = scheduler.state_dict()
+        check_like(mine, saved, type(scheduler).__name__, mine.keys())
+        for name in saved.keys() & {"base_lrs", "_last_lr"}:
+            if len(saved[name]) != len(scheduler.optimizer.param_groups):
+                raise GraphError(f"{type(scheduler).__name__} has {len(saved[name])} learning rates in the state")
+    for of_rank in [state["random"], *state.get("ranks", [])]:
+        check_like([None], of_rank, "the random states")
+        if any(not isinstance(one, Tensor) or one.dtype != torch.uint8 for one in of_rank):
+            raise GraphError("a random state is no tensor of bytes")
     scales, scaled = training.scaler is not None and training.scaler.is_enabled(), bool(state["scaler"])
     if scales != scaled:
         has, lacks = ("the state", training.of) if scaled else (training.of, "the state")
@@ -97,6 +140,75 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
             f"{has} has a gradient scaler, and {lacks} has none, or one that is not enabled; "
             f"{training.remedy_of_scaler.format('scaler' if scaled else None)} before loading"
         )
+    if scaled:
+        mine = training.scaler.state_dict()
+        check_like(mine, state["scaler"], "the gradient scaler")
+        if any(type(value) is int and type(state["scaler"][name]) is not int for name, value in mine.items()):
+            raise GraphError("the gradient scaler counts in fractions in the state")
+
+
+def check_like(mine: Any, theirs: Any, where: str, may_lack: Collection[Any] = ()) -> None:
+    """GraphError if a saved value is of another kind than the one it replaces, or lacks a name. None takes any.
+
+    may_lack: names that it may lack. A list has items like those that it replaces, any number of them.
+    """
+    if isinstance(mine, dict):
+        fits = isinstance(theirs, dict) and (not mine or {*map(type, theirs)} <= {*map(type, mine)})
+        for key in mine if fits else ():
+            if key in theirs:
+                check_like(mine[key], theirs[key], f"{where}[{key!r}]")
+            elif isinstance(key, str) and key not in may_lack:
+                raise GraphError(f"{where} lacks {key!r} in the state")
+    elif isinstance(mine, list | tuple):
+        fits = isinstance(theirs, list | tuple) and bool(theirs) >= bool(mine)
+        for place, item in enumerate(theirs if fits and mine else ()):
+            check_like(mine[min(place, len(mine) - 1)], item, f"{where}[{place}]")
+    else:
+        are_tensors = isinstance(mine, Tensor) and isinstance(theirs, Tensor)
+        fits = mine is None or are_tensors or _kind(mine) == _kind(theirs)
+    if not fits:
+        raise GraphError(f"{where} is {type(theirs).__name__} {theirs!r:.80} in the state, and not a {_kind(mine)}")
+
+
+def _kind(value: Any) -> str:
+    """How values of types that stand for each other are called."""
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return "number" if is_number and not isinstance(value, bool) else type(value).__name__
+
+
+def try_step(optimizer: Optimizer, where: str) -> None:
+    """GraphError or one of MALFORMED if an optimizer cannot step with what it has loaded.
+
+    A torch optimizer takes any value, and raises in the step. One of torch's own tries a step with a parameter of two
+    numbers a dimension, whose state then shows what that of the others needs.
+    """
+    optimizer = optimizer.optimizer if isinstance(optimizer, EagerOptimizer) else optimizer
+    kind, tried = type(optimizer), dict[Any, dict[str, Any]]()
+    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in ("LBFGS", "SparseAdam"):
+        return
+    if any(not isinstance(key, Tensor) for key in optimizer.state):
+        raise GraphError(f"{where} has state of parameters that it lacks")
+    for number, group in enumerate(optimizer.param_groups):
+        if lacking := optimizer.defaults.keys() - group.keys():
+            raise GraphError(f"{where}: group {number} lacks {sorted(lacking)}")
+        for parameter in group["params"]:
+            form = number, parameter.dim(), parameter.dtype, parameter.device
+            if form not in tried:
+                one = torch.zeros([2] * parameter.dim(), dtype=form[2], device=form[3], requires_grad=True)
+                one.grad = torch.zeros_like(one)
+                trial = kind([{**group, "params": [one]}])
+                trial.step()
+                tried[form] = {k: (v, getattr(v, "shape", None) == one.shape) for k, v in trial.state[one].items()}
+            loaded = optimizer.state.get(parameter, {})
+            check_like(dict.fromkeys(tried[form] if loaded else ()), loaded, where)
+            for name in tried[form].keys() & loaded.keys():
+                value, is_like_parameter = tried[form][name]
+                check_like(value, loaded[name], f"{where}: {name}")
+                shapes = [loaded[name].shape, parameter.shape] if is_like_parameter else []
+                if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # an old shadow is [1]
+                    raise GraphError(f"{where}: {name} has shape {list(loaded[name].shape)}")
+                if name == "step" and not 0 <= float(loaded[name]) < math.inf:
+                    raise GraphError(f"{where}: its step is {float(loaded[name])}")
 
 
 def check_state(
@@ -106,13 +218,7 @@ def check_state(
 
     Modules of another version migrate their tensors themselves, and shapes of lazy modules are not known yet.
     """
-    own: dict[str, Any] = {EXTRA: None}
-    for name, tensor in [*root._parameters.items(), *root._buffers.items()]:
-        if tensor is not None and name not in root._non_persistent_buffers_set:
-            own[name] = tensor
-    for name, child in root._modules.items():
-        own.update({} if child is None else child.state_dict(prefix=f"{name}."))
-    check_modules(root, own, state, "graph")
+    check_modules(root, root.state_dict(), state, "graph")
     if EXTRA in state and with_optimizers:
         check_extra_state(_of_graph(optimizers, end), state[EXTRA])
 
@@ -135,7 +241,9 @@ def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], t
     for name, value in mine.items():
         if not isinstance(value, Tensor) or is_lazy(value) or name.endswith(EXTRA):
             continue
-        shape = theirs[name].shape if isinstance(theirs[name], Tensor) else ()
+        if not isinstance(theirs[name], Tensor):
+            raise GraphError(f"{name} is a {type(theirs[name]).__name__} in the state, and not a tensor")
+        shape = theirs[name].shape
         if value.shape != shape:
             raise GraphError(
                 f"{name} has shape {list(shape)} in the state, and {list(value.shape)} in the {thing}; give its module "
@@ -159,27 +267,32 @@ def of_all_ranks(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "ranks": others} if others else state
 
 
-def of_this_rank(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The extra state of `of_all_ranks`, with the random state of this rank alone."""
-    if "ranks" not in state:
-        return state
-    return {**state, "random": _saving(root).own_random(state["random"], state["ranks"])}
-
-
 def _saving(root: nn.Module) -> CheckpointRanks:
     return CheckpointRanks(refuse_worlds(embeddings_of(root)), "state_dict() of a graph")
 
 
-def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: dict[str, Any]) -> None:
-    """Load what `extra_state` returned, nothing if it is empty. Rows do not change.
+def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: Any) -> None:
+    """Load what `extra_state` returned, or a tuple of `of_all_ranks`; nothing if it is empty. Rows do not change.
 
-    Raises what `check_extra_state` raises, before anything is loaded.
+    GraphError for a state that does not fit or is malformed; nothing is replaced then.
     """
-    if not state:  # empty: a load without optimizers
-        return
     training = _of_graph(optimizers, end)
-    check_extra_state(training, state)
-    training.load(state)
+    before: Any = None
+    try:
+        (state,) = state if isinstance(state, tuple) else (state,)
+        if state == {}:  # a load without optimizers
+            return
+        check_extra_state(training, state)
+        if "ranks" in state:
+            state = {**state, "random": _saving(root).own_random(state["random"], state["ranks"])}
+        before = copied(training.state())
+        training.load(state)
+    except MALFORMED as error:
+        if before is not None:
+            training.load(before)
+        if isinstance(error, TierbedError):
+            raise
+        raise GraphError(f"the state is malformed: {said(error)}; load one that state_dict() returned") from error
     end.clear()
     embeddings = embeddings_of(root)
     for path, saved in state.get("embeddings", {}).items():  # of an older state, in which embeddings had none

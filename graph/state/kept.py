@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...engine.checks import is_folder_name
 from ...engine.durable import TEMPORARY, open_regular, read_record, remove_folder, unseal
 from ...engine.errors import SnapshotError
 from ...snapshots.files.reader import Snapshot
@@ -20,6 +21,8 @@ STATE, TENSORS, ROWS = CHECKPOINT, "tensors.safetensors", "rows"
 FORMATS = {"graph": 2, "loop": 3}
 CALLS = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
 _CHUNK = 1 << 24
+# what reading or loading a value of another type raises
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,34 @@ def kept(folder: Path) -> Kept:
         size = sum(file.st_size for file in files) + sum(snapshot.manifest.total_bytes for snapshot in rows.values())
         created = record.get("created", files[0].st_mtime_ns)  # earlier versions did not write it
         return Kept(folder, record.get("of", "graph"), int(created), size, record["checksum"], rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
 
 
 def read_format(folder: Path) -> dict[str, Any]:
-    """The record of a checkpoint of a known format. Raises OSError, ValueError, KeyError."""
-    record: dict[str, Any] = unseal(read_record(folder / STATE))
+    """The record of a checkpoint of a known format, whose own fields have the types that a save gives them.
+
+    Raises OSError, ValueError.
+    """
+    record: Any = unseal(read_record(folder / STATE))
+    if not isinstance(record, dict) or type(record.get("format")) is not int:
+        raise ValueError(f"{STATE} is of another program")
     if record["format"] not in range(1, max(FORMATS.values()) + 1):
         raise ValueError(f"format {record['format']}, and this tierbed reads 1 to {max(FORMATS.values())}")
+    names = record.get("embeddings")
+    valid = {
+        "of": record.get("of", "graph") in (*CALLS,),
+        "embeddings": isinstance(names, list) and all(type(name) is str for name in names),
+        "snapshot": is_folder_name(record.get("snapshot")),
+        "checksum": type(record.get("checksum")) is int,
+        "created": type(record.get("created", 0)) is int,
+        "state": "state" in record,
+        "metadata": "metadata" in record,
+    }
+    if not all(valid.values()):
+        raise ValueError(
+            f"{STATE} has no valid {', '.join(field for field, is_valid in valid.items() if not is_valid)}"
+        )
     return record
 
 

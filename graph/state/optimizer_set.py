@@ -147,6 +147,10 @@ class OptimizerSet:
         """The optimizer that trains the rows of an attached embedding in this graph."""
         return self._rows[id(embedding.shadow)]
 
+    def all_rows(self) -> list[RowOptimizer]:
+        """Those of all attached embeddings."""
+        return [*self._rows.values()]
+
     def holders(self) -> dict[int, Optimizer]:
         """The optimizer of each parameter, by the parameter's id."""
         return {id(parameter): optimizer for optimizer, _, parameter in self._members()}
