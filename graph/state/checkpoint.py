@@ -414,7 +414,7 @@ def load(
             raise
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and of == "graph" else ""
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {said(error)}{remedy}"
+            f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {error_text(error)}{remedy}"
         ) from error
 
 
@@ -426,7 +426,7 @@ def copied(state: Mapping[str, Any]) -> Any:
     return made
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What an error of a malformed value says. That of a lookup is the key alone."""
     return f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
 
@@ -454,7 +454,7 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
         record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
         _check_shape(state, record["ranks"], of)
     except (OSError, SafetensorError, *MALFORMED) as error:
-        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {said(error)}") from error
+        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error_text(error)}") from error
     if [*map(bare_name, embeddings)] != [*map(bare_name, record["embeddings"])]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this {_thing(of)} has "

@@ -19,7 +19,7 @@ from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.collectives import refuse_worlds
 from ..passes.step_epilogue import StepEpilogue
-from .checkpoint import CheckpointRanks, copied, said
+from .checkpoint import CheckpointRanks, copied, error_text
 from .kept import MALFORMED
 from .optimizer_set import OptimizerSet, embeddings_of
 
@@ -183,7 +183,8 @@ def try_step(optimizer: Optimizer, where: str) -> None:
     numbers a dimension, whose state then shows what that of the others needs.
     """
     optimizer = optimizer.optimizer if isinstance(optimizer, EagerOptimizer) else optimizer
-    kind, tried = type(optimizer), dict[Any, dict[str, Any]]()
+    kind: Any = type(optimizer)
+    tried: dict[Any, dict[str, Any]] = {}
     if not kind.__module__.startswith("torch.optim.") or kind.__name__ in ("LBFGS", "SparseAdam"):
         return
     if any(not isinstance(key, Tensor) for key in optimizer.state):
@@ -292,7 +293,7 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogu
             training.load(before)
         if isinstance(error, TierbedError):
             raise
-        raise GraphError(f"the state is malformed: {said(error)}; load one that state_dict() returned") from error
+        raise GraphError(f"the state is malformed: {error_text(error)}; load one that state_dict() returned") from error
     end.clear()
     embeddings = embeddings_of(root)
     for path, saved in state.get("embeddings", {}).items():  # of an older state, in which embeddings had none
