@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -23,6 +24,7 @@ from ..engine.optim.base import LARGEST, SMALLEST
 from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
 from ..engine.signals import uninterrupted
 from .ddp_guard import refuse_eager_ranks
+from .dense_part import DensePart, note_versions
 from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders
 from .model_snapshots import ModelSnapshots
 from .saved_rows import SavedRows
@@ -91,6 +93,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 )
         train_together(module.modules())
         self._module = ref(module)
+        self._has_met = False  # whether it looked at the dense part, at its first step
+        note_versions(self._dense(embeddings))
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         holders.update((embedding.handle, self) for embedding in embeddings)
 
@@ -274,8 +278,23 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                     embedding.release()
                 raise
 
+    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor]:
+        """The parameters of the module and the optimizer that are no rows."""
+        module, shadows = self._module(), {id(embedding.shadow) for embedding in embeddings}
+        groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        found = [*([] if module is None else module.parameters()), *groups]
+        return [one for one in dict.fromkeys(found) if id(one) not in shadows]
+
     def _pinned(self) -> None:
         """Called when all rows of a step are pinned, before the first changes."""
+        if not self._has_met:
+            self._has_met = True
+            embeddings = [embedding for embedding, _ in self._rows]
+            dense = None if isinstance(self, InBackwardOptimizer) else self._dense(embeddings)
+            part = DensePart(f"the EagerOptimizer of {type(self.optimizer).__name__}", dense, self.optimizer.state)
+            for embedding in embeddings:
+                if isinstance(embedding, SavedRows):
+                    embedding.when_open(partial(part.meet, embedding))
 
     @contextmanager
     def _amid_updates(self) -> Iterator[None]:
@@ -340,6 +359,7 @@ class InBackwardOptimizer(EagerOptimizer):
             raise
 
     def _pinned(self) -> None:
+        super()._pinned()
         for embedding, _ in self._rows:
             if embedding.group is not None:
                 embedding.group.begin_pass()

@@ -104,6 +104,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = self._has_warned = self.misses_rows = False
         self._awaited: list[RowsReference] = []
+        self._calls_when_open: list[Callable[[], None]] = []
 
     @property
     def name(self) -> str:
@@ -411,6 +412,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             handle = self._handle
         if self._awaited and not for_load:
             self._await_rows()
+        if self._calls_when_open and not for_load:
+            calls, self._calls_when_open = self._calls_when_open, []
+            for call in calls:
+                call()
         return handle
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:

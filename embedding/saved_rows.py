@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -55,11 +55,13 @@ class SavedRows(EmbeddingBase):
     _handle: TableHandle | None
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
     _loading: RLock  # held while the rows of a loaded state_dict are loaded
+    _calls_when_open: list[Callable[[], None]]
     _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
     _has_warned: bool  # of its first state_dict
     # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
     _copied: tuple[str, weakref.ref[Tensor], Any] | None = None
     _loaded: tuple[Any, list[weakref.ref[Tensor]]] | None = None  # by the latest load_state_dict: its errors, the rows
+    rows_are_chosen = False  # whether a load brought the rows, or the user keeps them whatever the dense part is
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
 
     @property
@@ -78,6 +80,13 @@ class SavedRows(EmbeddingBase):
         for_load: whether its rows are about to be replaced.
         """
         raise NotImplementedError
+
+    def when_open(self, call: Callable[[], None]) -> None:
+        """Do `call` now, or when the store opens."""
+        if self.is_open:
+            call()
+        else:
+            self._calls_when_open.append(call)
 
     def join(self) -> None:
         """Note that `group` has changed."""
@@ -175,7 +184,8 @@ class SavedRows(EmbeddingBase):
         return None if self._handle is None else self._handle.base
 
     def keep_rows(self) -> None:
-        """Keep the rows as they are, though a loaded state_dict is of others."""
+        """Keep the rows as they are, though a loaded state_dict is of others, or the dense part of none."""
+        self.rows_are_chosen = True
         if self._awaited and not self._closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
         self._awaited.clear()
@@ -265,6 +275,7 @@ class SavedRows(EmbeddingBase):
                 raise
             found, said = False, str(error)
         if found:
+            self.rows_are_chosen = True
             self._awaited.clear()
             return
         if handle.unsettled:
@@ -326,6 +337,7 @@ class SavedRows(EmbeddingBase):
                 if not self._has_loaded(tensors, errors):
                     self.table_handle(for_load=True).load_tensors(tensors)
                 self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
+                self.rows_are_chosen = True
                 self._awaited.clear()
             except TierbedError as error:
                 said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"

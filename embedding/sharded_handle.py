@@ -183,6 +183,10 @@ class ShardedTableHandle(ShardedSnapshots):
     def unsettled(self) -> str:
         return self.own.unsettled
 
+    @property
+    def resumed_step(self) -> int:
+        return self.own.resumed_step
+
     def keep_rows(self) -> None:
         """As `LocalTableHandle.keep_rows`. Every rank calls it."""
         if self.own.is_open:

@@ -97,6 +97,10 @@ class LocalTableHandle(LocalSnapshots):
         if folder is not None:
             _by_folder[folder] = self
         note_metrics(self._table)
+        if share is None or share.rank == 0:
+            (level, source), rows = self._persistence.source, f"{self._table.counts.rows:,} rows"
+            rows += f" of rank 0 of {share.ranks}" if share is not None else ""
+            log.log(level, "embedding %r: %s; %s of step %d", self.name, source, rows, self._table.step)
         self._share_gate()
         self._serve()
 
@@ -128,6 +132,11 @@ class LocalTableHandle(LocalSnapshots):
             raise StoreError(self.unsettled)
         if self.membership is not None and self._table is not None:
             self.membership.keep()
+
+    @property
+    def resumed_step(self) -> int:
+        """The step of rows of an earlier run at the open; 0 for others."""
+        return self._persistence.resumed_step
 
     @property
     def own_open(self) -> OpenTable | None:

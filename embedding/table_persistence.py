@@ -22,7 +22,7 @@ from ..engine.lifecycle.lifecycle import Lifecycle
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.store_options import CachedSsdOptions, StoreOptions
-from ..engine.options.table_spec import TableSpec
+from ..engine.options.table_spec import RUN, TableSpec
 from ..engine.row_format import Chunks, Field, RowForm
 from ..engine.signals import uninterrupted
 from ..engine.store.contract import InMemoryTier
@@ -100,6 +100,9 @@ class TablePersistence:
         self.unsettled = ""  # why the rows may not be used before a load
         self.is_untouched = False  # whether that is since the folder is new, and its snapshot is to be converted
         self.before_first_write: Callable[[], None] = lambda: None
+        self._run = ""  # the id of the run in which the rows began
+        self.source = (logging.INFO, "new, in memory")  # the level and the text to log of where the rows come from
+        self.resumed_step = 0  # of the rows of an earlier run; 0 for rows that begin here, or that a user brought
 
     def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
         """Open the table with the rows that `decide` chooses, by default the folder's last consistent ones.
@@ -145,10 +148,15 @@ class TablePersistence:
         if self.life is not None:
             self.life.run, self.life.writes = opening.run, opening.writes
         if opening.clean_marker is not None:
-            return self._resume(optimizer, opening.clean_marker, folder, for_load)
+            self.source = logging.INFO, f"live rows of the last close of store folder {folder.path}"
+            table = self._resume(optimizer, opening.clean_marker, folder, for_load)
+            self.resumed_step = table.step
+            return table
+        self.source = logging.INFO, f"new, in store folder {folder.path}"
         if opening.snapshot is not None:
             spec = self.spec.with_stored_seed(opening.snapshot.description)
             what = f"store folder {str(folder.path)!r}"
+            self.source = logging.INFO, f"snapshot {opening.snapshot.name!r} of store folder {folder.path}"
             if is_new:
                 what = f"snapshot {opening.snapshot.name!r}, with which {what} opens,"
             try:
@@ -169,8 +177,8 @@ class TablePersistence:
             table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified, replaced=for_load)
             if self.membership is not None:
                 self.membership.note_open(rows_of(opening.snapshot))
-        if opening.log_entry is not None:
-            log.log(opening.log_entry[0], "embedding %r: %s", self.spec.name, opening.log_entry[1])
+            self.resumed_step = 0 if is_new else table.step
+        self.source = opening.log_entry or self.source
         return table
 
     def close(self, table: OpenTable) -> None:
@@ -260,8 +268,11 @@ class TablePersistence:
         """A table of the same rows, with room for the optimizer's state, on the device that is wanted now."""
         table.check()
         if self.folder is not None:
+            before = self.resumed_step
             self.close(table)
-            return self.open(optimizer)
+            reopened = self.open(optimizer)
+            self.resumed_step = before
+            return reopened
         wider = self._build(optimizer, {**table.describe(), "rows": table.counts.rows, "shards": None}, None)
         self._fill(wider, table.describe(), table.scan())
         table.close()
@@ -372,6 +383,14 @@ class TablePersistence:
             table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, to, verified=verified)
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
+        if running is not None:
+            log.info(
+                "embedding %r: %d rows of step %d, loaded from snapshot %r",
+                self.spec.name,
+                report.rows,
+                table.step,
+                snapshot.name,
+            )
         if ids is not None:
             untrained = not described["states"] and not described["step"]
             report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"])
@@ -485,6 +504,8 @@ class TablePersistence:
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
         table.optimizer = optimizer
+        known = "" if stored is None else str(stored.get(RUN, "")) or self._run
+        self._run = table.run = known or (self.life and self.life.run) or secrets.token_hex(8)
         if stored is not None:
             table.counts.stored_rows, table.step = rows, stored["step"]
             table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []

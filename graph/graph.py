@@ -106,6 +106,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__structure: Structure | None = None
         self.__values = ValueGuards(MAX_CACHED_STEPS)
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
+        self.__has_met = False  # whether it looked at the dense part, before its first training step
         self.__compiles = RecompileLog(MAX_CACHED_STEPS)
         self.__forward: Forward | None = None  # while a profile runs
         self.__rank_state = RankStepState()
@@ -452,6 +453,9 @@ class Graph(ModelSnapshots, HasBuild):
             return step
 
         step = self.__steps.make(name, signature, call, static_only, compiled)
+        if step.trained and not self.__has_met:
+            self.__has_met = True
+            self.__optimizers.meet_dense(name, [embedding for embedding, _ in step.trained])
         is_dynamic = step.guard is not None
         if self.__inductor is not None and is_dynamic and not step.compiles_dense and not self.__has_warned:
             self.__has_warned = True

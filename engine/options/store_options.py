@@ -31,7 +31,7 @@ from ..row_format import BUCKETS
 CACHE_POLICIES = ("lru", "lfu")
 MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # of the default
 BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step
-OPEN_MODES = ("resume", "fresh", "error", "mixed")
+OPEN_MODES = ("resume", "fresh", "error", "mixed", "pretrained")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
 MAX_ADMISSION_COUNT = 255  # of lookups of a row
 Budget = float | Literal["auto"]  # MiB; engine/cache/memory_split.py computes "auto"
@@ -137,7 +137,8 @@ class StoreOptions(_Stored):
     physical_block_size: bytes that the disk reads at once.
     open: what to do with a folder after an unclean shutdown: "resume" loads the recovery snapshot, or starts empty if
     there is none; "error" raises. "fresh" always starts empty; snapshots are kept. "mixed" is "resume", and accepts
-    rows of different steps if embeddings that are trained together have no step in common.
+    rows of different steps if embeddings that are trained together have no step in common. "pretrained" is "resume",
+    and says that a new dense part is to train with these rows.
     eviction: which rows are deleted for new ones at `capacity`: "none" (an error), "lru", "lfu", "ttl", "distance_lfu".
     admission: which new rows training keeps. None: all; a whole number n: rows that n training steps looked up; a
     probability p: each row with p at every step.

@@ -24,6 +24,7 @@ from .initializers import TABLE_FACTS, AnyTableOptions, InitialValues, TableOpti
 from .table_names import FIELD, check_distinct, labels_of
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # of stored numbers
+RUN = "run"  # of a description: a random id, drawn when rows begin empty
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 

@@ -22,7 +22,7 @@ from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..options.lookup import Gradients, Lookup, checked_gradients
-from ..options.table_spec import TableSpec
+from ..options.table_spec import RUN, TableSpec
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, TableIds
 from ..signals import uninterrupted
@@ -180,6 +180,7 @@ class OpenTable:
         self.hyper: list[float] = []  # the rule's numbers at its last update; empty before the first
         self.optimizer: RowOptimizer | None = None
         self.step = 0
+        self.run = ""  # the id of the run in which the rows began
         self.updates = 0  # how many were launched on the processor
         self.failure: BaseException | None = None  # what left the rows inconsistent
         self.is_replaced = False  # whether another table of the embedding has taken its place
@@ -215,7 +216,7 @@ class OpenTable:
         return self.check_optimizer().rule
 
     def describe(self) -> dict[str, Any]:
-        return self.spec.describe(self.state, self.hyper, self.step)
+        return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run}
 
     def scan(self) -> Chunks:
         """Every written row of `form`, as `Tier.scan`. ClosedError if the table is closed meanwhile.

@@ -45,6 +45,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from ...distributed.world import World
+from ...embedding.dense_part import note_run
 from ...embedding.model_snapshots import load_rows, save_rows
 from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.checks import is_folder_name
@@ -402,6 +403,7 @@ def load(
         try:
             saving.each("loading its state", put_state)
             load_rows([*embeddings.values()], rows, selection)
+            note_run(root.parameters(), embeddings.values())
         except BaseException:
             try:
                 put(before)

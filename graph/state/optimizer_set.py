@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...embedding.dense_part import DensePart, note_versions
 from ...embedding.eager import IN_BACKWARD, EagerOptimizer
+from ...embedding.saved_rows import SavedRows
 from ...embedding.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
@@ -93,6 +96,7 @@ class OptimizerSet:
             check_schedule(optimizer, scheduler)
             self._schedulers[id(optimizer)] = scheduler
         self._optimizers.append(optimizer)
+        note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def adopt(self, root: nn.Module) -> None:
         """Add the optimizers that `apply_optimizer_in_backward` gave embeddings under `root`. OptimizerError."""
@@ -146,6 +150,15 @@ class OptimizerSet:
     def rows(self, embedding: EmbeddingBase) -> RowOptimizer:
         """The optimizer that trains the rows of an attached embedding in this graph."""
         return self._rows[id(embedding.shadow)]
+
+    def meet_dense(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
+        """Warn if embeddings resume rows of a run that the dense part is not of, once they are open."""
+        shadows = {id(embedding.shadow) for embedding in embeddings}
+        states = {one: optimizer.state.get(one) for optimizer, _, one in self._members() if id(one) not in shadows}
+        part = DensePart(owner, states, states)
+        for embedding in embeddings:
+            if isinstance(embedding, SavedRows):
+                embedding.when_open(partial(part.meet, embedding))
 
     def all_rows(self) -> list[RowOptimizer]:
         """Those of all attached embeddings."""
