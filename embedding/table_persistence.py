@@ -325,6 +325,13 @@ class TablePersistence:
         if self.membership is not None:
             self.membership.begin_with(rows)  # rows of another kind of store get a new clean marker
         table = self._live_table(optimizer, marker, folder, where)
+        own = self.spec.reach(None)
+        if self.spec.last_ids is not None and table.reach != own and not for_load:
+            ids = LoadedIds(self.spec, self.spec.last_ids)
+            for _ in ids.counted(checked_rows(table.scan(), self.spec.num_tables)):
+                pass
+            if not self._remark(ids.remarks(where, False, None)):
+                table.reach = own
         if self.membership is not None:
             self.membership.note_open(rows)
         return table
@@ -394,15 +401,25 @@ class TablePersistence:
         if ids is not None:
             untrained = not described["states"] and not described["step"]
             report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"])
-            for remark in report.remarks:
-                log.warning("embedding %r: %s", self.spec.name, remark)
+            self._remark(report.remarks)
         return table, report
+
+    def _remark(self, remarks: list[str]) -> list[str]:
+        for remark in remarks:
+            log.warning("embedding %r: %s", self.spec.name, remark)
+        return remarks
 
     def load_tensors(self, optimizer: RowOptimizer | None, given: RowTensors, running: OpenTable) -> OpenTable:
         """The table with rows that are in memory; closes `running`. The recovery snapshot stays the same."""
         with self._with_seed_of(given.description), running.lock:
             check_stored(self.spec, given.stored(), optimizer, SnapshotError, "the state")
-            table = self._restore(optimizer, given.stored(), contextlib.nullcontext(given.chunks()), running)
+            chunks, ids = given.chunks(), None
+            if self.spec.last_ids is not None:
+                ids = LoadedIds(self.spec, self.spec.last_ids)
+                chunks = ids.counted(checked_rows(chunks, self.spec.num_tables))
+            table = self._restore(optimizer, given.stored(), contextlib.nullcontext(chunks), running)
+            if ids is not None:
+                self._remark(ids.remarks("the state", False, None))
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
             return table
@@ -507,6 +524,7 @@ class TablePersistence:
         known = "" if stored is None else str(stored.get(RUN, "")) or self._run
         self._run = table.run = known or (self.life and self.life.run) or secrets.token_hex(8)
         if stored is not None:
+            table.reach = self.spec.reach(stored)
             table.counts.stored_rows, table.step = rows, stored["step"]
             table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
         if stored is not None and shards is not None:  # the rows are in RocksDB already

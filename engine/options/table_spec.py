@@ -25,6 +25,7 @@ from .table_names import FIELD, check_distinct, labels_of
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # of stored numbers
 RUN = "run"  # of a description: a random id, drawn when rows begin empty
+REACH = "reach"  # of a description: for each table, a number above its stored ids, or None
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 
@@ -73,6 +74,14 @@ class TableSpec:
     def labels(self) -> tuple[str, ...]:
         """What messages and metrics call each table: the table's name, else its number."""
         return labels_of(self.table_names)
+
+    def reach(self, stored: Mapping[str, Any] | None) -> list[int | None]:
+        """For each table a number above its ids, also above those that are stored; None if there is no known one."""
+        own = [table.ids for table in self.tables]
+        known = None if stored is None else stored.get(REACH)
+        theirs = known if isinstance(known, list) else [None] * (0 if stored is None else len(stored["tables"]))
+        both = [(mine, *theirs[number : number + 1]) for number, mine in enumerate(own)]
+        return [max(pair) if all(type(one) is int for one in pair) else None for pair in both]
 
     def layout(self, state: RowState) -> _core.Layout:
         last_ids = None if self.last_ids is None else self.last_ids.tolist()

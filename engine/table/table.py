@@ -22,7 +22,7 @@ from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..options.lookup import Gradients, Lookup, checked_gradients
-from ..options.table_spec import RUN, TableSpec
+from ..options.table_spec import REACH, RUN, TableSpec
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, TableIds
 from ..signals import uninterrupted
@@ -181,6 +181,7 @@ class OpenTable:
         self.optimizer: RowOptimizer | None = None
         self.step = 0
         self.run = ""  # the id of the run in which the rows began
+        self.reach = spec.reach(None)
         self.updates = 0  # how many were launched on the processor
         self.failure: BaseException | None = None  # what left the rows inconsistent
         self.is_replaced = False  # whether another table of the embedding has taken its place
@@ -216,7 +217,8 @@ class OpenTable:
         return self.check_optimizer().rule
 
     def describe(self) -> dict[str, Any]:
-        return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run}
+        reach = {} if self.spec.last_ids is None else {REACH: self.reach}
+        return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run, **reach}
 
     def scan(self) -> Chunks:
         """Every written row of `form`, as `Tier.scan`. ClosedError if the table is closed meanwhile.
