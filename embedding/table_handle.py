@@ -100,7 +100,7 @@ class LocalTableHandle(LocalSnapshots):
         if share is None or share.rank == 0:
             (level, source), rows = self._persistence.source, f"{self._table.counts.rows:,} rows"
             rows += f" of rank 0 of {share.ranks}" if share is not None else ""
-            log.log(level, "embedding %r: %s; %s of step %d", self.name, source, rows, self._table.step)
+            log.log(level, "embedding %r: %s of step %d; %s", self.name, rows, self._table.step, source)
         self._share_gate()
         self._serve()
 

@@ -240,16 +240,16 @@ def test_each_open_and_load_logs_a_line_with_rows_step_and_source(
     optimizer.save_snapshot("two")
     model.close()
     place = f"store folder {tmp_path / 'store' / 'users'}"
-    assert lines() == [f"embedding 'users': new, in {place}; 0 rows of step 0"]
+    assert lines() == [f"embedding 'users': 0 rows of step 0; new, in {place}"]
     rows = towers(tmp_path).users
     count = rows.size()
-    assert lines() == [f"embedding 'users': live rows of the last close of {place}; {count} rows of step 2"]
+    assert lines() == [f"embedding 'users': {count} rows of step 2; live rows of the last close of {place}"]
     rows.load_snapshot("two")
     assert lines() == [f"embedding 'users': {count} rows of step 2, loaded from snapshot 'two'"]
     rows.close()
     in_memory = TwoTowers(options("host", None)).users
     in_memory.size()
-    assert lines() == ["embedding 'users': new, in memory; 0 rows of step 0"]
+    assert lines() == ["embedding 'users': 0 rows of step 0; new, in memory"]
 
 
 def test_a_lazy_or_partly_loaded_dense_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,16 +22,20 @@ closed_and_killed = pytest.mark.parametrize(("store", "count"), [("closed", 3), 
 
 
 def files(path: Path) -> dict[str, bytes]:
-    """All files of a store but its locks, without what differs in each run: ids of snapshots and times."""
+    """All files of a store but its locks, without what differs in each run: ids of snapshots and runs, and times."""
     found = {str(place.relative_to(path)): place for place in path.rglob("*") if place.is_file()}
     return {
-        name: seal(_without_ids(unseal(place.read_bytes()))) if place.name == MANIFEST else place.read_bytes()
+        name: seal(_without_ids(unseal(place.read_bytes()))) if place.name in (MANIFEST, "MARK") else place.read_bytes()
         for name, place in found.items()
         if name not in ("LOCK", "SOCKET")
     }
 
 
 def _without_ids(manifest: dict[str, Any]) -> dict[str, Any]:
+    described = manifest.get("description", manifest)
+    described.pop("run", None)
+    if described is manifest:
+        return manifest
     parent = manifest["parent"]
     return {**manifest, "id": "", "created": 0, "parent": parent and {**parent, "id": ""}}
 
