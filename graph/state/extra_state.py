@@ -120,19 +120,19 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
             typed = group | dict.fromkeys(optional)
             check_like(typed, theirs, f"optimizer {number}: param group", typed.keys() - _SCHEDULED)
             if any(_kind(theirs.get(name)) not in ("NoneType", "bool", "number") for name in optional):
-                raise GraphError(f"optimizer {number}: one of {optional} is neither a number nor None in the state")
+                raise _malformed(f"optimizer {number}: one of {optional} is neither a number nor None in the state")
             if group["params"] != theirs["params"] and all(type(one) is int for one in group["params"]):
-                raise GraphError(f"optimizer {number} has parameters {theirs['params']} in the state")
+                raise _malformed(f"optimizer {number} has parameters {theirs['params']} in the state")
     for scheduler, saved in zip(training.schedules, state["schedules"], strict=True):
         mine = scheduler.state_dict()
         check_like(mine, saved, type(scheduler).__name__, mine.keys())
         for name in saved.keys() & {"base_lrs", "_last_lr"}:
             if len(saved[name]) != len(scheduler.optimizer.param_groups):
-                raise GraphError(f"{type(scheduler).__name__} has {len(saved[name])} learning rates in the state")
+                raise _malformed(f"{type(scheduler).__name__} has {len(saved[name])} learning rates in the state")
     for of_rank in [state["random"], *state.get("ranks", [])]:
         check_like([None], of_rank, "the random states")
         if any(not isinstance(one, Tensor) or one.dtype != torch.uint8 for one in of_rank):
-            raise GraphError("a random state is no tensor of bytes")
+            raise _malformed("a random state is no tensor of bytes")
     scales, scaled = training.scaler is not None and training.scaler.is_enabled(), bool(state["scaler"])
     if scales != scaled:
         has, lacks = ("the state", training.of) if scaled else (training.of, "the state")
@@ -144,7 +144,11 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
         mine = training.scaler.state_dict()
         check_like(mine, state["scaler"], "the gradient scaler")
         if any(type(value) is int and type(state["scaler"][name]) is not int for name, value in mine.items()):
-            raise GraphError("the gradient scaler counts in fractions in the state")
+            raise _malformed("the gradient scaler counts in fractions in the state")
+
+
+def _malformed(what: str) -> GraphError:
+    return GraphError(f"{what}: the state is malformed; load another")
 
 
 def check_like(mine: Any, theirs: Any, where: str, may_lack: Collection[Any] = ()) -> None:
@@ -158,7 +162,7 @@ def check_like(mine: Any, theirs: Any, where: str, may_lack: Collection[Any] = (
             if key in theirs:
                 check_like(mine[key], theirs[key], f"{where}[{key!r}]")
             elif isinstance(key, str) and key not in may_lack:
-                raise GraphError(f"{where} lacks {key!r} in the state")
+                raise _malformed(f"{where} lacks {key!r} in the state")
     elif isinstance(mine, list | tuple):
         fits = isinstance(theirs, list | tuple) and bool(theirs) >= bool(mine)
         for place, item in enumerate(theirs if fits and mine else ()):
@@ -167,7 +171,7 @@ def check_like(mine: Any, theirs: Any, where: str, may_lack: Collection[Any] = (
         are_tensors = isinstance(mine, Tensor) and isinstance(theirs, Tensor)
         fits = mine is None or are_tensors or _kind(mine) == _kind(theirs)
     if not fits:
-        raise GraphError(f"{where} is {type(theirs).__name__} {theirs!r:.80} in the state, and not a {_kind(mine)}")
+        raise _malformed(f"{where} is {type(theirs).__name__} {theirs!r:.80} in the state, and not a {_kind(mine)}")
 
 
 def _kind(value: Any) -> str:
@@ -188,10 +192,10 @@ def try_step(optimizer: Optimizer, where: str) -> None:
     if not kind.__module__.startswith("torch.optim.") or kind.__name__ in ("LBFGS", "SparseAdam"):
         return
     if any(not isinstance(key, Tensor) for key in optimizer.state):
-        raise GraphError(f"{where} has state of parameters that it lacks")
+        raise _malformed(f"{where} has state of parameters that it lacks")
     for number, group in enumerate(optimizer.param_groups):
         if lacking := optimizer.defaults.keys() - group.keys():
-            raise GraphError(f"{where}: group {number} lacks {sorted(lacking)}")
+            raise _malformed(f"{where}: group {number} lacks {sorted(lacking)}")
         for parameter in group["params"]:
             form = number, parameter.dim(), parameter.dtype, parameter.device
             if form not in tried:
@@ -207,9 +211,9 @@ def try_step(optimizer: Optimizer, where: str) -> None:
                 check_like(value, loaded[name], f"{where}: {name}")
                 shapes = [loaded[name].shape, parameter.shape] if is_like_parameter else []
                 if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # an old shadow is [1]
-                    raise GraphError(f"{where}: {name} has shape {list(loaded[name].shape)}")
+                    raise _malformed(f"{where}: {name} has shape {list(loaded[name].shape)}")
                 if name == "step" and not 0 <= float(loaded[name]) < math.inf:
-                    raise GraphError(f"{where}: its step is {float(loaded[name])}")
+                    raise _malformed(f"{where}: its step is {float(loaded[name])}")
 
 
 def check_state(
@@ -243,7 +247,7 @@ def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], t
         if not isinstance(value, Tensor) or is_lazy(value) or name.endswith(EXTRA):
             continue
         if not isinstance(theirs[name], Tensor):
-            raise GraphError(f"{name} is a {type(theirs[name]).__name__} in the state, and not a tensor")
+            raise _malformed(f"{name} is a {type(theirs[name]).__name__} in the state, and not a tensor")
         shape = theirs[name].shape
         if value.shape != shape:
             raise GraphError(

@@ -81,6 +81,7 @@ def loop_parts(path: Path) -> tuple[Callable[[], object], Callable[[], object], 
 
     saved, other = parts(), parts()
     step(*saved)
+    step(*other)
     save_checkpoint(path, *saved, extra={"epoch": 1})
     return lambda: load_checkpoint(path, *other), lambda: now(*other), lambda: step(*other)
 
