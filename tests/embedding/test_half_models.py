@@ -1,4 +1,4 @@
-"""Rows of an earlier run and a fresh dense part are told, once, and nothing else is."""
+"""Rows of an earlier run and a fresh dense part cause a warning, once, and nothing else does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(model: TwoTowers, steps: int = 2) -> None:
     model.close()
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [record.getMessage() for record in caplog.records if "half a model" in record.getMessage()]
     caplog.clear()
     return found
@@ -51,12 +51,12 @@ def test_a_fresh_dense_part_on_old_rows_is_told_once_with_both_steps_and_remedie
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(towers(tmp_path))
-    assert told(caplog) == []
+    assert warnings_in(caplog) == []
     for make in (lambda model: losses(model, optimizer_of(model), IDS[:3]), lambda model: map(Scores(model), IDS[:3])):
         model = towers(tmp_path)
         list(make(model))
         model.close()
-        (warning,) = told(caplog)
+        (warning,) = warnings_in(caplog)
         for part in ("resumes rows of step", "begins at step 0", "graph.load", 'open="fresh"', 'open="pretrained"'):
             assert part in warning
 
@@ -123,7 +123,7 @@ def test_what_was_loaded_or_chosen_is_not_told(
     step = part if isinstance(part, Graph) else lambda ids: list(losses(again, part, ids[None]))
     step(IDS[0])
     again.close()
-    assert told(caplog) == []
+    assert warnings_in(caplog) == []
 
 
 def test_the_dense_part_of_this_process_belongs_to_rows_that_are_opened_again(
@@ -137,10 +137,10 @@ def test_the_dense_part_of_this_process_belongs_to_rows_that_are_opened_again(
         step: Any = make(again)
         list(losses(again, step, IDS[:1])) if make is optimizer_of else step(IDS[0])
         again.close()
-        assert told(caplog) == []
+        assert warnings_in(caplog) == []
         stranger = towers(path)
         run(stranger)
-        assert len(told(caplog)) == 1
+        assert len(warnings_in(caplog)) == 1
 
 
 def test_rows_without_a_dense_part_new_rows_and_intended_ones_are_not_told(
@@ -163,7 +163,7 @@ def test_rows_without_a_dense_part_new_rows_and_intended_ones_are_not_told(
 
     Alone()(IDS[0, 0])
     model.close()
-    assert told(caplog) == []
+    assert warnings_in(caplog) == []
 
 
 def apply_in_backward(*arguments: Any) -> None:
@@ -182,12 +182,12 @@ def test_rows_that_optimizers_train_in_backward_are_told(tmp_path: Path, caplog:
 
     run_ranks(1, first_run, tmp_path)
     train(towers(tmp_path))
-    assert len(told(caplog)) == 2  # each has an optimizer of its own
+    assert len(warnings_in(caplog)) == 2  # each has an optimizer of its own
     model = towers(tmp_path)
     model.users.keep_rows()
     model.items.keep_rows()
     train(model)
-    assert told(caplog) == []
+    assert warnings_in(caplog) == []
 
 
 def first_run(world: World, path: Path) -> None:
@@ -260,5 +260,5 @@ def test_a_lazy_or_partly_loaded_dense_part_is_told(tmp_path: Path, caplog: pyte
     model.mlp[0].load_state_dict(nn.Linear(10, 8).state_dict())
     list(losses(model, optimizer, IDS[:1]))
     model.close()
-    (warning,) = told(caplog)
+    (warning,) = warnings_in(caplog)
     assert "(2 of its 4 parameters)" in warning

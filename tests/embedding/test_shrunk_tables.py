@@ -1,4 +1,4 @@
-"""Stored ids beyond those that a table takes are told, by whatever way their rows come."""
+"""Stored ids beyond those that a table takes cause a warning, by whatever way their rows come."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def written(embedding: MultiTableEmbedding) -> Scores:
     return graph
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [record.getMessage() for record in caplog.records]
     caplog.clear()
     return [line for line in found if "has 2 rows of table users with ids from 7 on" in line]
@@ -67,7 +67,7 @@ def test_a_reopened_store_tells_at_each_open_and_not_once_it_fits(
     for ids, tells in ((7, 1), (7, 1), (10, 0), (7, 1), (10, 0)):
         with rows(tmp_path, ids, store) as embedding:
             assert embedding.size() == 4
-        assert len(told(caplog)) == tells
+        assert len(warnings_in(caplog)) == tells
 
 
 def by_checkpoint(path: Path) -> Callable[[], object]:
@@ -128,4 +128,4 @@ def test_each_way_of_a_load_tells_once(
     load = way(tmp_path)
     caplog.clear()
     load()
-    assert len(told(caplog)) == 1
+    assert len(warnings_in(caplog)) == 1
