@@ -67,16 +67,16 @@ def loop_parts(path: Path) -> tuple[Callable[[], object], Callable[[], object], 
     def parts() -> tuple[Any, ...]:
         model = TwoTowers(options("host", None))
         optimizer = tierbed.EagerOptimizer(torch.optim.Adam(model.parameters(), lr=0.02), model)
-        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return model, optimizer, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
-    def step(model: Any, optimizer: Any, scheduler: Any) -> None:
+    def step(model: Any, optimizer: Any, schedulers: Any) -> None:
         model(LOOP_IDS[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
+        schedulers[0].step()
 
-    def now(model: Any, *others: Any) -> str:
-        training = [other.state_dict() for other in others]
+    def now(model: Any, optimizer: Any, schedulers: Any) -> str:
+        training = [one.state_dict() for one in (optimizer, *schedulers)]
         return repr((sorted(model.state_dict().items()), training, torch.get_rng_state().tolist()))
 
     saved, other = parts(), parts()
