@@ -32,12 +32,12 @@ from ..engine.table.auto_budgets import AutoBudgets
 from ..engine.table.row_scan import checked_rows, load_rows
 from ..engine.table.stack import build_stack, processor_of
 from ..engine.table.table import OpenTable
-from ..snapshots.files.format import SHARE, check_description
+from ..snapshots.files.format import FILES, SHARE, check_description
 from ..snapshots.files.read_errors import os_error_in
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, LIVE, Instant, Rows
 from ..snapshots.files.writer import write_snapshot
-from ..snapshots.store.closed_store import scan_live_rows
+from ..snapshots.store.closed_store import check_live, scan_live_rows
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import snapshot_folder_of
 from ..snapshots.store.instants import rows_of, settle
@@ -343,7 +343,15 @@ class TablePersistence:
         same_lines = optimizer is None or self._fields(optimizer) == RowForm.described(marker).fields
         try:
             if self._on_disk and marker["live"] == "rocksdb" and same_lines:
-                return self._build(optimizer, marker, folder.live)
+                table = self._build(optimizer, marker, folder.live)
+                assert table.stack is not None
+                assert isinstance(table.stack.bottom, RocksDB)
+                try:
+                    check_live(folder, marker, table.stack.bottom)
+                except BaseException:
+                    table.close()
+                    raise
+                return table
             return self._restore(optimizer, marker, scan_live_rows(folder, marker), same_rows=True)
         except (SnapshotError, StoreError) as error:
             if os_error_in(error) is not None:
@@ -573,7 +581,9 @@ class TablePersistence:
     def _clean_marker_of(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None
         bottom = table.stack.bottom
-        live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
+        live: dict[str, Any] = {"live": "rows"}
+        if isinstance(bottom, RocksDB):
+            live = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.versions()}
         counts = table.counts.known_by_table
         known = {} if counts is None else {FIELD: counts.tolist()}
         share = {} if self.life is None else {SHARE: self.life.described()}

@@ -161,6 +161,14 @@ class RocksDB:
         """Whether a call failed halfway, for example because memory ran out. Every later call raises then."""
         return self._db is not None and self._db.failed
 
+    def versions(self) -> list[list[str | int]]:
+        """The identity of each shard's database, and the number of its last write. Raises StoreError.
+
+        Files that were cut, or that are of another moment, have others: RocksDB opens both without an error.
+        """
+        with self._errors():
+            return [[*version] for version in self._open().versions()]
+
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
         """The files that hold all rows written so far. While the block runs none of them is removed. StoreError.

@@ -45,6 +45,7 @@ _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for i
 INSTANT = "instant"  # the field of a manifest for `Saved`
 FOLDER_FIELDS = ("base", "place", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
 SHARE = "share"  # the field of MARK that names the rank of a shard
+FILES = "live_files"  # the field of MARK that tells the files of its live rows from any others
 MARKER_FIELDS = (
     "live",
     "rows",
@@ -52,6 +53,7 @@ MARKER_FIELDS = (
     TABLE_ROWS,
     SHARE,
     LIVE,
+    FILES,
 )  # fields of MARK in addition to the description of a snapshot
 _MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")

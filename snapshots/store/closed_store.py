@@ -12,7 +12,7 @@ from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.table_counts import FIELD
-from ..files.format import MARKER_FIELDS, SHARE, Manifest, check_name
+from ..files.format import FILES, MARKER_FIELDS, SHARE, Manifest, check_name, snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.versions import GroupRecord, Instant
@@ -53,7 +53,7 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
     if common_version(record, live_of(markers, record.ranks).values()) is None:
         return None
     found = [marker for marker in markers.values() if marker is not None]
-    common = {field: value for field, value in found[0].items() if field not in (SHARE, "rows", "shards", FIELD)}
+    common = {field: value for field, value in found[0].items() if field not in (SHARE, "rows", "shards", FIELD, FILES)}
     return common | ({"rows": sum(marker["rows"] for marker in found)} if len(found) == record.ranks else {})
 
 
@@ -220,6 +220,7 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
 
     before = file_bytes()
     with closing(RocksDB(store.live, marker["width"], marker["shards"], options=options_text(options))) as tier:
+        check_live(store, marker, tier)
         tier.compact()
     return before, file_bytes()
 
@@ -235,14 +236,34 @@ def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunk
 def _live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
     """A scan of the live rows, and their RocksDB if they have one."""
     if marker.get("live") == "rows":
-        yield Snapshot.open(store.live).chunks, None
+        snapshot = Snapshot.open(store.live)
+        check_live(store, marker)
+        yield snapshot.chunks, None
     elif marker.get("live") == "rocksdb":
         from ...engine.store.rocksdb import RocksDB  # only if it has the rows
 
         with closing(RocksDB(store.live, marker["width"], marker["shards"], options=_AS_IS)) as tier:
+            check_live(store, marker, tier)
             yield lambda: RowForm.described(marker).of_words(tier.scan()), tier
     else:
         raise StoreError(f"MARK of {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
+
+
+def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | None = None) -> None:
+    """Raises StoreError if the live rows are not those of the last close: a file was cut or replaced.
+
+    RocksDB opens such files without an error. Stores that an earlier version closed are not checked.
+    """
+    noted, found = marker.get(FILES), snapshot_id(store.live) if tier is None else tier.versions()
+    if noted in (None, found):
+        return
+    wrong = [""]
+    if isinstance(noted, list) and isinstance(found, list):
+        wrong = [f"/shard-{shard}" for shard, version in enumerate(found) if version not in noted[shard : shard + 1]]
+    raise StoreError(
+        f"{str(store.live)}{wrong[0]} has not the rows of the last close: a file in it was cut, or is of another time. "
+        "Load a snapshot with `tierbed snapshot load`"
+    )
 
 
 def _check_not_shard(store: StoreFolder) -> None:

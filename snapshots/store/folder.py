@@ -25,7 +25,7 @@ from ...engine.durable import (
 )
 from ...engine.errors import ClosedError, StoreError
 from ...engine.signals import uninterrupted
-from ..files.format import FOLDER_FIELDS, saved_with, snapshot_id
+from ..files.format import FILES, FOLDER_FIELDS, saved_with, snapshot_id
 from ..files.versions import AT, GROUP, At, GroupRecord
 from .folder_state import LIVE_FOLDERS, LOCK, FolderState, RanksRecord, link_to
 
@@ -336,7 +336,8 @@ class StoreFolder(FolderState):
         own = self._own(closed) if recovery_snapshot is None else {"base": [recovery_snapshot], **self._of_group()}
         if of_group is not None:
             own = {field: value for field, value in own.items() if field not in (GROUP, AT)} | of_group
-        self._write({**description, **own, "place": name})
+        of_files = {FILES: snapshot_id(self.path / name)} if description["live"] == "rows" else {}
+        self._write({**description, **of_files, **own, "place": name})
         self._forget_step()
         if name != old.name:
             with self._errors("remove the replaced rows of"):

@@ -94,6 +94,7 @@ void bind_rocksdb(nb::module_& m) {
         .def("close", &RocksTier::close, unlocked)
         .def("make_writable", &RocksTier::make_writable, unlocked)
         .def_prop_ro("failed", &RocksTier::failed)
+        .def("versions", &RocksTier::versions, unlocked)
         .def("hold_files", &live_files)
         .def("release_files", &RocksTier::release_files, unlocked)
         .def("locate",

@@ -432,6 +432,17 @@ std::vector<rocksdb::DB*> RocksTier::databases() const {
     return all;
 }
 
+std::vector<std::pair<std::string, u64>> RocksTier::versions() const {
+    require_open();
+    std::vector<std::pair<std::string, u64>> all;
+    for (rocksdb::DB* db : databases()) {
+        std::string identity;
+        check(call([&] { return db->GetDbIdentity(identity); }), db->GetName(), "identify");
+        all.emplace_back(identity, db->GetLatestSequenceNumber());
+    }
+    return all;
+}
+
 RocksMetrics RocksTier::metrics() const {
     require_open();
     const std::shared_lock opened(opening_);

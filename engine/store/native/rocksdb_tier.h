@@ -64,6 +64,8 @@ public:
     void release_files();
     void close();  // scans must be closed before; nothing may be called after
     bool failed() const { return *failed_; }
+    // For each shard, the identity of its database and the number of its last write. Compactions change neither.
+    std::vector<std::pair<std::string, u64>> versions() const;
     RocksMetrics metrics() const;
     RocksInfo info() const { return info_; }
 
