@@ -104,8 +104,7 @@ class KeyedRows(SavedRows):
 
         A deleted id is like one never seen: it has its initial row, and begins again when it is trained or put.
         Snapshots, checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's
-        files keep its bytes until they are merged, by `compact` or in the background. docs/lifecycle.md, "Delete", has
-        the steps after which no file has the row.
+        files keep its bytes until `compact`. docs/lifecycle.md, "Delete", has the steps after which no file has the row.
         """
         self._copied = None
         return self._table().delete(self._collective_lookup(ids, table_ids))
@@ -134,7 +133,7 @@ class KeyedRows(SavedRows):
 
     @on_present_rows
     def compact(self) -> None:
-        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError for other stores."""
+        """Merge RocksDB's files, so that none has a replaced or deleted row. StoreError for other stores."""
         table = self._local_table()
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")

@@ -39,7 +39,7 @@ from ..snapshots.files.versions import EMPTY, LIVE, Instant, Rows
 from ..snapshots.files.writer import write_snapshot
 from ..snapshots.store.closed_store import check_live, scan_live_rows
 from ..snapshots.store.folder import StoreFolder
-from ..snapshots.store.folder_state import snapshot_folder_of
+from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
 from ..snapshots.store.instants import rows_of, settle
 from ..snapshots.store.save import recovery_snapshot_of
 from ..snapshots.store.selection import ALL, LoadReport, Selection, converted_description
@@ -356,9 +356,11 @@ class TablePersistence:
         except (SnapshotError, StoreError) as error:
             if os_error_in(error) is not None:
                 raise
+            store = FolderState(folder.path if self.life is None else folder.path.parent.parent)
             raise StoreError(
                 f"the live rows of {where} have a clean marker and cannot be read: {error}. Load a snapshot with "
-                '`tierbed snapshot load`, or start over with open="fresh"'
+                f"`tierbed snapshot load {store.path} {store.recovery_snapshot or 'NAME'}`, or start over "
+                'with open="fresh"'
             ) from error
 
     def load(

@@ -323,13 +323,7 @@ def parse_rocksdb_options(text: str) -> list[tuple[str, str]]:
     """The names and values of RocksDB's options string. ValueError."""
 
 def check_rocksdb_options(options: Sequence[tuple[str, str]]) -> None:
-    """ValueError, "name='value': reason; remedy", for an unknown or refused option, and for a wrong value."""
-
-def rocksdb_option_names() -> list[str]:
-    """The options that `check_rocksdb_options` accepts."""
-
-def rocksdb_table_field_names() -> list[str]:
-    """The fields of block_based_table_factory that `check_rocksdb_options` accepts."""
+    """ValueError for an option that this build of RocksDB lacks."""
 
 def rocksdb_has_async_io() -> bool:
     """Whether RocksDB can read by io_uring on this machine."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import tomllib
@@ -27,6 +26,7 @@ from ..checks import (
 )  # fmt: skip
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
+from .rocksdb_options import options_text
 
 CACHE_POLICIES = ("lru", "lfu")
 MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # of the default
@@ -300,7 +300,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
     rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, by default 32, for "direct" reads alone; other reads have
     the page cache.
     rocksdb_options: a dict or RocksDB's options string, which overrides tierbed's own settings; it is stored as the
-    string. Names are fields of RocksDB's DBOptions and ColumnFamilyOptions. Options of a file's format go into
+    string. docs/tiers.md, "RocksDB", lists the names and their values. Options of a file's format go into
     {"block_based_table_factory": {...}}.
     """
 
@@ -362,54 +362,6 @@ def require_rocksdb() -> None:
             "cached_ssd: this build of tierbed has no RocksDB; install it (apt install librocksdb-dev) and build "
             "tierbed again (pip install --force-reinstall --no-deps . in its source folder)"
         )
-
-
-def options_text(options: Mapping[str, Any] | str | None) -> str:
-    """RocksDB's options string, `name=value;name={name=value;...}`, from a dict or from such a string.
-
-    Raises OptionError, which names the option, if RocksDB does not know the name or cannot read the value, or if the
-    store could not keep a promise with it.
-    """
-    if options is None:
-        return ""
-    if isinstance(options, Mapping):
-        text = ";".join(f"{name}={_value(name, value)}" for name, value in options.items())
-    elif isinstance(options, str):
-        text = options.strip()
-    else:
-        raise OptionError(f"rocksdb_options={options!r}: give a dict of RocksDB options or RocksDB's options string")
-    try:
-        _core.check_rocksdb_options(_core.parse_rocksdb_options(text))
-    except ValueError as error:
-        raise OptionError(f"rocksdb_options: {error}{_suggestion(str(error))}") from None
-    return text
-
-
-def _suggestion(error: str) -> str:
-    if "no option of this name" not in error:
-        return ""
-    table, _, wrong = error.split("=")[0].rpartition(".")
-    names, of_table = _core.rocksdb_option_names(), _core.rocksdb_table_field_names()
-    near = difflib.get_close_matches(wrong, of_table if table else names + of_table, 1)
-    if not near:
-        return ""
-    within = "" if table or near[0] in names else " in block_based_table_factory"
-    return f"; did you mean {near[0]}{within}?"
-
-
-def _value(name: object, value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ";".join(f"{inner}={_value(inner, of_inner)}" for inner, of_inner in value.items()) + "}"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    given = value if isinstance(value, str) else as_number(value)
-    if not isinstance(name, str) or given is None:
-        raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
-    if not name.isidentifier() or (isinstance(value, str) and set(value) & set(";={}")):
-        raise OptionError(
-            f"rocksdb_options: {name}={value!r}: give the name of one option, and a dict for an option that has fields"
-        )
-    return str(given)
 
 
 make_device_mem_store_options = DeviceMemOptions

@@ -13,13 +13,13 @@ import torch
 from ..cache.cached import CpuCachedStore
 from ..errors import InputError
 from ..options.lookup import DEVICES
+from ..options.rocksdb_options import options_text
 from ..options.store_options import (
     CachedHostMemOptions,
     CachedSsdOptions,
     DeviceMemOptions,
     StoreOptions,
     mib,
-    options_text,
 )
 from ..processors.processor import Factory
 from ..store.contract import InMemoryTier, Tier, TopTier

@@ -212,7 +212,7 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
     marker = require_clean_marker(store)
     if marker["live"] != "rocksdb":
         return None
-    from ...engine.options.store_options import options_text  # only if it has the rows
+    from ...engine.options.rocksdb_options import options_text  # only if it has the rows
     from ...engine.store.rocksdb import RocksDB  # only if it has the rows
 
     def file_bytes() -> int:
@@ -261,8 +261,8 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
     if isinstance(noted, list) and isinstance(found, list):
         wrong = [f"/shard-{shard}" for shard, version in enumerate(found) if version not in noted[shard : shard + 1]]
     raise StoreError(
-        f"{str(store.live)}{wrong[0]} has not the rows of the last close: a file in it was cut, or is of another time. "
-        "Load a snapshot with `tierbed snapshot load`"
+        f"{store.live}{wrong[0]} does not have the rows of the last close: a file in it was cut, or is of another "
+        "time; load the last snapshot"
     )
 
 

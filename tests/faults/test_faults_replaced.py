@@ -1,4 +1,4 @@
-"""Live rows that were cut, or replaced by those of another moment: an error with a remedy that works, never old rows."""
+"""Live rows that were cut or replaced by those of another moment: an error and a remedy that works, never old rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from support.embeddings import contents, make, rows_by_key, train
+from support.live_rows import alone, opened, own_rows, run, together
+from support.ranks import run_ranks
 from support.shell import Cli, command
 from support.stores import options
 from tierbed import SnapshotError, StoreError
+from tierbed.distributed import World
 from tierbed.engine.durable import seal, unseal
 
 KEYS = torch.arange(300)
@@ -139,12 +142,35 @@ def test_rows_of_another_moment_are_refused_and_the_remedy_works(
     saved, _ = closed_twice(tmp_path, store)
     damage(tmp_path)
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"rows' have a clean marker and cannot be read.*`tierbed snapshot load"):
+        with pytest.raises(StoreError, match="rows' have a clean marker and cannot be read") as said:
             contents(make(options(store, tmp_path), "adam", tables=1))
     assert "snapshot" in Cli(tmp_path / "rows", capsys).fails("save", "bad")  # without opening the embedding, too
-    assert command("snapshot", "load", tmp_path / "rows", "good") == 0
+    remedy = str(said.value).split("`")[1].split()
+    assert remedy == ["tierbed", "snapshot", "load", str(tmp_path / "rows"), "good"]
+    assert command(*remedy[1:]) == 0
     with make(options(store, tmp_path), "adam", tables=1) as embedding:
         assert contents(embedding).tobytes() == saved
+
+
+def opens(world: World, path: Path) -> str:
+    with pytest.raises(StoreError) as said:
+        own_rows(opened(world, path, "ssd"))
+    return str(said.value)
+
+
+def test_an_older_shard_of_a_rank_is_refused_and_the_remedy_works(tmp_path: Path) -> None:
+    saved = alone(tmp_path, "ssd", 2, "base")
+    run(2, tmp_path, "ssd", 1)
+    rows = tmp_path / "rows" / "ranks" / "1-of-2" / "live"
+    shutil.copytree(rows / "shard-0", tmp_path / "old")
+    run(2, tmp_path, "ssd", 1)
+    shutil.rmtree(rows / "shard-0")
+    shutil.copytree(tmp_path / "old", rows / "shard-0")
+    for said in run_ranks(2, opens, tmp_path):
+        assert "1-of-2' have a clean marker and cannot be read" in said
+    assert command(*said.split("`")[1].split()[1:]) == 0
+    found = run(2, tmp_path, "ssd", 0)
+    assert together([before for before, _, _ in found], saved)
 
 
 def test_no_length_of_rocksdbs_list_of_files_gives_other_rows(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ WHOLE: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "admission": (3, lambda n: tierbed.make_host_mem_store_options(admission=n).admission),
     "shards": (2, lambda n: ssd(shards=n).shards),
     "io_threads": (2, lambda n: ssd(io_threads=n).io_threads),
-    "rocksdb_options": (9, lambda n: ssd(rocksdb_options={"max_open_files": n}).rocksdb_options),
+    "rocksdb_options": (100, lambda n: ssd(rocksdb_options={"max_open_files": n}).rocksdb_options),
     "embedding_dim": (4, lambda n: embedding(embedding_dim=n).spec.columns),
     "columns": (3, lambda n: check_columns([2, n])),
     "padding_idx": (7, lambda n: embedding(padding_idx=n).spec.padding_idx),

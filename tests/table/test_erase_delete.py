@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from support.embeddings import ask_to_leave, contents, make, rows_by_key, train
 from support.examples import examples
 from support.stores import STORES, options
-from tierbed import CapacityError, ClosedError, InputError, MultiTableEmbedding, StoreError
-from tierbed.engine import _core
+from tierbed import CapacityError, ClosedError, InputError, StoreError
 from tierbed.engine.options.lookup import Lookup
 
 stores = pytest.mark.parametrize("store", STORES)
@@ -91,32 +90,6 @@ def test_deleted_rows_stay_away_across_runs_and_snapshots(tmp_path: Path, store:
         embedding.load_snapshot("all")
         assert contents(embedding).tobytes() == everything
         assert embedding.size() == 200
-
-
-@pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
-def test_files_have_no_byte_of_a_deleted_row_after_what_the_docstring_says(tmp_path: Path) -> None:
-    values = np.arange(1, 6, dtype=np.float32) * np.float32(1.7)
-    how = options("ssd", tmp_path, rocksdb_options={"compression": "kNoCompression"})
-
-    def files_with_the_row() -> set[str]:
-        files = (file for file in (tmp_path / "rows").rglob("*") if file.is_file())
-        return {file.relative_to(tmp_path / "rows").parts[0] for file in files if values.tobytes() in file.read_bytes()}
-
-    with make(how) as embedding:
-        embedding.put(range(50), np.ones((50, 5), np.float32), table_ids=0)
-        embedding.put([7], values[None], table_ids=0)
-        embedding.save_snapshot("with")
-        embedding.table_handle().local_table.flush()
-        assert embedding.delete([7], 0) == 1
-        embedding.save_snapshot("without")
-        (live,) = files_with_the_row() - {"snapshots"}
-        embedding.prune_snapshots(keep_last=1)
-        assert files_with_the_row() == {live}
-        embedding.compact()
-        assert files_with_the_row() == set()
-    said = " ".join((MultiTableEmbedding.delete.__doc__ or "").split())
-    assert "Snapshots, checkpoints and exports keep the row" in said
-    assert "RocksDB's files keep its bytes until they are merged, by `compact`" in said
 
 
 @stores

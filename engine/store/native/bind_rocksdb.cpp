@@ -59,8 +59,6 @@ void bind_rocksdb(nb::module_& m) {
     m.attr("has_rocksdb") = true;
     m.def("check_rocksdb_options", &check_options, nb::arg("options"));
     m.def("parse_rocksdb_options", &parse_options, nb::arg("text"));
-    m.def("rocksdb_option_names", &option_names);
-    m.def("rocksdb_table_field_names", &table_field_names);
     m.def("rocksdb_has_async_io", &has_async_io);
     m.attr("rocksdb_version") = library_version();
     const nb::call_guard<nb::gil_scoped_release> unlocked;

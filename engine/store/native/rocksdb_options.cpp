@@ -1,10 +1,7 @@
 #include "rocksdb_options.h"
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <cstdarg>
-#include <map>
 #include <memory>
 #include <set>
 #include <stdexcept>
@@ -31,144 +28,9 @@ namespace tierbed {
 namespace {
 
 const char TABLE[] = "block_based_table_factory";
-const char CACHE[] = "give rocksdb_cache_mb instead";
-const char DAMAGE[] = "damage of a file would go unseen; leave it out";
-const char OPENED_BY_TIERBED[] = "tierbed decides which files there are; leave it out";
-const char NO_LOG[] = "the store has no write-ahead log, and snapshots survive a crash; leave it out";
-const char ORDER[] = "rows are stored in the order and with the bytes that tierbed gives them; leave it out";
-const char READ_MODE[] = "give read_mode='buffered', 'mmap' or 'direct' instead";
-const char JOBS[] = "give max_background_jobs instead";
-const char SCANS[] = "snapshots of a running table would mix rows of two steps; leave it out";
-constexpr double SMALLEST_DIFFERENCE = 1e-6;  // of numbers: RocksDB writes 6 digits of a fraction
-
-using Values = std::unordered_map<std::string, std::string>;
-
-const std::map<std::string, const char*>& refused() {
-    static const std::map<std::string, const char*> reasons{
-        {"allow_2pc", NO_LOG},
-        {"allow_mmap_reads", READ_MODE},
-        {"allow_mmap_writes", "a full disk would end the process; leave it out"},
-        {"best_efforts_recovery", DAMAGE},
-        {"block_cache", CACHE},
-        {"block_cache_compressed", CACHE},
-        {"cf_paths", OPENED_BY_TIERBED},
-        {"comparator", ORDER},
-        {"compaction_filter", ORDER},
-        {"compaction_filter_factory", ORDER},
-        {"create_if_missing", OPENED_BY_TIERBED},
-        {"create_missing_column_families", OPENED_BY_TIERBED},
-        {"db_log_dir", OPENED_BY_TIERBED},
-        {"db_paths", OPENED_BY_TIERBED},
-        {"enable_blob_files", "the bounds of disk use leave such files out; leave it out"},
-        {"env", OPENED_BY_TIERBED},
-        {"error_if_exists", OPENED_BY_TIERBED},
-        {"file_system", OPENED_BY_TIERBED},
-        {"force_consistency_checks", DAMAGE},
-        {"inplace_callback", SCANS},
-        {"inplace_update_support", SCANS},
-        {"manual_wal_flush", NO_LOG},
-        {"max_background_compactions", JOBS},
-        {"max_background_flushes", JOBS},
-        {"merge_operator", ORDER},
-        {"no_block_cache", CACHE},
-        {"num_levels", "the folder would not open with another number; leave it out"},
-        {"paranoid_checks", DAMAGE},
-        {"plain_table_factory", ORDER},
-        {"skip_checking_sst_file_sizes_on_db_open", DAMAGE},
-        {"table_factory", "set block_based_table_factory={...} instead"},
-        {"two_write_queues", NO_LOG},
-        {"unordered_write", SCANS},
-        {"use_direct_reads", READ_MODE},
-    };
-    return reasons;
-}
-
-// The number that a text such as "-12", "0.5" or "64K" is, nan for any other text.
-double number_of(const std::string& text) {
-    double number = 0;
-    const char* const end = text.data() + text.size();
-    const auto [rest, error] = std::from_chars(text.data(), end, number);
-    if (error != std::errc() || end - rest > 1) return std::nan("");
-    if (rest == end) return number;
-    const std::size_t power = std::string("kmgt").find(static_cast<char>(std::tolower(*rest)));
-    return power == std::string::npos ? std::nan("") : std::ldexp(number, 10 * (static_cast<int>(power) + 1));
-}
 
 [[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& reason) {
     throw std::invalid_argument(name + "='" + value + "': " + reason);
-}
-
-// Why the store does not take an option, or null.
-const char* refusal(const std::string& name) {
-    const auto found = refused().find(name);
-    if (found != refused().end()) return found->second;
-    std::string lower(name);
-    std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
-    return lower.rfind("wal_", 0) == 0 || lower.find("_wal_") != std::string::npos ? NO_LOG : nullptr;
-}
-
-Values fields_of(const std::string& text) {
-    Values fields;
-    static_cast<void>(rocksdb::StringToMap(text, &fields));
-    return fields;
-}
-
-// All options by name, as RocksDB writes them.
-Values values_of(const rocksdb::Options& options) {
-    Values all, of_families;
-    std::string text;
-    const rocksdb::ConfigOptions config;
-    if (rocksdb::GetStringFromDBOptions(config, options, &text).ok()) all = fields_of(text);
-    if (rocksdb::GetStringFromColumnFamilyOptions(config, options, &text).ok()) of_families = fields_of(text);
-    all.insert(of_families.begin(), of_families.end());
-    if (options.table_factory->GetOptionString(config, &text).ok()) all[TABLE] = text;
-    return all;
-}
-
-const Values& defaults() {
-    static const Values values = values_of(rocksdb::Options());
-    return values;
-}
-
-const Values& table_fields() {
-    static const Values fields = fields_of(defaults().at(TABLE));
-    return fields;
-}
-
-std::vector<std::string> sorted_names(const Values& values) {
-    std::vector<std::string> names;
-    for (const auto& [name, value] : values)
-        if (!refusal(name)) names.push_back(name);
-    std::sort(names.begin(), names.end());
-    return names;
-}
-
-std::string like_default(const std::string& standard) {
-    const bool has_fields = standard.find('=') != std::string::npos;
-    return "give a value such as its default, '" + (has_fields ? "{" + standard + "}" : standard) + "'";
-}
-
-// Refuses a value that RocksDB did not read whole. RocksDB reads what it can of a number: "64 MB" as 64, -1 as the
-// largest. read: the value as RocksDB writes it after reading. standard: the default, which shows the type.
-void check_read(const std::string& name, const std::string& value, const std::string& standard,
-                const std::string& read) {
-    if (standard.find('=') != std::string::npos) {
-        if (value.find('=') == std::string::npos) refuse(name, value, "it has fields; " + like_default(standard));
-        const Values standards = fields_of(standard), reads = fields_of(read);
-        for (const auto& [field, of_field] : parse_options(value))
-            if (standards.count(field) && reads.count(field))
-                check_read(name + "." + field, of_field, standards.at(field), reads.at(field));
-        return;
-    }
-    const bool is_list =
-        standard.find(':') != std::string::npos && standard.find_first_not_of("0123456789:") == std::string::npos;
-    const bool is_number = !std::isnan(number_of(standard));
-    const double number = number_of(value);
-    if (is_list ? value != read : is_number && !(std::abs(number - number_of(read)) < SMALLEST_DIFFERENCE))
-        refuse(name, value, "RocksDB would read '" + read + "'; " + like_default(standard));
-    const bool negative =
-        standard[0] == '-' || name == "compression_opts.level" || name == "level0_slowdown_writes_trigger";
-    if (is_number && number < 0 && !negative) refuse(name, value, "it cannot be negative; " + like_default(standard));
 }
 
 }  // namespace
@@ -191,10 +53,6 @@ NamedOptions parse_options(const std::string& text) {
     std::sort(named.begin(), named.end());
     return named;
 }
-
-std::vector<std::string> option_names() { return sorted_names(defaults()); }
-
-std::vector<std::string> table_field_names() { return sorted_names(table_fields()); }
 
 namespace {
 
@@ -275,62 +133,19 @@ rocksdb::Options own_options(const RocksOptions& options) {
     return database;
 }
 
-// How the options break what the tier promises, or null.
-const char* problem_of(const rocksdb::Options& options) {
-    const auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    if (options.compaction_style != rocksdb::kCompactionStyleLevel &&
-        options.compaction_style != rocksdb::kCompactionStyleUniversal)
-        return "it would drop rows or stop writes forever; give kCompactionStyleLevel or kCompactionStyleUniversal";
-    if (options.max_background_jobs == 0) return "RocksDB would run some anyway; give a number >= 1";
-    if (options.write_buffer_size < SMALLEST_BUFFER) return "RocksDB would raise it; give 64K or more";
-    if (table->block_size == 0) return "a block holds rows; give a number of bytes > 0";
-    if (table->checksum == rocksdb::kNoChecksum) return DAMAGE;
-    return table->block_align ? "blocks are aligned if it pays; leave it out" : nullptr;
-}
-
-// Sets an option, or a field of block_based_table_factory if `in_table`.
-void apply(rocksdb::Options& options, const std::string& name, const std::string& value, bool in_table = false) {
-    const std::string path = in_table ? TABLE + ("." + name) : name;
-    if (const char* reason = refusal(name)) refuse(path, value, reason);
+void apply_all(rocksdb::Options& options, const NamedOptions& more) {
     rocksdb::ConfigOptions config;
-    config.ignore_unknown_options = false;
     config.input_strings_escaped = false;
     config.invoke_prepare_options = false;
-    const std::string option = name + "={" + value + "}";
-    const rocksdb::Status status =
-        rocksdb::GetOptionsFromString(config, options, in_table ? TABLE + ("={" + option + "}") : option, &options);
-    const Values& known = in_table ? table_fields() : defaults();
-    const auto standard = known.find(name);
-    if (standard == known.end()) {
-        if (in_table && status.ok()) return;  // a field of earlier versions, which RocksDB ignores
-        refuse(path, value,
-               "RocksDB " + library_version() +
-                   " has no option of this name; see the fields of its DBOptions, ColumnFamilyOptions and "
-                   "BlockBasedTableOptions");
-    }
-    if (!status.ok()) refuse(path, value, status.ToString() + "; " + like_default(standard->second));
-    Values values = values_of(options);
-    check_read(path, value, standard->second, in_table ? fields_of(values[TABLE])[name] : values[name]);
-    if (const char* problem = problem_of(options)) refuse(path, value, problem);
-}
-
-void apply_all(rocksdb::Options& options, const NamedOptions& more) {
     for (const auto& [name, value] : more) {
-        if (name == TABLE && value.find('=') != std::string::npos)
-            for (const auto& [field, of_field] : parse_options(value)) apply(options, field, of_field, true);
-        else if (name == TABLE)
-            refuse(name, value, "it has fields; give some, such as {block_size=8192}");
-        else if (table_fields().count(name) && !defaults().count(name) && !refusal(name))
-            refuse(name, value,
-                   std::string("it is a field of ") + TABLE + "; give {'" + TABLE + "': {'" + name + "': '" + value +
-                       "'}}");
-        else
-            apply(options, name, value);
+        const std::string option = name + "={" + value + "}";
+        const rocksdb::Status status = rocksdb::GetOptionsFromString(config, options, option, &options);
+        if (!status.ok()) refuse(name, value, "RocksDB " + library_version() + ": " + status.ToString());
     }
-    const auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    if (table->index_type == rocksdb::BlockBasedTableOptions::kHashSearch && !options.prefix_extractor)
-        refuse(TABLE + std::string(".index_type"), "kHashSearch",
-               "it needs a prefix of keys; set prefix_extractor as well, or leave it out");
+    const std::vector<rocksdb::CompressionType> known = rocksdb::GetSupportedCompressions();
+    for (const rocksdb::CompressionType type : {options.compression, options.bottommost_compression})
+        if (type != rocksdb::kDisableCompressionOption && std::find(known.begin(), known.end(), type) == known.end())
+            throw std::invalid_argument("compression: this build of RocksDB lacks it; give another");
 }
 
 bool compresses(const rocksdb::Options& options) {

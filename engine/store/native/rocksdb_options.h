@@ -36,16 +36,12 @@ bool caches_blocks(const RocksOptions& options);
 // `check_options` does.
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes);
 
-// Throws std::invalid_argument, "name='value': reason; remedy", if RocksDB does not know an option or cannot read its
-// value, or if the option would break a promise of the tier.
+// Throws std::invalid_argument if this build of RocksDB lacks an option. engine/options/rocksdb_options.py lists those
+// that users may set.
 void check_options(const NamedOptions& more);
 
 // The names and values of RocksDB's options string. Throws std::invalid_argument.
 NamedOptions parse_options(const std::string& text);
-
-// The options that `check_options` accepts, and the fields of block_based_table_factory, for suggestions.
-std::vector<std::string> option_names();
-std::vector<std::string> table_field_names();
 
 std::string library_version();
 

@@ -82,7 +82,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
             auto shard = std::make_unique<Shard>();
             shard->folder = folder + "/shard-" + std::to_string(i);
             shard->until_flush = static_cast<i64>(cycle * i / options.shards);
-            open(*shard, options);
+            open(*shard, options.read_only, options.create);
             shards_.push_back(std::move(shard));
         }
     } catch (...) {
@@ -93,11 +93,11 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
 
 RocksTier::~RocksTier() { close(); }
 
-void RocksTier::open(Shard& shard, const RocksOptions& options) {
+void RocksTier::open(Shard& shard, bool read_only, bool create) {
     std::unique_ptr<rocksdb::DB> db;
-    shard.is_writable = !options.read_only;
-    rocksdb::Status status = call([&] { return open_database(*database_, shard.folder, options.read_only, db); });
-    if (status.IsNoSpace() && !options.read_only && !options.create) {
+    shard.is_writable = !read_only;
+    rocksdb::Status status = call([&] { return open_database(*database_, shard.folder, read_only, db); });
+    if (status.IsNoSpace() && !read_only && !create) {
         const rocksdb::Status of_read = call([&] { return open_database(*database_, shard.folder, true, db); });
         if (of_read.ok()) {
             status = of_read;
@@ -128,6 +128,10 @@ void RocksTier::make_writable() {
 void RocksTier::close() {
     if (process_ != getpid() || failed()) leave_alone();
     readers_.reset();
+    try {
+        renew_lists();
+    } catch (...) {  // the rows are as durable as they were
+    }
     shards_.clear();
 }
 
@@ -306,6 +310,7 @@ std::optional<Record> RocksTier::locate(u32 table, u64 key) const {
 
 void RocksTier::write(const RowSpan& rows) {
     require_open();
+    const std::shared_lock opened(opening_);
     const Timer timer(counts_.write);
     change(rows, false);
     counts_.rows_written += rows.n;
@@ -313,6 +318,7 @@ void RocksTier::write(const RowSpan& rows) {
 
 void RocksTier::erase(const RowSpan& rows) {
     require_open();
+    const std::shared_lock opened(opening_);
     change(rows, true);
     counts_.rows_erased += rows.n;
 }
@@ -414,6 +420,7 @@ rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
 
 void RocksTier::flush() {
     require_open();
+    const std::shared_lock opened(opening_);
     parallel_for(shards_.size(), [&](std::size_t i) { check(flush_shard(*shards_[i], true), folder_, "flush"); });
 }
 
@@ -422,8 +429,29 @@ void RocksTier::compact() {
     flush();
     rocksdb::CompactRangeOptions options;
     options.bottommost_level_compaction = rocksdb::BottommostLevelCompaction::kForceOptimized;
-    for (auto& shard : shards_)
+    for (auto& shard : shards_) {
+        shard->lists_merged_files = true;
         check(call([&] { return shard->db->CompactRange(options, nullptr, nullptr); }), folder_, "compact");
+    }
+    renew_lists();
+}
+
+// The list of files, MANIFEST, has the first and last key of each file that was merged until RocksDB opens the database
+// again, which writes a new list. A database that is being scanned stays open: then `close` renews its list.
+void RocksTier::renew_lists() {
+    const std::unique_lock lock(opening_);
+    for (auto& shard : shards_) {
+        if (!shard->lists_merged_files || shard->db.use_count() > 1) continue;
+        check(flush_shard(*shard, true), folder_, "flush");
+        shard->db.reset();
+        try {
+            open(*shard, false, false);
+        } catch (...) {
+            fail();
+            throw;
+        }
+        shard->lists_merged_files = false;
+    }
 }
 
 std::vector<rocksdb::DB*> RocksTier::databases() const {
@@ -434,6 +462,7 @@ std::vector<rocksdb::DB*> RocksTier::databases() const {
 
 std::vector<std::pair<std::string, u64>> RocksTier::versions() const {
     require_open();
+    const std::shared_lock opened(opening_);
     std::vector<std::pair<std::string, u64>> all;
     for (rocksdb::DB* db : databases()) {
         std::string identity;

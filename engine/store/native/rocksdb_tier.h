@@ -56,7 +56,7 @@ public:
     void flush();
     // To be called before rows are written or erased.
     void make_writable();
-    // Merges all files of a shard, which drops every replaced version of a row.
+    // Merges all files of a shard, which drops every replaced version of a row, and its key from the list of files.
     void compact();
     // Flushes, and returns the files that have all rows written so far. RocksDB deletes none of them until
     // `release_files`. One caller at a time.
@@ -106,6 +106,7 @@ private:
         std::string folder;
         std::shared_ptr<rocksdb::DB> db;
         bool is_writable;
+        bool lists_merged_files = false;
         std::atomic<i64> until_flush{0};  // bytes until its one early flush
         std::mutex flushing;              // held to flush, or to retry a failed flush
     };
@@ -119,7 +120,8 @@ private:
     rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
     static rocksdb::Status flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options);
     static bool resume(Shard& shard, const rocksdb::Status& failed);
-    void open(Shard& shard, const RocksOptions& options);
+    void open(Shard& shard, bool read_only, bool create);
+    void renew_lists();
     void leave_alone();
     void fail() const noexcept;
     // Calls RocksDB. If an exception leaves it, the tier fails for good.
@@ -143,7 +145,7 @@ private:
     std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
     std::unique_ptr<rocksdb::Options> database_;
     std::atomic<bool> lacks_room_{false};  // a shard is read-only because the disk is full
-    mutable std::shared_mutex opening_;    // shared by users of the databases, exclusive in `make_writable`
+    mutable std::shared_mutex opening_;    // shared by users of the databases, exclusive where one is opened again
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;

@@ -1,0 +1,199 @@
+"""The options of RocksDB that users may set by name: an allow-list, since RocksDB accepts some that end the process.
+
+Each was tried at both ends of its range, alone and with others (tests/store/test_rocksdb_allowed.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .. import _core
+from ..checks import as_number
+from ..errors import OptionError
+
+TABLE = "block_based_table_factory"
+UNIVERSAL = "compaction_options_universal"
+Allowed = list[str | tuple[float, float]]  # texts, and ranges of numbers with both ends
+KB, MB, GB, TB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+_SUFFIXES = {"": 1, "k": KB, "m": MB, "g": GB, "t": TB}
+_BOOL: Allowed = ["false", "true"]
+_COMPRESSION: Allowed = [
+    f"k{name}"
+    for name in (
+        "NoCompression", "SnappyCompression", "ZlibCompression", "BZip2Compression", "LZ4Compression",
+        "LZ4HCCompression", "ZSTD",
+    )
+]  # fmt: skip
+_BITS = (4, 8, 10, 12, 16, 20)  # of a filter, for each row
+
+# By purpose. Fields of an option follow its name and a dot.
+ALLOWED: dict[str, dict[str, Allowed]] = {
+    "memory": {
+        "write_buffer_size": [(64 * KB, GB)],
+        "max_write_buffer_number": [(2, 64)],
+        "min_write_buffer_number_to_merge": [(1, 32)],
+        "db_write_buffer_size": [(0, 0), (MB, 64 * GB)],
+        "memtable_prefix_bloom_size_ratio": [(0.0, 0.25)],
+        "memtable_whole_key_filtering": _BOOL,
+    },
+    "compaction": {
+        "compaction_style": ["kCompactionStyleLevel", "kCompactionStyleUniversal"],
+        "compaction_pri": [
+            "kByCompensatedSize", "kOldestLargestSeqFirst", "kOldestSmallestSeqFirst", "kMinOverlappingRatio",
+        ],
+        "level0_file_num_compaction_trigger": [(2, 100)],
+        "level0_slowdown_writes_trigger": [(20, 1000)],
+        "level0_stop_writes_trigger": [(36, 1000)],
+        "max_bytes_for_level_base": [(MB, TB)],
+        "max_bytes_for_level_multiplier": [(2.0, 100.0)],
+        "target_file_size_base": [(MB, 64 * GB)],
+        "target_file_size_multiplier": [(1, 10)],
+        "compaction_readahead_size": [(0, 64 * MB)],
+        "disable_auto_compactions": _BOOL,
+        f"{UNIVERSAL}.size_ratio": [(0, 100)],
+        f"{UNIVERSAL}.min_merge_width": [(2, 16)],
+        f"{UNIVERSAL}.max_size_amplification_percent": [(10, 1000)],
+        f"{UNIVERSAL}.compression_size_percent": [(-1, 100)],
+        f"{UNIVERSAL}.stop_style": ["kCompactionStopStyleSimilarSize", "kCompactionStopStyleTotalSize"],
+        f"{UNIVERSAL}.allow_trivial_move": _BOOL,
+    },
+    "compression": {
+        "compression": _COMPRESSION,
+        "bottommost_compression": [*_COMPRESSION, "kDisableCompressionOption"],
+        "compression_opts.level": [(1, 19)],
+        f"{TABLE}.enable_index_compression": _BOOL,
+    },
+    "files": {
+        "max_open_files": [(-1, -1), (20, MB)],
+        "max_file_opening_threads": [(1, 64)],
+        "use_fsync": _BOOL,
+        "allow_fallocate": _BOOL,
+        "bytes_per_sync": [(0, GB)],
+        "writable_file_max_buffer_size": [(64 * KB, 64 * MB)],
+        "paranoid_file_checks": _BOOL,
+        f"{TABLE}.format_version": [(2, 5)],
+        f"{TABLE}.checksum": ["kCRC32c", "kxxHash", "kxxHash64", "kXXH3"],
+        f"{TABLE}.block_align": ["false"],
+    },
+    "threads": {"max_background_jobs": [(1, 64)], "max_subcompactions": [(1, 16)]},
+    "reads": {
+        f"{TABLE}.block_size": [(512, MB)],
+        f"{TABLE}.block_restart_interval": [(1, 128)],
+        f"{TABLE}.index_block_restart_interval": [(1, 128)],
+        f"{TABLE}.index_type": ["kBinarySearch", "kTwoLevelIndexSearch", "kBinarySearchWithFirstKey"],
+        f"{TABLE}.data_block_index_type": ["kDataBlockBinarySearch", "kDataBlockBinaryAndHash"],
+        f"{TABLE}.data_block_hash_table_util_ratio": [(0.1, 1.0)],
+        f"{TABLE}.filter_policy": [f"{kind}:{bits}" for kind in ("bloomfilter", "ribbonfilter") for bits in _BITS],
+        f"{TABLE}.optimize_filters_for_memory": _BOOL,
+        "optimize_filters_for_hits": _BOOL,
+        "advise_random_on_open": _BOOL,
+    },
+}  # fmt: skip
+_ALLOWED = {name: allowed for options in ALLOWED.values() for name, allowed in options.items()}
+_STRUCTS = {name.split(".")[0] for name in _ALLOWED if "." in name}
+_READ_MODE = "give read_mode='buffered', 'mmap' or 'direct' instead"
+_INSTEAD = {
+    "allow_mmap_reads": _READ_MODE,
+    "use_direct_reads": _READ_MODE,
+    "use_direct_io_for_flush_and_compaction": _READ_MODE,
+    "block_cache": "give rocksdb_cache_mb instead",
+    "no_block_cache": "give rocksdb_cache_mb instead",
+    "max_background_compactions": "give max_background_jobs instead",
+    "max_background_flushes": "give max_background_jobs instead",
+    "table_factory": f"give {TABLE}={{...}} instead",
+}
+
+
+def options_text(options: Mapping[str, Any] | str | None) -> str:
+    """RocksDB's options string, `name=value;name={name=value;...}`, from a dict or from such a string.
+
+    Raises OptionError, which names the option, the value and what is allowed instead.
+    """
+    if options is None:
+        return ""
+    if isinstance(options, Mapping):
+        text = ";".join(f"{name}={_value(name, value)}" for name, value in options.items())
+    elif isinstance(options, str):
+        text = options.strip()
+    else:
+        raise OptionError(f"rocksdb_options={options!r}: give a dict of RocksDB options or RocksDB's options string")
+    try:
+        _check_all(text)
+        _core.check_rocksdb_options(_core.parse_rocksdb_options(text))
+    except ValueError as error:
+        raise OptionError(f"rocksdb_options: {error}") from None
+    return text
+
+
+def allowed_text(allowed: Allowed) -> str:
+    """The values that an option may have, for messages and docs."""
+    ranges = [
+        _number_text(low) if low == high else f"{_number_text(low)} to {_number_text(high)}"
+        for low, high in (one for one in allowed if not isinstance(one, str))
+    ]
+    return ", ".join([one for one in allowed if isinstance(one, str)] + ranges)
+
+
+def _check_all(text: str, of: str = "") -> None:
+    """Raises ValueError for an option that is not allowed, or a wrong value. of: the option whose fields these are."""
+    for name, value in _core.parse_rocksdb_options(text):
+        path = of + name
+        if path in _STRUCTS and "=" in value:
+            _check_all(value, f"{path}.")
+        elif path not in _ALLOWED:
+            raise ValueError(f"{path}={value!r}: {_remedy(path)}")
+        elif not _is_allowed(value, _ALLOWED[path]):
+            of_many = "one of " if len(_ALLOWED[path]) > 1 else ""
+            raise ValueError(f"{path}={value!r}: give {of_many}{allowed_text(_ALLOWED[path])}")
+
+
+def _is_allowed(value: str, allowed: Allowed) -> bool:
+    if value in allowed:
+        return True
+    for low, high in (one for one in allowed if not isinstance(one, str)):
+        form = r"(-?[0-9]+)([kmgt]?)" if isinstance(low, int) else r"([0-9]+(?:\.[0-9]+)?)()"
+        number = re.fullmatch(form, value.lower())
+        if number is not None and low <= float(number[1]) * _SUFFIXES[number[2]] <= high:
+            return True
+    return False
+
+
+def _remedy(path: str) -> str:
+    name = path.rpartition(".")[2]
+    if path in _STRUCTS:
+        fields = [allowed.rpartition(".")[2] for allowed in _ALLOWED if allowed.startswith(f"{path}.")]
+        return f"it has fields; give some, as {{'{path}': {{...}}}}, of {', '.join(fields)}"
+    if name in _INSTEAD:
+        return _INSTEAD[name]
+    ends = {allowed.rpartition(".")[2]: allowed for allowed in _ALLOWED}
+    near = difflib.get_close_matches(name, ends, 1, 0.9)
+    said = "it is not among the options that were tried with tierbed (docs/tiers.md lists them); "
+    if not near:
+        return f"{said}leave it out"
+    struct, _, field = ends[near[0]].rpartition(".")
+    return f"{said}did you mean {field}{f' in {struct}' if struct and not path.startswith(struct) else ''}?"
+
+
+def _number_text(number: float) -> str:
+    for suffix, unit in reversed(_SUFFIXES.items()):
+        if suffix and number and isinstance(number, int) and number % unit == 0:
+            return f"{number // unit}{suffix.upper()}"
+    return str(number)
+
+
+def _value(name: object, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ";".join(f"{inner}={_value(inner, of_inner)}" for inner, of_inner in value.items()) + "}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    given = value if isinstance(value, str) else as_number(value)
+    if not isinstance(name, str) or given is None:
+        raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
+    if not name.isidentifier() or (isinstance(value, str) and set(value) & set(";={}")):
+        raise OptionError(
+            f"rocksdb_options: {name}={value!r}: give the name of one option, and a dict for an option that has fields"
+        )
+    return str(given)
