@@ -104,7 +104,8 @@ class KeyedRows(SavedRows):
 
         A deleted id is like one never seen: it has its initial row, and begins again when it is trained or put.
         Snapshots, checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's
-        files keep its bytes until `compact`. docs/lifecycle.md, "Delete", has the steps after which no file has the row.
+        files keep its bytes until `compact`. docs/lifecycle.md, "Delete", has the steps after which no file has
+        the row.
         """
         self._copied = None
         return self._table().delete(self._collective_lookup(ids, table_ids))

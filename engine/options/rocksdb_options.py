@@ -80,7 +80,7 @@ ALLOWED: dict[str, dict[str, Allowed]] = {
     },
     "threads": {"max_background_jobs": [(1, 64)], "max_subcompactions": [(1, 16)]},
     "reads": {
-        f"{TABLE}.block_size": [(512, MB)],
+        f"{TABLE}.block_size": [(512, 64 * KB)],
         f"{TABLE}.block_restart_interval": [(1, 128)],
         f"{TABLE}.index_block_restart_interval": [(1, 128)],
         f"{TABLE}.index_type": ["kBinarySearch", "kTwoLevelIndexSearch", "kBinarySearchWithFirstKey"],

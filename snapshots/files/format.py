@@ -45,7 +45,7 @@ _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for i
 INSTANT = "instant"  # the field of a manifest for `Saved`
 FOLDER_FIELDS = ("base", "place", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
 SHARE = "share"  # the field of MARK that names the rank of a shard
-FILES = "live_files"  # the field of MARK that tells the files of its live rows from any others
+FILES = "live_files"  # the field of MARK that identifies the files of its live rows
 MARKER_FIELDS = (
     "live",
     "rows",

@@ -197,10 +197,10 @@ def test_no_length_of_rocksdbs_list_of_files_gives_other_rows(tmp_path: Path) ->
 @pytest.mark.parametrize("store", ["host", "ssd"])
 def test_live_rows_that_an_earlier_version_closed_are_read(tmp_path: Path, store: str) -> None:
     _, last = closed_twice(tmp_path, store)
-    mark = tmp_path / "rows" / "MARK"
-    content = unseal(mark.read_bytes())
+    file = tmp_path / "rows" / "MARK"
+    content = unseal(file.read_bytes())
     assert content.pop("live_files")
-    mark.write_bytes(seal(content))
+    file.write_bytes(seal(content))
     with make(options(store, tmp_path, open="error"), "adam", tables=1) as embedding:
         assert contents(embedding).tobytes() == last
 

@@ -20,7 +20,7 @@ WORD = 8
 
 
 def needles_of(embedding: MultiTableEmbedding) -> set[bytes]:
-    """What tells of the secret rows: keys and hashes in any form, and each pair of numbers next to each other."""
+    """What shows the secret rows: keys and hashes in any form, and each pair of numbers next to each other."""
     found: set[bytes] = set()
     for key in np.array(SECRETS).view(np.uint64):
         for number in (int(key), hash_row(0, int(key))):

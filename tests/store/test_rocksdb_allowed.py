@@ -64,7 +64,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return rows_after(tmp_path_factory.mktemp("host"), "host", {})
 
 
-@pytest.mark.parametrize("end", [0, -1])
+@pytest.mark.parametrize("end", [0, pytest.param(-1, marks=pytest.mark.slow)])
 def test_all_options_together_at_one_end_of_their_ranges(tmp_path: Path, expected: bytes, end: int) -> None:
     assert in_process(rows_after, tmp_path, "ssd", {name: ends(of)[end] for name, of in NAMED.items()}) == expected
 
