@@ -30,9 +30,9 @@ def nested(flat: Setting) -> Setting:
     return made
 
 
-def rows_after(path: Path, store: str, setting: Setting) -> bytes:
+def rows_after(path: Path, store: str, setting: Setting, read_mode: str = "buffered") -> bytes:
     """The rows after steps, flushes, evictions, snapshots, merges, and two runs."""
-    more = {"rocksdb_options": nested(setting)} if store == "ssd" else {}
+    more = {"rocksdb_options": nested(setting), "read_mode": read_mode} if store == "ssd" else {}
     for run in range(2):
         with make(options(store, path, **more), "adam", tables=2) as embedding:
             for step in range(12):
@@ -64,7 +64,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return rows_after(tmp_path_factory.mktemp("host"), "host", {})
 
 
-@pytest.mark.parametrize("end", [0, pytest.param(-1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("end", [0, -1])
 def test_all_options_together_at_one_end_of_their_ranges(tmp_path: Path, expected: bytes, end: int) -> None:
     assert in_process(rows_after, tmp_path, "ssd", {name: ends(of)[end] for name, of in NAMED.items()}) == expected
 
@@ -81,4 +81,5 @@ def test_each_option_at_both_ends_of_its_range(tmp_path: Path, expected: bytes, 
 def test_any_options_together(tmp_path: Path, expected: bytes, seed: int) -> None:
     chance = random.Random(seed)
     setting = {name: chance.choice(ends(of)) for name, of in NAMED.items() if chance.random() < 0.3}
-    assert in_process(rows_after, tmp_path, "ssd", setting) == expected, setting
+    read_mode = "mmap" if seed % 2 else "buffered"
+    assert in_process(rows_after, tmp_path, "ssd", setting, read_mode) == expected, setting
