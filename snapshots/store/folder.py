@@ -336,7 +336,8 @@ class StoreFolder(FolderState):
         own = self._own(closed) if recovery_snapshot is None else {"base": [recovery_snapshot], **self._of_group()}
         if of_group is not None:
             own = {field: value for field, value in own.items() if field not in (GROUP, AT)} | of_group
-        of_files = {FILES: snapshot_id(self.path / name)} if description["live"] == "rows" else {}
+        id = snapshot_id(self.path / name) if description["live"] == "rows" else ""
+        of_files = {FILES: id} if id else {}
         self._write({**description, **of_files, **own, "place": name})
         self._forget_step()
         if name != old.name:

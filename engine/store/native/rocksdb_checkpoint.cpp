@@ -181,6 +181,10 @@ std::vector<LiveFile> RocksTier::hold_files() {
     rocksdb::LiveFilesStorageInfoOptions options;
     options.include_checksum_info = true;
     options.wal_size_for_flush = std::numeric_limits<u64>::max();  // the rows are flushed already
+    {
+        const std::unique_lock lock(opening_);
+        are_files_held_ = true;
+    }
     try {
         for (std::size_t i = 0; i < shards_.size(); ++i) {
             rocksdb::DB& db = *shards_[i]->db;
@@ -204,6 +208,8 @@ std::vector<LiveFile> RocksTier::hold_files() {
 void RocksTier::release_files() {
     if (process_ == getpid() && !failed())
         for (auto& shard : shards_) static_cast<void>(allow_deletions(*shard->db, 0));
+    const std::unique_lock lock(opening_);
+    are_files_held_ = false;
 }
 
 }  // namespace tierbed

@@ -437,11 +437,12 @@ void RocksTier::compact() {
 }
 
 // The list of files, MANIFEST, has the first and last key of each file that was merged until RocksDB opens the database
-// again, which writes a new list. A database that is being scanned stays open: then `close` renews its list.
+// again, which writes a new list. A database stays open while it is scanned or its files are held: then `close` renews
+// its list.
 void RocksTier::renew_lists() {
     const std::unique_lock lock(opening_);
     for (auto& shard : shards_) {
-        if (!shard->lists_merged_files || shard->db.use_count() > 1) continue;
+        if (!shard->lists_merged_files || are_files_held_ || shard->db.use_count() > 1) continue;
         check(flush_shard(*shard, true), folder_, "flush");
         shard->db.reset();
         try {
