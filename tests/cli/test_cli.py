@@ -14,6 +14,7 @@ from support.shell import Cli, command
 from support.small_snapshots import chunked, description, joined, make_buckets, make_rows, save
 from support.stores import options
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
+from tierbed.snapshots.files.format import FILES, snapshot_id
 from tierbed.snapshots.inspection.summary import NORM_EDGES, summarise
 from tierbed.snapshots.store.folder import StoreFolder
 
@@ -48,7 +49,8 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
     rows = joined(Snapshot.open(cli.store / "snapshots" / "a").chunks())
     with StoreFolder(cli.store) as store:
         assert joined(Snapshot.open(store.live).chunks()) == rows
-        assert store.read_clean_marker() == description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
+        expected = description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
+        assert store.read_clean_marker() == expected | {FILES: snapshot_id(store.live)}
         assert not store.incoming.exists()
     assert cli.json("save", "b")["step"] == 99
 
@@ -287,6 +289,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
         "import os, random, signal, sys, time; from pathlib import Path\n"
         "from tierbed.snapshots.store.folder import StoreFolder\n"
         "from tierbed.snapshots.store.closed_store import load_into_store; from tierbed.snapshots import Snapshot\n"
+        "from tierbed.snapshots.files.format import snapshot_id\n"
         "path = Path(sys.argv[1])\n"
         "with StoreFolder(path) as store: load_into_store(store, Snapshot.open(store.snapshots / '2'))\n"
         "for round in range(15):\n"
@@ -300,6 +303,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
         "        mark = store.read_clean_marker()\n"
         "        if mark is not None:\n"
         "            live = Snapshot.open(store.live); live.verify()\n"
+        "            assert mark.pop('live_files') == snapshot_id(store.live)\n"
         "            assert mark == live.description | {'live': 'rows', 'rows': live.manifest.rows}\n"
         "    print('marked' if mark else 'unmarked')\n"
     )

@@ -280,7 +280,7 @@ def test_rows_of_another_width_are_refused(tier: RocksDB, tmp_path: Path) -> Non
 
 
 def test_files_that_have_no_checksum_of_their_own_are_read_once(tmp_path: Path) -> None:
-    without = options_text({"file_checksum_gen_factory": "nullptr"})
+    without = "file_checksum_gen_factory=nullptr"  # which users cannot set
     with closing(RocksDB(tmp_path / "live", WIDTH, new_shards=2, options=without)) as tier:
         put(tier)
         tier.flush()
