@@ -183,7 +183,7 @@ std::vector<LiveFile> RocksTier::hold_files() {
     options.wal_size_for_flush = std::numeric_limits<u64>::max();  // the rows are flushed already
     {
         const std::unique_lock lock(opening_);
-        are_files_held_ = true;
+        keeps_files_ = true;
     }
     try {
         for (std::size_t i = 0; i < shards_.size(); ++i) {
@@ -209,7 +209,7 @@ void RocksTier::release_files() {
     if (process_ == getpid() && !failed())
         for (auto& shard : shards_) static_cast<void>(allow_deletions(*shard->db, 0));
     const std::unique_lock lock(opening_);
-    are_files_held_ = false;
+    keeps_files_ = false;
 }
 
 }  // namespace tierbed

@@ -442,7 +442,7 @@ void RocksTier::compact() {
 void RocksTier::renew_lists() {
     const std::unique_lock lock(opening_);
     for (auto& shard : shards_) {
-        if (!shard->lists_merged_files || are_files_held_ || shard->db.use_count() > 1) continue;
+        if (!shard->lists_merged_files || keeps_files_ || shard->db.use_count() > 1) continue;
         check(flush_shard(*shard, true), folder_, "flush");
         shard->db.reset();
         try {

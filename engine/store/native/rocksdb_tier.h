@@ -145,7 +145,7 @@ private:
     std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
     std::unique_ptr<rocksdb::Options> database_;
     std::atomic<bool> lacks_room_{false};  // a shard is read-only because the disk is full
-    bool are_files_held_ = false;          // by `hold_files`, guarded by `opening_`
+    bool keeps_files_ = false;             // by `hold_files`, guarded by `opening_`
     mutable std::shared_mutex opening_;    // shared by users of the databases, exclusive where one is opened again
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
