@@ -22,7 +22,7 @@ closed_and_killed = pytest.mark.parametrize(("store", "count"), [("closed", 3), 
 
 
 def files(path: Path) -> dict[str, bytes]:
-    """All files of a store but its locks, without what differs in each run: ids of snapshots and runs, rows and times."""
+    """All files of a store but its locks, without what differs in each run: ids of snapshots and runs, times, rows."""
     found = {str(place.relative_to(path)): place for place in path.rglob("*") if place.is_file()}
     return {
         name: seal(_without_ids(unseal(place.read_bytes()))) if place.name in (MANIFEST, "MARK") else place.read_bytes()
