@@ -154,19 +154,18 @@ class TablePersistence:
             return table
         self.source = logging.INFO, f"new, in store folder {folder.path}"
         if opening.snapshot is not None:
-            spec = self.spec.with_stored_seed(opening.snapshot.description)
-            what = f"store folder {str(folder.path)!r}"
+            stored = opening.snapshot.description
+            spec, what = self.spec.with_stored_seed(stored), f"store folder {str(folder.path)!r}"
             self.source = logging.INFO, f"snapshot {opening.snapshot.name!r} of store folder {folder.path}"
             if is_new:
                 what = f"snapshot {opening.snapshot.name!r}, with which {what} opens,"
             try:
-                stored = opening.snapshot.description
                 check_stored(spec, stored, optimizer, StoreError, what, can_load=is_new, for_load=for_load)
                 self.spec = spec
             except StoreError as error:
                 if not (is_new and for_load):
                     raise
-                fitting = converted_description(opening.snapshot.description, (spec.dtype, spec.state_dtype))
+                fitting = converted_description(stored, (spec.dtype, spec.state_dtype))
                 check_stored(spec, fitting, optimizer, StoreError, what)
                 self.unsettled, self.is_untouched = str(error), True  # a load that converts brings the rows
                 opening = OpenPlan()

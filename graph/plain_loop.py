@@ -17,7 +17,6 @@ from ..embedding.eager import EagerOptimizer
 from ..embedding.gradients import ShadowGrad
 from ..embedding.saved_rows import SavedRows, rows_apart
 from ..embedding.training_group import train_together
-from ..engine.checks import checked_arguments
 from ..engine.errors import GraphError, InputError
 from ..snapshots.store.selection import Selection
 from .graph import Graph
@@ -28,7 +27,6 @@ from .trace.names import path_of, unwrapped
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-@checked_arguments("optimizers", "schedulers")
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -67,7 +65,6 @@ def save_checkpoint(
     checkpoint.save(model, state, folder, overwrite, "loop")
 
 
-@checked_arguments("optimizers", "schedulers")
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -424,6 +424,8 @@ TORCHS = {  # whose errors are torch's or TorchRec's own for the same argument, 
     "eager_clip": "parameters",
     "bag_config": "feature_names",
     "SmartDecayAdam": "params lr betas eps weight_decay amsgrad",
+    "save_checkpoint": "optimizers schedulers",  # a text without letters is a sequence of none
+    "load_checkpoint": "optimizers schedulers",
     # the caller's own functions and loaders
     "graph.run": "batches",
     "graph.profile": "batches",
