@@ -56,7 +56,9 @@ def test_optimizer_state_and_step_come_back_with_the_rows(tmp_path: Path, optimi
                 train(part, *batch)
         with make(options("cached_host", tmp_path), optimizer) as part:
             assert contents(part).tobytes() == contents(whole).tobytes()
-            assert part.metrics()["table"] == whole.metrics()["table"]
+            mine, its = (made.metrics()["table"] for made in (part, whole))
+            counted = [name for name in mine if name.startswith("train_")]  # since the open
+            assert mine | dict.fromkeys(counted) == its | dict.fromkeys(counted)
 
 
 @every_store
