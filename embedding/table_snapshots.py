@@ -24,7 +24,15 @@ from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import drop_replaced, prune, remove_if_unreferenced, state_snapshot
-from ..snapshots.store.save import SaveSource, begin_save, check_save, clear_leftovers, note_state, save_snapshot_of
+from ..snapshots.store.save import (
+    SaveSource,
+    begin_save,
+    check_kind,
+    check_save,
+    clear_leftovers,
+    note_state,
+    save_snapshot_of,
+)  # fmt: skip
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
 from .rank_recovery import check_row_count
@@ -379,7 +387,8 @@ class LocalSnapshots(TableSnapshots):
     ) -> BackgroundSave:
         """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
         folder = self._folder_of(name)
-        if kind in ("incremental", "checkpoint"):
+        check_kind(kind)
+        if kind != "full":
             raise OptionError(
                 f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
                 "background out"

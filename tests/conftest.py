@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("TIERBED_HASH_SEED", "1")  # slots of rows, and so what a small cache evicts, repeat
+
 pytest.register_assert_rewrite("support")  # before anything imports it
 
 from support import warm  # noqa: E402
