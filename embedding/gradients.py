@@ -251,6 +251,12 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
     shadow.grad.rows.add(lookup, grad, weights, order)
 
 
+def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:
+    """Whether another thread is in a step of one of them."""
+    threads = [_training[one.handle][0] for one in embeddings if one.handle in _training]
+    return any(thread is not current_thread() for thread in threads)
+
+
 class exclusive_step:  # a class, like `uninterrupted`: a generator costs more
     """A block for a step that pins rows of `embeddings`: a step in another thread would unpin them.
 

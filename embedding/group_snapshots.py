@@ -62,7 +62,7 @@ def save_together(
     for table in tables:
         table.local_table.flush_ahead()
     with ExitStack() as locks, ExitStack() as ends:
-        locks.enter_context(between_steps(members))
+        locks.enter_context(between_steps(members, waits=True))
         _check(tables, name, kind, overwrite)
         saves: list[Callable[[], object]] = [lambda: None]  # each calls the one before it, then gets its name
         kinds = [_kind(table, kind) for table in tables]
@@ -85,7 +85,7 @@ def save_together(
 def _save_in_background(tables: Tables, name: str, kind: str, overwrite: bool) -> SavingAll:
     members = _members(tables)
     apart = any(member.record is None for member in members)
-    with between_steps(members):
+    with between_steps(members, waits=True):
         _check(tables, name, kind, overwrite)
         saving = SavingAll(f"snapshot {name!r} of {len(tables)} embeddings", members[0].folder.snapshots / name)
         try:

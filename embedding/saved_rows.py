@@ -59,8 +59,8 @@ class SavedRows(EmbeddingBase):
     _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
     _has_warned: bool  # of its first state_dict
     # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
-    _copied: tuple[str, weakref.ref[Tensor], Any] | None = None
-    _loaded: tuple[Any, list[weakref.ref[Tensor]]] | None = None  # by the latest load_state_dict: its errors, the rows
+    _copied: tuple[str, weakref.ref[Tensor], Any] | None
+    _loaded: tuple[Any, list[weakref.ref[Tensor]]] | None  # by the latest load_state_dict: its errors, the rows
     rows_are_chosen: bool  # whether a load brought the rows, or the user keeps them whatever the dense part is
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
 

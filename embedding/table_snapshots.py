@@ -370,7 +370,7 @@ class LocalSnapshots(TableSnapshots):
         """A block with the table and its lock, and what a snapshot of its rows as they are has beside them."""
         while True:
             with ExitStack() as own:
-                with between_steps([] if self.membership is None else [self.membership]):
+                with between_steps([] if self.membership is None else [self.membership], waits=True):
                     table = self.local_table
                     own.enter_context(table.lock)
                     if table is not self.local_table or table.observers.is_saved_by_another:

@@ -36,6 +36,7 @@ from ..snapshots.files.writer import Together
 from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import Group, Member, rows_of
+from .gradients import is_trained_elsewhere
 
 if TYPE_CHECKING:
     from ..engine.table.table import OpenTable
@@ -483,16 +484,26 @@ def open_rows() -> dict[str, Rows]:
 
 
 @contextmanager
-def between_steps(members: Iterable[Membership]) -> Iterator[None]:
-    """A block in which no other thread writes to or saves these stores, nor any that is trained together with them."""
+def between_steps(members: Iterable[Membership], waits: bool = False) -> Iterator[None]:
+    """A block in which no other thread writes to or saves these stores, nor any that is trained together with them.
+
+    waits: for the end of a step of another thread, in which some of the stores may be a step ahead of the others.
+    """
     everyone = {one.path: one for member in members for one in [member, *member.open_peers()]}.values()
+    gate: StepGate | None = None
     while True:
         tables = sorted((table for one in everyone if (table := one.table) is not None), key=id)
         for table in tables:
             table.observers.wait_for_foreground()
         with ExitStack() as stack:
+            if gate is not None:
+                stack.enter_context(gate.between_steps(lambda tables=tables: tables, lambda: False))
             for table in tables:
                 stack.enter_context(table.lock)
-            if not any(table.is_replaced or table.observers.is_saved_by_another for table in tables):
+            if any(table.is_replaced or table.is_saved_by_another for table in tables):
+                continue
+            groups = [one.group for one in everyone if waits and one.group is not None and one.is_amid_step]
+            gate = next((group.gate for group in groups if is_trained_elsewhere(group.embeddings)), None)
+            if gate is None:
                 yield
                 return

@@ -21,6 +21,9 @@ class GatedTable(Protocol):
     @property
     def in_step(self) -> bool: ...
 
+    @property
+    def is_saved_by_another(self) -> bool: ...
+
     def release(self) -> None: ...
 
     def deferred_error(self, wait: bool) -> TierbedError | None: ...
@@ -86,7 +89,7 @@ class StepGate:
             with ExitStack() as locks:
                 if not all(_locked(table, locks) for table in sorted(self._tables, key=id)):
                     continue
-                if not self.closed and not any(table.in_step for table in self._tables):
+                if not self.closed and not any(table.in_step or table.is_saved_by_another for table in self._tables):
                     stack.enter_context(locks.pop_all())
                     return True
             self._step_waits.wait(POLL_SECONDS)

@@ -212,6 +212,10 @@ class OpenTable:
         return self._pinned is not None
 
     @property
+    def is_saved_by_another(self) -> bool:
+        return self.observers.is_saved_by_another
+
+    @property
     def rule(self) -> str:
         """The rule of the next update. Raises OptimizerError."""
         return self.check_optimizer().rule
@@ -236,10 +240,11 @@ class OpenTable:
 
     def flush_ahead(self) -> None:
         """Flush most rows in pieces, between which other threads may use the table: a later flush is short."""
-        top = self.ready()
-        if isinstance(top, CpuCachedStore):
-            for _ in locked(top.flush_pieces(), self.lock, self.ready):
-                sleep(_BREATH)  # the lock is not fair
+        with suppress(RowsReplaced):  # the later flush is of the new rows
+            top = self.ready()
+            if isinstance(top, CpuCachedStore):
+                for _ in locked(top.flush_pieces(), self.lock, self.ready):
+                    sleep(_BREATH)  # the lock is not fair
 
     @property
     def has_thread(self) -> bool:
@@ -293,7 +298,9 @@ class OpenTable:
         """The top tier, after pending erases. ClosedError, StoreError."""
         store = self.require_open()
         if self._erasure.pending_rows is not None:
-            with uninterrupted():
+            with self.lock, uninterrupted():
+                if self._erasure.pending_rows is None:  # another thread has erased them meanwhile
+                    return self.require_open()
                 self._erasure.notify(self.step)
                 try:
                     self._erasure.apply(store)

@@ -144,3 +144,12 @@ def test_all_names_name_one_snapshot(tmp_path: Path, calls: dict[str, int]) -> N
     model.load_state_dict(state)
     assert contents(embedding_of(model)).tobytes() == expected
     assert calls["tensors"] == 0
+
+
+def test_states_add_no_attribute_for_which_a_graph_is_traced_again() -> None:
+    rows = make(options("host"), tables=1)
+    rows.put([1], torch.ones(1, rows.dim), 0)
+    names = set(vars(rows))
+    rows.load_state_dict(rows.state_dict())
+    rows.delete([1], 0)
+    assert set(vars(rows)) == names
