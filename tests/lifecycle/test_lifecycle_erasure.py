@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def documented(embedding: MultiTableEmbedding, kind: str) -> None:
     embedding.prune_snapshots(keep_last=1)
 
 
+def with_states(embedding: MultiTableEmbedding, kind: str) -> None:
+    """Snapshots that state_dict() made are pruned by hand."""
+    embedding.state_dict()
+    documented(embedding, kind)
+    embedding.state_dict()  # of snapshot "without"
+    left = [folder.name for folder in states_of(embedding)]
+    for folder in states_of(embedding):
+        shutil.rmtree(folder)
+    assert left
+
+
+def states_of(embedding: MultiTableEmbedding) -> list[Path]:
+    return [*Path(embedding.store_options.persistent_path, embedding.name, "snapshots").glob("state_dict-*")]
+
+
 def merged_last(embedding: MultiTableEmbedding, kind: str) -> None:
     assert embedding.delete(SECRETS, 0) == len(SECRETS)
     embedding.save_snapshot("without")
@@ -89,6 +105,8 @@ def merged_while_read(embedding: MultiTableEmbedding, kind: str) -> None:
         ("ssd", "full", documented),
         ("ssd", "incremental", documented),
         ("ssd", "checkpoint", documented),
+        ("host", "full", with_states),
+        ("ssd", "full", with_states),
         ("ssd", "full", merged_last),
         ("ssd", "full", merged_while_read),
     ],
@@ -99,7 +117,8 @@ def test_no_file_has_a_byte_of_a_deleted_row(
     with make(options(store, tmp_path), "adam", tables=1) as embedding:
         needles = trained(embedding, kind)
     assert len(files_with(needles, tmp_path)) > 2
-    with make(options(store, tmp_path), "adam", tables=1) as embedding:
+    states = recipe is with_states
+    with make(options(store, tmp_path, state_dict_snapshots=states), "adam", tables=1) as embedding:
         needles |= trained(embedding, kind)
         recipe(embedding, kind)
         train(embedding, OTHERS)
