@@ -497,7 +497,7 @@ def between_steps(members: Iterable[Membership], waits: bool = False) -> Iterato
             table.observers.wait_for_foreground()
         with ExitStack() as stack:
             if gate is not None:
-                stack.enter_context(gate.between_steps(lambda tables=tables: tables, lambda: False))
+                stack.enter_context(gate.between_steps(tables.copy, lambda: False))
             for table in tables:
                 stack.enter_context(table.lock)
             if any(table.is_replaced or table.is_saved_by_another for table in tables):
