@@ -11,16 +11,21 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from ...engine import _core
+from ...engine.checks import checked_arguments
 from ...engine.errors import InputError
-from .validation import check_keys, is_traced, statically_true
+from .validation import INTEGERS, check_keys, is_traced
 
 _NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+@checked_arguments("keys", "lengths", "groups")
 def multi_remap_to_groups(
     keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,6 +35,8 @@ def multi_remap_to_groups(
     KeyError for a key that no tensor has, InputError for one that two have.
     """
     check_keys([key for of_tensor in keys for key in of_tensor])
+    if [*map(len, keys)] != [*map(len, lengths)] or min((width for of in lengths for width in of), default=0) < 0:
+        raise InputError(f"lengths={lengths}: give one, 0 or more, for each of {keys}")
     columns: dict[str, tuple[int, int, int]] = {}  # of each key: its tensor, its first column there, its width
     for tensor, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
         for name, start, width in zip(names, accumulate(widths, initial=0), widths, strict=False):
@@ -77,18 +84,19 @@ def permute_multi_embedding(
     widths, tensors = [int(width) for width in out_lengths_list], list(values)
     if not tensors or any(not isinstance(one, Tensor) or one.dim() != 2 for one in tensors):
         raise InputError("values: give one tensor [batch, columns] or more")
-    for one in tensors:
-        alike = (one.dtype, one.device) == (tensors[0].dtype, tensors[0].device)
-        if not alike or statically_true(one.shape[0] != tensors[0].shape[0]):
-            raise InputError("values: give tensors of one batch, dtype and device")
-    if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.is_floating_point():
+    if len({(one.dtype, one.device) for one in tensors}) > 1:
+        raise InputError("values: give tensors of one batch, dtype and device")
+    if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.dtype not in INTEGERS:
         raise InputError(f"permutes: {list(permutes.shape)} of {permutes.dtype}; give integers [moves, 6]")
-    if not is_traced() and in_lengths.device.type == out_lengths.device.type == "cpu":
+    traced = torch.compiler.is_compiling() or is_traced()
+    if not traced and in_lengths.device.type == out_lengths.device.type == "cpu":
         given = [one.shape[1] for one in tensors]
         if given != in_lengths.tolist() or widths != out_lengths.tolist():
             raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
-    outputs: list[Tensor] = move_columns(tensors, permutes, in_lengths, out_lengths, widths, False)
-    return outputs
+    # torch.func and forward gradients know torch's ops alone
+    plain = not traced and (peek_interpreter_stack() or forward_ad._current_level >= 0)
+    op: Any = _gathered if plain else move_columns
+    return list(op(tensors, permutes, in_lengths, out_lengths, widths, False))
 
 
 @torch.library.custom_op("tierbed::move_columns", mutates_args=())
@@ -104,26 +112,36 @@ def move_columns(
 
     The two are each other's gradient. A CPU does not read the lengths, other devices no shape. InputError on a CPU.
     """
-    inputs, outputs = [one.shape[1] for one in given], widths
-    if is_gradient:
-        inputs, outputs = outputs, inputs  # type: ignore[assignment]
+    if any(len(one) != len(given[0]) for one in given):
+        raise InputError("values: give tensors of one batch, dtype and device")
+    if given[0].device.type != "cpu" or given[0].dtype not in _NATIVE:
+        return [one.clone() for one in _gathered(given, permutes, in_lengths, out_lengths, widths, is_gradient)]
+    kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in given]
+    made = _empty(given, permutes, in_lengths, out_lengths, widths, is_gradient)
+    _move(_matrices(kept), _matrices(made), permutes, len(kept[0]), kept[0].dtype, is_gradient)
+    return made
+
+
+def _move(sources: list[int], targets: list[int], permutes: Tensor, rows: int, dtype: Any, is_gradient: bool) -> None:
+    """Move columns between `_matrices` on a CPU. Without rows it checks the moves alone. InputError."""
+    moves = np.array(permutes.tolist(), np.int64)
+    if not _core.move_columns(sources, targets, moves.flatten(), rows, str(dtype).removeprefix("torch."), is_gradient):
+        inputs, outputs = (targets, sources) if is_gradient else (sources, targets)
+        raise _wrong(inputs[2::3], moves.tolist(), outputs[2::3])
+
+
+def _gathered(
+    given: Sequence[Tensor], permutes: Tensor, ins: Tensor, outs: Tensor, widths: Sequence[int], is_gradient: bool
+) -> Sequence[Tensor]:
+    """The same by torch's ops, views of one tensor. Moves are checked on a CPU."""
+    columns = [one.shape[1] for one in given]
     if given[0].device.type == "cpu":
-        made, is_native = (
-            _empty(given, permutes, in_lengths, out_lengths, widths, is_gradient),
-            given[0].dtype in _NATIVE,
-        )
-        kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in given]
-        moves = permutes.to("cpu", torch.int64).contiguous().flatten().numpy()
-        # without rows it checks the moves alone
-        rows, dtype = (len(kept[0]), str(given[0].dtype).removeprefix("torch.")) if is_native else (0, "float32")
-        if not _core.move_columns(_matrices(kept), _matrices(made), moves, rows, dtype, is_gradient):
-            raise _wrong(inputs, permutes.tolist(), outputs)
-        if is_native:
-            return made
-    index, joined = _sources(permutes, in_lengths, out_lengths, sum(outputs)), torch.cat(list(given), 1)
+        sources, targets = ([n for width in of for n in (0, 0, width)] for of in (columns, widths))
+        _move(sources, targets, permutes, 0, torch.float32, is_gradient)
+    index, joined = _sources(permutes, ins, outs, sum(columns if is_gradient else widths)), torch.cat(list(given), 1)
     zeros = joined.new_zeros(len(joined), sum(widths))
     moved = zeros.index_add(1, index, joined) if is_gradient else joined[:, index]
-    return [one.clone() for one in moved.split(list(widths), 1)]
+    return moved.split(list(widths), 1)
 
 
 @move_columns.register_fake

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from support.keyed import GROUPS, KEYS, LENGTHS, gradients, tensors
-from tierbed import Graph
-from tierbed.engine.errors import InputError
+from tierbed import Graph, InputError, TierbedError
 from tierbed.jagged import multi_remap_to_groups, permute_multi_embedding
 from tierbed.jagged.tensors import columns
 
@@ -87,6 +87,61 @@ def test_moves_on_a_device_need_no_look_at_them() -> None:
     assert index.tolist() == [1, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which torch.func itself gives
+def test_torch_func_and_forward_gradients_pass_it() -> None:
+    def squares(function: Any) -> Any:
+        return lambda *values: sum((one.square() * (at + 1)).sum() for at, one in enumerate(function([*values])))
+
+    values, tangents = tuple(tensors()), tuple(tensors())
+    made, expected = ((torch.func.jvp(squares(one), values, tangents)) for one in (permuted, plain))
+    torch.testing.assert_close(made, expected)
+    made, expected = (torch.func.grad(squares(one), argnums=(0, 1, 2))(*values) for one in (permuted, plain))
+    torch.testing.assert_close(made, expected)
+    several = tuple(torch.stack([one, other]) for one, other in zip(values, tangents, strict=True))
+    made, expected = (torch.vmap(squares(one))(*several) for one in (permuted, plain))
+    torch.testing.assert_close(made, expected)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(permuted([*map(forward_ad.make_dual, values, tangents)])[0])
+        assert torch.equal(dual.tangent, plain([*tangents])[0])
+    wrong = PERMUTES.clone()
+    wrong[0, 2] = -1
+    with pytest.raises(InputError, match="moves of columns -1 to 2"):
+        torch.vmap(lambda *values: tuple(permuted([*values], wrong)))(*several)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_checks_the_batch_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that depend on values: while it is compiled nobody knows that they differ."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def chosen(values: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
+        return permuted([one[mask.nonzero()[:, 0]] for one, mask in zip(values, masks, strict=True)])
+
+    values, every = tensors(), torch.ones(5, dtype=torch.bool)
+    assert all(map(torch.equal, chosen(values, [every] * 3), plain(values)))
+    with pytest.raises(InputError, match="values: give tensors of one batch"):
+        chosen(values, [every, every, every.clone().fill_(False)])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ([["a", "b"]], [[3]], [["a"]]),
+        ([["a"]], [[3, 4]], [["a"]]),
+        ([["a"]], [[3], [4]], [["a"]]),
+        ([["a"]], [[-3]], [["a"]]),
+        ([["a"]], [[3.5]], [["a"]]),
+        (None, [[3]], [["a"]]),
+        ([["a"]], None, [["a"]]),
+        ([["a"]], [[3]], ["a"]),
+    ],
+)
+def test_groups_of_wrong_arguments_are_refused(given: Any) -> None:
+    with pytest.raises(TierbedError):
+        multi_remap_to_groups(*given)
+
+
 def test_the_ops_pass_torchs_checks() -> None:
     values = tensors(requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
@@ -160,6 +215,7 @@ def test_wrong_moves_of_any_dtype_are_refused(dtype: torch.dtype) -> None:
         ),
         (tensors(), PERMUTES.flatten(), "permutes: .* give integers"),
         (tensors(), PERMUTES.float(), "permutes: .* give integers"),
+        (tensors(), PERMUTES.to(torch.complex64), "permutes: .* give integers"),
         (tensors(), PERMUTES.tolist(), "permutes, in_lengths and out_lengths: give tensors"),
     ],
 )
