@@ -405,9 +405,15 @@ class ShardedTable:
         self.id_prefetcher.skip(number)
         return local, IdExchange(world, f"ids of {op}", local, answer.counts, self.traffic).wait(), pools
 
-    def read(self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    def read(
+        self,
+        lookup: Lookup,
+        weights: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        trains: bool = False,
+    ) -> Tensor:
         """Rows of ids, or pooled bags of them, as `OpenTable.read`: all ranks call it, each with ids of its own."""
-        local = self._look_up(lookup)
+        local = self._look_up(lookup, trains)
         return local.processor.gather(local.batch, 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup) -> Tensor:
@@ -416,16 +422,16 @@ class ShardedTable:
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of the weights of a lookup that only reads, as `OpenTable.read_weights_grad`."""
-        local = self._look_up(lookup)
+        local = self._look_up(lookup, trains=True)
         return local.processor.weights_grad(local.batch, 0, lookup, grad)
 
     @_collective("lookup")
-    def _look_up(self, lookup: Lookup) -> LocalBatch:
+    def _look_up(self, lookup: Lookup, trains: bool) -> LocalBatch:
         """This rank's unique rows of a lookup, with their lines set."""
         op = f"embedding {self.name!r}, lookup at step {self.own.step}"
         local, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
-        rows, error = catch(lambda: self.own.get(concat_lookups(requested)))
+        rows, error = catch(lambda: self.own.get(concat_lookups(requested), trains))
         given, taken = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):

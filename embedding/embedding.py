@@ -159,7 +159,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """The result of a lookup with checked arguments, through which autograd reaches the rows."""
-        output: Tensor = ops.lookup(self._shadow_here(), *lookup, weights, self.handle)
+        shadow = self._shadow_here()
+        if not torch.is_grad_enabled():
+            shadow = shadow.detach()  # the op counts it as evaluation
+        output: Tensor = ops.lookup(shadow, *lookup, weights, self.handle)
         return output
 
     def _shadow_here(self) -> Tensor:
@@ -297,12 +300,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         except OptimizerError as error:
             self._refused = error
 
-    def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-        """The result of a lookup with checked arguments."""
+    def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
+        """The result of a lookup with checked arguments. trains: a later call trains the rows."""
         try:
-            return self._table().read(lookup, weights, self.output_dtype)
+            return self._table().read(lookup, weights, self.output_dtype, trains)
         except RowsReplaced:  # by a load in another thread
-            return self.read(lookup, weights)
+            return self.read(lookup, weights, trains)
 
     @on_present_rows
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ def lookup(
     handle: int,
 ) -> Tensor:
     """The rows of a `Lookup`, or its pooled bags, lookup.shape + (dim,), read without inserting."""
-    return embedding_of(handle).read(lookup_of(ids, table_ids, offsets, pooling, places), weights)
+    rows = lookup_of(ids, table_ids, offsets, pooling, places)
+    return embedding_of(handle).read(rows, weights, trains=shadow.requires_grad)
 
 
 @lookup.register_fake

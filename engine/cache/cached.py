@@ -93,9 +93,11 @@ class CpuCachedStore:
         self._pinned = None
         self.native.unpin(batch)
 
-    def peek(self, batch: _core.Batch) -> None:
+    def peek(self, batch: _core.Batch, trains: bool = False) -> None:
         with self._errors():
             missing, unknown = self.native.peek(batch)
+        if trains:
+            return
         hits, misses, unknowns = self._peeked
         self._peeked = (hits + batch.unique - missing, misses + missing - unknown, unknowns + unknown)
 

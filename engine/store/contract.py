@@ -160,9 +160,9 @@ class TopTier(TierBase, Protocol[B]):
         """The hits and misses of each table, as in `metrics`; may wait for the device."""
 
     def peeked(self) -> tuple[int, int, int]:
-        """Rows of `peek` that this tier had, that one below had, and that none had; may wait for the device."""
+        """Rows of `peek` without `trains`: that this tier had, one below had, and none had; may wait for the device."""
 
-    def peek(self, batch: B) -> None:
+    def peek(self, batch: B, trains: bool = False) -> None:
         """Write the address of each unique row to the batch, for reading only.
 
         Unknown rows get initial values in memory of the batch; no tier changes.

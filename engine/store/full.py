@@ -62,10 +62,11 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
         """Does nothing: lines of a full table never move."""
 
-    def peek(self, batch: _core.Batch) -> None:
+    def peek(self, batch: _core.Batch, trains: bool = False) -> None:
         missing = self.native.find(batch)
-        self._peeked += batch.unique
-        self._unknown += missing
+        if not trains:
+            self._peeked += batch.unique
+            self._unknown += missing
         if missing:
             _core.initialise_missing(batch, self._layout)
 

@@ -332,23 +332,32 @@ class OpenTable:
     def hyper_now(self) -> list[float]:
         return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1)
 
-    def read(self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Rows of ids, or pooled bags: lookup.shape + (dim,). Unknown rows have initial values and are not inserted."""
+    def read(
+        self,
+        lookup: Lookup,
+        weights: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        trains: bool = False,
+    ) -> Tensor:
+        """Rows of ids, or pooled bags: lookup.shape + (dim,). Unknown rows have initial values and are not inserted.
+
+        trains: metrics count them as rows of a training step.
+        """
         with self.lock:
-            batch = self._peek(lookup)
+            batch = self._peek(lookup, trains)
             return self.processor.gather(batch, 0, lookup, weights, dtype)
 
-    def get(self, lookup: Lookup) -> Tensor:
+    def get(self, lookup: Lookup, trains: bool = False) -> Tensor:
         """`read`, which also waits for deferred errors and raises them."""
         with self.lock:
-            rows = self.read(lookup)
+            rows = self.read(lookup, trains=trains)
             self.check()
             return rows
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of the weights of a lookup that only reads; grad is lookup.shape + (dim,)."""
         with self.lock:
-            batch = self._peek(lookup)
+            batch = self._peek(lookup, trains=True)
             return self.processor.weights_grad(batch, 0, lookup, grad)
 
     def pin(
@@ -489,9 +498,9 @@ class OpenTable:
             return None
         return CapacityLimit(self.spec.name, capacity, lambda: max(capacity - self.counts.rows, 0))
 
-    def _peek(self, lookup: Lookup) -> Any:
+    def _peek(self, lookup: Lookup, trains: bool = False) -> Any:
         batch = self._batch([lookup])
-        self.ready().peek(batch)
+        self.ready().peek(batch, trains)
         if self.catch_up_rule:
             self.set_numbers()
             self.preview_catch_up(batch)

@@ -22,6 +22,7 @@ from ...embedding.rows_in_tensors import RowTensors
 from ...embedding.rows_reference import RowsReference
 from ...embedding.saved_rows import EXTRA, ROWS, SavedRows, extra_state_of
 from ...embedding.training_group import train_together
+from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError, TierbedError
 from ...engine.ops.rows_contract import NoTorchScript
 from ...engine.options.initializers import AnyTableOptions
@@ -335,6 +336,7 @@ class TableCollection(TableModule):
             found[name] = {"step": step, **{one: state.view(rows, -1) for one, state in states.items()}}
         return found
 
+    @checked_arguments("state")
     def load_torchrec_optimizer_state(self, state: Mapping[str, Any], step: int | None = None) -> None:
         """Load state as `to_torchrec_optimizer_state`, or `state_dict()` of TorchRec's optimizer, has it.
 
@@ -472,9 +474,9 @@ def _state_of(kind: str, table: str, given: Mapping[Any, Any]) -> dict[str, Any]
     """A copy of the state that an optimizer of TorchRec has of a table. InputError."""
     ends = f".{kind}.{table}.weight"
     names = [name for name in given if f".{name}".endswith(ends) or name == f"{table}.weight"]
-    if len(names) != 1:
+    if len(names) != 1 or not isinstance(given[names[0]], Mapping):
         raise InputError(
-            f"state: it has {names or 'none'} of table {table!r}; give one, as {ends[1:]!r}, among those of "
+            f"state: it has {names or 'none'} of table {table!r}; give one, as {ends[1:]!r}, a dict, among those of "
             f"{', '.join(map(str, given)) or 'no parameter'}"
         )
     return dict(given[names[0]])

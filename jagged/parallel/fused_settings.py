@@ -72,6 +72,8 @@ def _params_of(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, Map
         if getattr(sharder, "qcomm_codecs_registry", None):
             raise OptionError(f"{where} a qcomm_codecs_registry; leave it out, and give env=World(rows=, grads=)")
         params, kind = getattr(sharder, "fused_params", None) or {}, getattr(sharder, "module_type", type(None))
+        if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+            raise OptionError(f"{where} fused_params={params!r:.80}; give a dict of FBGEMM's arguments by their names")
         for module in model.modules() if params else ():
             if isinstance(module, kind):
                 raise OptionError(f"{where} fused_params, and the model's {kind} stays as it is; leave them out")
@@ -90,8 +92,10 @@ def _fuse(embedding: MultiTableMultiColumnEmbedding, given: dict[str, Any]) -> N
             raise OptionError(f"{kind} has its own numbers; leave those of fused_params out")
     if "lr" in given:
         given["learning_rate"] = given.pop("lr")
-    if "betas" in given:  # which torch's Adam has, and FBGEMM lacks
-        given["beta1"], given["beta2"] = given.pop("betas")
+    if (betas := given.pop("betas", None)) is not None:  # which torch's Adam has, and FBGEMM lacks
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise OptionError(f"betas={betas!r}: give two numbers")
+        given["beta1"], given["beta2"] = betas
     chosen = {name: given.pop(name) for name in _NUMBERS if name in given}
     unused = idle(given, getattr(torch, embedding.spec.dtype))
     refuse(given, _REFUSED, _NUMBERS)

@@ -177,7 +177,7 @@ class _Lookup(torch.autograd.Function):
         ctx.updater, ctx.pooling, ctx.places = updater, lookup.pooling, lookup.feature_columns
         needs_rows = ctx.needs_input_grad[1]
         ctx.save_for_backward(updater.embedding.shadow if needs_rows else None, anchor, weights, *lookup.tensors)
-        return updater.embedding.read(lookup, weights)
+        return updater.embedding.read(lookup, weights, trains=ctx.needs_input_grad[0])
 
     @staticmethod
     @once_differentiable

@@ -22,6 +22,7 @@ from support.places import DOCS
 from support.stores import STORES, options
 from tierbed import (
     ClosedError,
+    EagerOptimizer,
     InputError,
     MetricsCollector,
     MultiTableEmbedding,
@@ -236,6 +237,25 @@ def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: p
         prometheus_text()
     with pytest.raises(OptionError, match=r"tierbed\[metrics\]"):
         MetricsCollector()
+
+
+@every_store
+@pytest.mark.parametrize("forward", ["lookup", "get"])
+def test_lookups_of_a_plain_loop_are_no_evaluation(store: str, forward: str, tmp_path: Path) -> None:
+    with make(options(store, tmp_path / "rows", budget_mb=0.01), name="rows", tables=1) as embedding:
+        optimizer = EagerOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), embedding)
+        for first in (0, 50):
+            embedding(torch.arange(first, first + 100)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = embedding.metrics()["table"]
+        assert not any(count for name, count in counted.items() if name.startswith("evaluate_"))
+        with torch.no_grad():
+            (embedding if forward == "lookup" else embedding.get)(torch.arange(200))
+        table = embedding.metrics()["table"]
+    assert table["evaluate_hits"] + table["evaluate_misses"] == 150
+    assert table["evaluate_unknown"] == 50
+    assert table["train_unknown"] == 2 * 150
 
 
 @every_store

@@ -154,6 +154,8 @@ def test_numbers_that_are_not_given_are_fbgemms(kind: Any) -> None:
         (None, {}, {"gradient_clipping": True}, "gradient_clipping=True: limit rows by clip_grad_value"),
         (None, {}, {"learning_rat": 0.5}, "there is no such argument; did you mean learning_rate"),
         (None, {}, {"learning_rate": "fast"}, "learning_rate='fast'"),
+        (None, {}, {"optimizer": EmbOptimType.ADAM, "betas": 0.5}, "betas=0.5: give two numbers"),
+        (None, {}, {"optimizer": EmbOptimType.ADAM, "betas": (0.5, 0.6, 0.7)}, "give two numbers"),
         (torch.optim.AdamW, {}, {"eps": 0.1}, "AdamW has its own numbers"),
         (torch.optim.SGD, {"nesterov": False, "foreach": True}, None, "there is no such argument"),
     ],
@@ -188,6 +190,9 @@ def test_what_else_sharders_and_plans_ask_for_is_refused() -> None:
     codecs = EmbeddingBagCollectionSharder(qcomm_codecs_registry={"all_to_all": object()})
     with pytest.raises(OptionError, match="qcomm_codecs_registry; leave it out"):
         DistributedModelParallel(Model(), device=CPU, sharders=[codecs])
+    for params in ([1], "eps", {3: 0.1}):
+        with pytest.raises(OptionError, match=r"has fused_params=.*; give a dict"):
+            DistributedModelParallel(Model(), device=CPU, sharders=[SimpleNamespace(fused_params=params)])
     with pytest.raises(OptionError, match="sharders=5: give a list"):
         DistributedModelParallel(Model(), device=CPU, sharders=5)
     bag = nn.Sequential(nn.EmbeddingBag(4, 4))

@@ -18,7 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from tierbed import EagerOptimizer, InputError, OptimizerError
+from tierbed import EagerOptimizer, InputError, OptimizerError, TierbedError
 from tierbed.jagged import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -240,6 +240,13 @@ def test_what_is_not_loaded_keeps_its_rows_state_and_step(caplog: pytest.LogCapt
         assert [embedding.size() for embedding in whole.each()] == [0, 0]
         assert {float(one["step"]) for one in whole.to_torchrec_optimizer_state().values()} == {0.0}
         train(whole, optimizer, range(1))
+
+
+@pytest.mark.parametrize("state", [None, [], {"embeddings.t.weight": 3}, {"embeddings.t.weight": None}])
+def test_a_state_that_is_no_dict_is_refused(state: Any) -> None:
+    collection = EmbeddingCollection([EmbeddingConfig(3, 4, "t")], name="states")
+    with pytest.raises(TierbedError, match="state"):
+        collection.load_torchrec_optimizer_state(state)
 
 
 def test_a_load_that_fails_changes_no_table() -> None:

@@ -75,7 +75,7 @@ class CudaCachedStore:
                 ranks.cpu()  # waits
                 self._write_below(count)
 
-    def peek(self, batch: Batch) -> None:
+    def peek(self, batch: Batch, trains: bool = False) -> None:
         with self._window.exclusive():
             absent = self._cache.find(batch)
             ranks = absent.cumsum(0, dtype=torch.int32)
@@ -92,9 +92,10 @@ class CudaCachedStore:
             copy_present(batch, self._layout)
             self._place(batch, ranks, missing)
             found = self._read_below(missing, touch=False)
-            hits, misses, unknown = self._peeked
-            below = int(found.sum())
-            self._peeked = (hits + unique - missing, misses + below, unknown + missing - below)
+            if not trains:
+                hits, misses, unknown = self._peeked
+                below = int(found.sum())
+                self._peeked = (hits + unique - missing, misses + below, unknown + missing - below)
             self._fetch_staging.fill(batch, absent, ranks, found)
 
     def peeked(self) -> tuple[int, int, int]:

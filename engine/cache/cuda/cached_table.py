@@ -63,12 +63,13 @@ class CachedTable:
     def unpin(self, batch: Batch, dirty: bool) -> None:
         self._window.unpin(batch)
 
-    def peek(self, batch: Batch) -> None:
+    def peek(self, batch: Batch, trains: bool = False) -> None:
         with self._window.exclusive():
             absent = batch.empty(torch.int32)
             self._run(
                 "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
-                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._peeked,
+                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent,
+                self._counts if trains else self._peeked,
                 self._hit_counters.struct,
             )  # fmt: skip
             copy_present(batch, self._layout)

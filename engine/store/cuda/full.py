@@ -155,10 +155,11 @@ class CudaFullStore(IgnoresHints[Batch]):
         """Does nothing to lines: lines of a full table never move."""
         self._pinned = None
 
-    def peek(self, batch: Batch) -> None:
+    def peek(self, batch: Batch, trains: bool = False) -> None:
         ranks = self.table.find(batch)
         self.table.count(batch, ranks)
-        self._peeked += torch.stack([batch.count[0], ranks[-1]]) if batch.size else 0
+        if batch.size and not trains:
+            self._peeked += torch.stack([batch.count[0], ranks[-1]])
         initialise_missing(batch, self.layout, ranks)
         self._faults.post(batch)
 
