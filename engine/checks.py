@@ -144,7 +144,9 @@ def fits(value: Any, kind: Any) -> bool:
         return True
     if origin is float:
         return isinstance(value, Real) or getattr(value, "ndim", None) == 0
-    if origin in (Sequence, Iterable, Collection) and (isinstance(value, str) or getattr(value, "ndim", None) == 0):
+    if origin in (Sequence, Iterable, Collection) and (
+        isinstance(value, (str, bytes)) or getattr(value, "ndim", None) == 0
+    ):
         return False  # a text has letters and a scalar has a length in name only
     if origin is Sequence and isinstance(value, (list, tuple)):
         return all(fits(item, element) for element in get_args(kind) for item in value)

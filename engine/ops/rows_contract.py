@@ -96,7 +96,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         """Columns of a lookup's result."""
         raise NotImplementedError
 
-    def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+    def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
         """The result of a lookup, for checked arguments: lookup.shape + (dim,). Inserts no rows."""
         raise NotImplementedError
 

@@ -54,7 +54,8 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
 
     def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | str | None = None) -> None:
         super().__init__()
-        if not isinstance(max_feature_lengths, Mapping) or not max_feature_lengths:
+        names = max_feature_lengths if isinstance(max_feature_lengths, Mapping) else ()
+        if not names or not all(isinstance(name, str) for name in names):
             raise OptionError(f"max_feature_lengths={max_feature_lengths!r}: give {{feature: maximum ids of a bag}}")
         self.max_feature_lengths = {
             feature: _checked(f"max_feature_lengths[{feature!r}]", length)

@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 from ...distributed.world import World
 from ...embedding.dense_rows import CHUNK, dense_rows, dense_states, dense_tensors
 from ...embedding.embedding import MultiTableEmbedding
-from ...engine.checks import as_number
+from ...engine.checks import as_number, checked_arguments
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
@@ -293,6 +293,7 @@ class TableBatchedEmbeddingBags(TableModule):
             copies.append({name: ReadOnlyCopy.of(state, remedy) for name, state in states.items()})
         return copies if self._rows is not None and self._rows.states else []
 
+    @checked_arguments("weights", "states")
     def load_dense(
         self,
         weights: Sequence[Tensor],
@@ -372,6 +373,7 @@ class TableBatchedEmbeddingBags(TableModule):
         """The learning rate of the next update."""
         return float(self._own_optimizer("get_learning_rate").group["lr"])
 
+    @checked_arguments("params_dict")
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
         """Set numbers of the optimizer by FBGEMM's names, and `lr`. If it raises OptionError, none is set."""
         rows = self._own_optimizer("update_hyper_parameters")

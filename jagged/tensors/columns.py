@@ -20,8 +20,9 @@ from torch.autograd import forward_ad
 from ...engine import _core
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError
-from .validation import INTEGERS, check_keys, is_traced
+from .validation import INTEGERS, check_keys, is_list_of, is_traced
 
+_ALIKE = "values: give tensors of one batch, dtype and device"
 _NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -81,22 +82,23 @@ def permute_multi_embedding(
     if not all(isinstance(one, Tensor) for one in (permutes, in_lengths, out_lengths)):
         raise InputError("permutes, in_lengths and out_lengths: give tensors of integers, as of multi_remap_to_groups")
     assert isinstance(out_lengths, Tensor)
-    widths, tensors = [int(width) for width in out_lengths_list], list(values)
-    if not tensors or any(not isinstance(one, Tensor) or one.dim() != 2 for one in tensors):
+    if not is_list_of(out_lengths_list, (int, torch.SymInt)):
+        raise InputError(f"out_lengths_list={out_lengths_list!r:.80}: give a list of integers")
+    widths = [int(width) for width in out_lengths_list]
+    if not is_list_of(values, Tensor) or not values or any(one.dim() != 2 for one in values):
         raise InputError("values: give one tensor [batch, columns] or more")
-    if len({(one.dtype, one.device) for one in tensors}) > 1:
-        raise InputError("values: give tensors of one batch, dtype and device")
+    if len({(one.dtype, one.device) for one in values}) > 1:
+        raise InputError(_ALIKE)
     if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.dtype not in INTEGERS:
         raise InputError(f"permutes: {list(permutes.shape)} of {permutes.dtype}; give integers [moves, 6]")
     traced = torch.compiler.is_compiling() or is_traced()
-    if not traced and in_lengths.device.type == out_lengths.device.type == "cpu":
-        given = [one.shape[1] for one in tensors]
-        if given != in_lengths.tolist() or widths != out_lengths.tolist():
-            raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
+    on_cpu = not traced and in_lengths.device.type == out_lengths.device.type == "cpu"
+    if on_cpu and ([one.shape[1] for one in values], widths) != (in_lengths.tolist(), out_lengths.tolist()):
+        raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
     # torch.func and forward gradients know torch's ops alone
     plain = not traced and (peek_interpreter_stack() or forward_ad._current_level >= 0)
     op: Any = _gathered if plain else move_columns
-    return list(op(tensors, permutes, in_lengths, out_lengths, widths, False))
+    return list(op(values, permutes, in_lengths, out_lengths, widths, False))
 
 
 @torch.library.custom_op("tierbed::move_columns", mutates_args=())
@@ -113,7 +115,7 @@ def move_columns(
     The two are each other's gradient. A CPU does not read the lengths, other devices no shape. InputError on a CPU.
     """
     if any(len(one) != len(given[0]) for one in given):
-        raise InputError("values: give tensors of one batch, dtype and device")
+        raise InputError(_ALIKE)
     if given[0].device.type != "cpu" or given[0].dtype not in _NATIVE:
         return [one.clone() for one in _gathered(given, permutes, in_lengths, out_lengths, widths, is_gradient)]
     kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in given]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .validation import check_ascending, check_offsets, check_values, is_traced, refuse_trace
+from .validation import check_ascending, check_offsets, check_values, is_list_of, is_traced, refuse_trace
 
 _PAD = "give desired_length, to_padded_dense(50)"
 
@@ -264,10 +264,12 @@ class JaggedTensor(Jagged):
     @classmethod
     def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
         """From one tensor [length, ...] for each sample, and weights [length] for each. InputError."""
-        if not values:
-            raise InputError("values=[]: a batch of no samples has no dtype; use JaggedTensor.empty")
+        if not is_list_of(values, Tensor) or not values or not all(tensor.dim() for tensor in values):
+            raise InputError(f"values={values!r:.80}: give one tensor or more; use JaggedTensor.empty for no samples")
         sizes = [tensor.shape[0] for tensor in values]
-        if weights is not None and [tensor.shape[0] for tensor in weights] != sizes:
+        if weights is not None and (
+            not is_list_of(weights, Tensor) or [tensor.shape[:1] for tensor in weights] != [(size,) for size in sizes]
+        ):
             raise InputError("weights: give a list of tensors, each as long as the sample's tensor in values")
         joined = torch.cat(list(values))
         lengths = torch.tensor(sizes, device=joined.device)

@@ -21,6 +21,7 @@ from .validation import (
     check_ascending,
     check_keys,
     in_order,
+    is_list_of,
     is_traced,
     joined,
     offsets_of,
@@ -159,6 +160,8 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
         """From features, all with weights or all without; with variable batch sizes if they differ. InputError."""
+        if not isinstance(jt_dict, Mapping) or not all(isinstance(one, JaggedTensor) for one in jt_dict.values()):
+            raise InputError(f"jt_dict={jt_dict!r:.80}: give a dict of one JaggedTensor for each key")
         if not jt_dict:
             raise InputError("jt_dict={}: a batch of no keys has no dtype; use KeyedJaggedTensor.empty")
         batches = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
@@ -208,8 +211,8 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
 
         With variable batch sizes: all of them or none, all with inverse indices or none.
         """
-        if not kjt_list:
-            raise InputError("kjt_list=[]: give at least one KeyedJaggedTensor")
+        if not is_list_of(kjt_list, KeyedJaggedTensor) or not kjt_list:
+            raise InputError(f"kjt_list={kjt_list!r:.80}: give a list of at least one KeyedJaggedTensor")
         varies = kjt_list[0].variable_stride_per_key()
         traits = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
         check_alike("kjt_list", "variable_stride_per_key()", traits)

@@ -40,6 +40,11 @@ def is_empty(given: object) -> bool:
     return isinstance(given, Tensor) and not given.is_nested and statically_true(given.numel() == 0)
 
 
+def is_list_of(given: object, kind: Any) -> bool:
+    """True for a list or tuple whose items are all of a type."""
+    return isinstance(given, (list, tuple)) and all(isinstance(one, kind) for one in given)
+
+
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """Keys as a tuple of distinct strings. InputError."""
     if isinstance(keys, str) or not isinstance(keys, Iterable) or not all(isinstance(key, str) for key in keys):

@@ -339,6 +339,7 @@ def keyed_tensor(folder: Path) -> Call:
 
 
 for name, good in {
+    "from_jt_dict": {"jt_dict": keyed().to_dict()}, "concat": {"kjt_list": [keyed()]},
     "permute": {"indices": [0]}, "split": {"segments": [1]}, "__getitem__": {"key": "f"}, "flatten_lengths": {},
 }.items():  # fmt: skip
     CALLS[f"keyed_jagged.{name}"] = lambda folder, name=name, good=good: (getattr(keyed(), name), good)  # type: ignore[misc],
@@ -374,6 +375,48 @@ def table_batched_forward(folder: Path) -> Call:
     place = jagged.EmbeddingLocation.HOST, jagged.ComputeDevice.CPU
     bags = jagged.TableBatchedEmbeddingBags([(FIXED, 4, *place)])
     return bags, {"indices": IDS, "offsets": torch.tensor([0, 2]), "per_sample_weights": None}
+
+
+@call
+def table_batched_numbers(folder: Path) -> Call:
+    place = jagged.EmbeddingLocation.HOST, jagged.ComputeDevice.CPU
+    bags = jagged.TableBatchedEmbeddingBags([(FIXED, 4, *place)])
+    return bags.update_hyper_parameters, {"params_dict": {"lr": 0.1}}
+
+
+@call
+def table_batched_rows(folder: Path) -> Call:
+    place = jagged.EmbeddingLocation.HOST, jagged.ComputeDevice.CPU
+    bags = jagged.TableBatchedEmbeddingBags([(FIXED, 4, *place)])
+    return bags.load_dense, {"weights": [torch.zeros(FIXED, 4)], "states": None, "step": None}
+
+
+@call
+def collection_states(folder: Path) -> Call:
+    made = jagged.EmbeddingBagCollection([config()], tierbed.make_host_mem_store_options())
+    EagerOptimizer(torch.optim.Adagrad(made.parameters()), made)
+    made.load_state_dict({"embedding_bags.t.weight": torch.zeros(FIXED, 4)})
+    state = {"embedding_bags.t.weight": {"sum": torch.zeros(FIXED, 4), "step": 3}}
+    return made.load_torchrec_optimizer_state, {"state": state, "step": None}
+
+
+@call
+def moves(folder: Path) -> Call:
+    return jagged.multi_remap_to_groups, {"keys": [["a", "b"]], "lengths": [[2, 3]], "groups": [["b"], ["a"]]}
+
+
+@call
+def moved(folder: Path) -> Call:
+    permutes, ins, outs = jagged.multi_remap_to_groups([["a", "b"]], [[2, 3]], [["b"], ["a"]])
+    return jagged.permute_multi_embedding, {
+        "values": [torch.zeros(2, 5)], "permutes": permutes, "out_lengths_list": [3, 2], "in_lengths": ins,
+        "out_lengths": outs,
+    }  # fmt: skip
+
+
+@call
+def weighted_positions(folder: Path) -> Call:
+    return jagged.PositionWeightedModuleCollection, {"max_feature_lengths": {"f": 3}}
 
 
 @call
