@@ -92,14 +92,16 @@ def expanded(option: str, path: str) -> str:
     return result
 
 
-def check_arguments(maker: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises OptionError, which names the nearest argument, if `maker` has no such arguments or lacks one."""
+def check_arguments(
+    maker: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The arguments by name. OptionError, which names the nearest one, if `maker` has no such argument or lacks one."""
     names = [name for name in signature.parameters if name != "self"]
     open_ended = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     if not open_ended and (unknown := sorted(set(kwargs) - set(names))):
         raise OptionError(f"{maker}: it has no argument {', '.join(unknown)}; {nearest(unknown, names)}")
     try:
-        signature.bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise OptionError(f"{maker}: {error}; its arguments are {', '.join(names)}") from None
 
@@ -120,8 +122,7 @@ def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], 
 
         @wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            check_arguments(name, signature, args, kwargs)
-            given = signature.bind(*args, **kwargs).arguments
+            given = check_arguments(name, signature, args, kwargs)
             for argument in typed:
                 if argument in given and not fits(given[argument], hint(argument)):
                     remedy = "True or False" if hint(argument) is bool else function.__annotations__[argument]

@@ -181,27 +181,23 @@ def _sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns:
 def _wrong(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> InputError:
     """The error for moves that do not fill the outputs."""
     for row in moves:
-        if not (0 <= row[0] < len(inputs) and 0 <= row[1] < len(outputs) and row[4] >= 0):
+        source, target, first, _, count, _ = row
+        if not (0 <= source < len(inputs) and 0 <= target < len(outputs) and count >= 0):
             return InputError(
-                f"permutes: {list(row)} of {len(inputs)} inputs and {len(outputs)} outputs; give moves of columns from "
-                "one of the inputs to one of the outputs"
+                f"permutes: {row} of {len(inputs)} inputs and {len(outputs)} outputs; give moves of columns from one "
+                "of the inputs to one of the outputs"
             )
-        if row[2] < 0 or row[2] + row[4] > inputs[row[0]]:
+        if first < 0 or first + count > inputs[source]:
             return InputError(
-                f"permutes: moves of columns {row[2]} to {row[2] + row[4]}; give columns from 0 to {inputs[row[0]]}"
+                f"permutes: moves of columns {first} to {first + count}; give columns from 0 to {inputs[source]}"
             )
     for output, width in enumerate(outputs):
         end = 0
-        for row in sorted((row for row in moves if row[1] == output), key=lambda row: (row[3], row[4])):
-            if row[3] != end:
+        for to, count in [*sorted((row[3], row[4]) for row in moves if row[1] == output), (width, 0)]:
+            if to != end:
                 return InputError(
-                    f"permutes: columns {end} to {row[3]} of output {output} are filled by no move or by two; give one "
+                    f"permutes: columns {end} to {to} of output {output} are filled by no move or by two; give one "
                     "move for each column"
                 )
-            end += row[4]
-        if end != width:
-            return InputError(
-                f"permutes: moves fill {end} columns of output {output}, and out_lengths is {width}; give moves that "
-                "fill it"
-            )
+            end += count
     return InputError(f"permutes: {moves}; give numbers of 32 bits")

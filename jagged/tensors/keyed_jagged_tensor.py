@@ -33,8 +33,6 @@ _ONE_KEY = (
     "give the graph a KeyedJaggedTensor of tierbed.jagged as an argument (from_torchrec makes one), which it splits, "
     "or a dict of JaggedTensors, one for each key"
 )
-
-
 _ARGUMENTS = (
     "keys", "values", "weights", "lengths", "offsets", "stride", "stride_per_key_per_rank", "stride_per_key",
     "length_per_key", "lengths_offset_per_key", "offset_per_key", "index_per_key", "jt_dict", "inverse_indices",
@@ -194,15 +192,13 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
             offsets = None  # TorchRec's may be empty if there are no bags
         lengths = None if offsets is not None or lengths is None else lengths.flatten()
         parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
-        inverse = kjt.inverse_indices_or_none()
-        if not kjt.variable_stride_per_key() and inverse is None:
-            plain = KeyedJaggedTensor(*parts)
-            plain._batch = None if plain._keys else kjt.stride()
-            return plain
-        refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
-        per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
+        inverse, per_rank = kjt.inverse_indices_or_none(), None
+        if kjt.variable_stride_per_key() or inverse is not None:
+            refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
+            per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
         made = KeyedJaggedTensor(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
-        made._batch = kjt.stride() if kjt.stride() > made.stride() else None
+        if made.variable_stride_per_key() or not made._keys:
+            made._batch = kjt.stride() if kjt.stride() > made.stride() else None
         return made
 
     @staticmethod
@@ -212,7 +208,7 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
         With variable batch sizes: all of them or none, all with inverse indices or none.
         """
         if not is_list_of(kjt_list, KeyedJaggedTensor) or not kjt_list:
-            raise InputError(f"kjt_list={kjt_list!r:.80}: give a list of at least one KeyedJaggedTensor")
+            raise InputError(f"kjt_list={kjt_list!r:.80}: give at least one KeyedJaggedTensor, in a list")
         varies = kjt_list[0].variable_stride_per_key()
         traits = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
         check_alike("kjt_list", "variable_stride_per_key()", traits)

@@ -135,7 +135,7 @@ METHODS: list[Refusal] = [
     (lambda: KT.from_tensor_list([], []), InputError, "tensors:", "", "give one tensor [batch, length]"),
     (lambda: permute([[0, 0, 0, 0, 2, 0], [0, 0, 2, 3, 2, 0]], 5), InputError, "permutes:", "columns 2 to 3 of", FILL),
     (lambda: permute([[0, 0, 0, 0, 2, 0], [0, 0, 2, 1, 2, 0]], 4), InputError, "permutes:", "columns 2 to 1 of", FILL),
-    (lambda: permute([[0, 0, 0, 0, 2, 0]]), InputError, "permutes:", "2 columns of output 0", "that fill it"),
+    (lambda: permute([[0, 0, 0, 0, 2, 0]]), InputError, "permutes:", "columns 2 to 3 of output 0", FILL),
     (lambda: permute([[0, 0, 4, 0, 3, 0]]), InputError, "permutes:", "columns 4 to 7", "give columns from 0 to 6"),
     (lambda: permute([[0, 0, -1, 0, 3, 0]]), InputError, "permutes:", "columns -1 to 2", "give columns from 0 to 6"),
     (lambda: permute([[0, 0, 0, 0, 3, 0], [0, 1, 0, 0, 3, 0]]), InputError, "permutes:", "[0, 1, 0, 0, 3, 0]", MOVES),

@@ -110,9 +110,9 @@ def test_torch_func_and_forward_gradients_pass_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_code_checks_the_batch_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiled_code_checks_the_batch_when_it_runs() -> None:
     """Sizes that depend on values: while it is compiled nobody knows that they differ."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def chosen(values: list[Tensor], masks: list[Tensor]) -> list[Tensor]:

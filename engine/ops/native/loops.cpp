@@ -163,9 +163,9 @@ void columns(const ColumnsJob& given, std::size_t begin, std::size_t end) {
     const ColumnsJob job = given;
     for (std::size_t row = begin; row < end; ++row)
         if (job.adds)
-            add_columns<Type>(ONE_THREAD, job.sources, job.targets, job.target_count, job.moves, job.move_count, row);
+            add_columns<Type>(job.sources, job.targets, job.target_count, job.moves, job.move_count, row);
         else
-            move_columns<typename Type::Stored>(ONE_THREAD, job.sources, job.targets, job.moves, job.move_count, row);
+            move_columns<typename Type::Stored>(job.sources, job.targets, job.moves, job.move_count, row);
 }
 
 template <class Rule>
