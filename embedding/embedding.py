@@ -106,6 +106,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self._awaited: list[RowsReference] = []
         self._copied = self._loaded = None
         self._calls_when_open: list[Callable[[], None]] = []
+        self._copied = self._loaded = None  # a new attribute would make its graphs trace again
 
     @property
     def name(self) -> str:

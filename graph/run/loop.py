@@ -459,7 +459,7 @@ class Run(Iterator[Any]):
 
 def _may_pass(error: BaseException) -> bool:
     """Whether the same batch may train later: the error is of a disk or of memory, not of the batch or the model."""
-    causes = StoreError | SnapshotError | OSError | MemoryError | torch.OutOfMemoryError
+    causes = StoreError | SnapshotError | OSError | MemoryError
     return isinstance(error, causes) and not isinstance(error, ClosedError)
 
 

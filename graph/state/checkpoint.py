@@ -491,7 +491,8 @@ def _renamed(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], 
 def _check_shape(state: OrderedDict[str, Any], ranks: Any, of: str) -> None:
     """ValueError if the names, the versions of modules, or the random states of ranks are of another type."""
     versions = getattr(state, "_metadata", None)
-    if not all(type(name) is str for name in [*state, *(() if of == "graph" else state["model"])]):
+    named = state if of == "graph" else state["model"]
+    if not isinstance(named, dict) or not all(type(name) is str for name in [*state, *named]):
         raise ValueError("a name in the state is not a string")
     if versions is not None and not (
         isinstance(versions, dict)

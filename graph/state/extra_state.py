@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...embedding.eager import EagerOptimizer
 from ...embedding.rows_reference import RowsReference
@@ -113,19 +114,26 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
                 f"optimizer {number} of the state, the first being 0, has groups of {theirs} parameters, and that of "
                 f"{training.of} of {ours}; make it over the same parameters"
             )
-        for of_parameter in [saved["state"], *saved["state"].values()]:
-            check_like({}, of_parameter, f"optimizer {number}: state")
+        check_like({}, saved["state"], f"optimizer {number}: state")
+        for key, of_parameter in saved["state"].items():
+            if type(key) is int:  # another key is an optimizer's own
+                check_like({}, of_parameter, f"optimizer {number}: state")
+        scheduled = _SCHEDULED if training.schedules else ()  # else no state is of a schedule
         optional = [name for name, value in optimizer.defaults.items() if value is None]
         for group, theirs in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
             typed = group | dict.fromkeys(optional)
-            check_like(typed, theirs, f"optimizer {number}: param group", typed.keys() - _SCHEDULED)
+            check_like(typed, theirs, f"optimizer {number}: param group", typed.keys() - scheduled)
             if any(_kind(theirs.get(name)) not in ("NoneType", "bool", "number") for name in optional):
                 raise _malformed(f"optimizer {number}: one of {optional} is neither a number nor None in the state")
             if group["params"] != theirs["params"] and all(type(one) is int for one in group["params"]):
                 raise _malformed(f"optimizer {number} has parameters {theirs['params']} in the state")
     for scheduler, saved in zip(training.schedules, state["schedules"], strict=True):
         mine = scheduler.state_dict()
-        check_like(mine, saved, type(scheduler).__name__, mine.keys())
+        if type(scheduler).__module__ == LRScheduler.__module__:  # a user's own may change types
+            check_like(mine, saved, type(scheduler).__name__, mine.keys())
+            phases = saved.get("_schedule_phases", [])  # OneCycleLR's, which name numbers of param groups
+            if {one for phase in phases for one in phase.values() if isinstance(one, str)} - _SCHEDULED:
+                raise _malformed(f"{type(scheduler).__name__}: a phase names no number of param groups in the state")
         for name in saved.keys() & {"base_lrs", "_last_lr"}:
             if len(saved[name]) != len(scheduler.optimizer.param_groups):
                 raise _malformed(f"{type(scheduler).__name__} has {len(saved[name])} learning rates in the state")

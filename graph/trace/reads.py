@@ -37,6 +37,7 @@ from .built import HasBuild
 from .signature import MODULE_HOOKS, is_plain
 
 MAX_ITEMS = 64  # of a list, dict or tuple whose items have places
+MAX_NESTED = 1024  # items of it and of those in it
 
 Names = frozenset[str]
 
@@ -124,9 +125,11 @@ class Reads:
         self._watched[id(value)] = expression, label, value
         if cls not in self._classes:
             ours = cls.__module__.partition(".")[0] == _OURS or isinstance(value, EmbeddingBase)
-            self._classes[cls] = cls.__getattribute__ is _READ and not ours
-            if self._classes[cls]:
-                cls.__getattribute__ = self._observer()
+            self._classes[cls] = False
+            if cls.__getattribute__ is _READ and not ours:
+                with suppress(Exception):  # the class takes no attribute
+                    cls.__getattribute__ = self._observer()
+                    self._classes[cls] = True
             self._scan_class(cls, _SPECIAL)
 
     def _observer(self) -> Any:
@@ -182,10 +185,11 @@ class Reads:
             self.places[place] = label, value  # by identity: its attributes have places, under another name
         elif isinstance(value, dict | list | tuple | deque | set):
             self.places[f"len({place})"] = f"the length of {label}", len(value)
-            if len(value) <= MAX_ITEMS and not isinstance(value, set):
-                for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
-                    if type(key) in (int, str):
-                        self._note(f"{place}[{key!r}]", f"{label}[{key!r}]", item)
+            if len(value) <= MAX_ITEMS and _nested(value) <= MAX_NESTED:
+                for key, item in _items(value):
+                    if is_constant(key):
+                        name = repr(key) if type(key) in (int, str) else self._name(key)
+                        self._note(f"{place}[{name}]", f"{label}[{key!r}]", item)
         elif isinstance(value, MethodType):
             self._note(f"{place}.__self__", label, value.__self__)
             self._scan(value.__func__, type(value.__self__))
@@ -247,6 +251,24 @@ class Reads:
                         self._scan(function, cls)
                 elif name in names and name[:2] != "__" and not hasattr(member, "__get__"):
                     self._note(f"{self._name(base)}.{name}", f"{base.__name__}.{name}", member, names)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and items of a container; none of any other value, and of a set."""
+    if isinstance(value, dict):
+        return [*value.items()]
+    return [*enumerate(value)] if isinstance(value, list | tuple | deque) else []
+
+
+def _nested(value: Any) -> int:
+    """How many items a container and those in it have; more than MAX_NESTED if one holds itself."""
+    count, containers = 0, [value]
+    while containers and count <= MAX_NESTED:
+        one = containers.pop()
+        items = _items(vars(one) if isinstance(one, Namespace | SimpleNamespace) else one)
+        count += len(items) + 1
+        containers += [item for _, item in items]
+    return count
 
 
 def is_constant(value: Any) -> bool:

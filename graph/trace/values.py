@@ -173,7 +173,10 @@ class ValueGuards:
         exec(f"reads = [{', '.join(f'lambda: {place}' for place in self._labels)}]", names)
         self._reads = names["reads"]
         self._is_missing = missing = [_read(read) is MISSING for read in self._reads]
-        tests = [f"{f'read(reads[{i}])' if missing[i] else place} is v{i}" for i, place in enumerate(self._labels)]
+        tests = [
+            f"{f'read(reads[{i}])' if missing[i] else place} {'==' if place[:4] == 'len(' else 'is'} v{i}"
+            for i, place in enumerate(self._labels)
+        ]
         exec(f"def holds():\n try: return {' and '.join(tests) or True}\n except Exception: return False", names)
         self.holds = names["holds"]
 

@@ -42,6 +42,7 @@ MAY_PASS = {
     "store": (StoreError("no space left"), True),
     "file": (OSError(28, "no space left"), True),
     "memory": (MemoryError(), True),
+    "memory of a device": (torch.OutOfMemoryError("the batch is too large"), False),
     "model": (ValueError("a bad batch"), False),
     "closed": (ClosedError("closed"), False),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from support.graphs import Train, batches, compiled_steps, graph_of, mlp
+from support.graphs import DIM, Rating, Train, batches, compiled_steps, embedding, graph_of, id_batches, mlp
 from tierbed import Graph, GraphError
 
 
@@ -205,3 +205,21 @@ def test_attributes_of_the_user_do_not_meet_those_of_the_graph() -> None:
     graph = graph_of(lambda graph, x: x + graph._steps)
     graph._steps, graph._last, graph._optimizers, graph._structure = 1, 2, 3, 4
     assert graph(torch.zeros(1)) == 1
+
+
+def test_states_and_loads_of_rows_cost_no_step() -> None:
+    rows, net = embedding(), mlp(5 * DIM)
+    graph = Rating(rows, net, torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=0.5))
+    ids = id_batches(8, 3)[0]
+    graph(ids, ids[:, :1], ids[:, :1])
+    for call in (
+        lambda: graph.load_state_dict(graph.state_dict()),
+        rows.keep_rows,
+        rows.metrics,
+        lambda: rows.delete([7]),
+        lambda: rows.put([7], torch.zeros(1, DIM)),
+        lambda: rows.prefetch(ids),
+    ):
+        call()
+        graph(ids, ids[:, :1], ids[:, :1])
+        assert graph.why_recompiled() == []

@@ -116,6 +116,18 @@ class Guarded:
         return object.__getattribute__(self, name)
 
 
+class Sealed(type):
+    """The class of a class that takes no attributes."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError(f"{name} cannot be set")
+
+
+class OfSealed(metaclass=Sealed):
+    def __init__(self) -> None:
+        self.temp = 1.5
+
+
 class Namespace:
     """A class of settings, which nobody makes an object of."""
 
@@ -183,7 +195,12 @@ class Box(Graph):
         self.activation: Any = torch.relu
         self.partial = functools.partial(helper, by=1.5)
         self.masks, self.allowed = [torch.ones(3)], {1}
-        self.dots, self.behind, self.guarded = Dots(temp=1.5), Behind(), Guarded()
+        self.dots, self.behind, self.guarded, self.sealed = Dots(temp=1.5), Behind(), Guarded(), OfSealed()
+        self.by_mode: dict[Any, float] = {Mode.PLAIN: 1.5, (1, 2): 1.5}
+        self.endless: list[Any] = [1.5]
+        self.endless.append(self.endless)
+        self.tables = types.SimpleNamespace(all=[[[1.5] * 60] * 60] * 60, me=[])
+        self.tables.me.append(self.tables)
         self.method: Any = Scaler().scaled
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.5)
         self.layer, self.leaky, self.norm = Layer(), nn.LeakyReLU(0.01), nn.BatchNorm1d(3)
@@ -280,6 +297,11 @@ KINDS: dict[str, Kind] = {
     "dict with attributes": (lambda g, x: x * g.dots.temp, setter("g.dots.temp", 3.0)),
     "behind __getattr__": (lambda g, x: x * g.behind.temp, setter("g.behind.temp", 3.0)),
     "own __getattribute__": (lambda g, x: x * g.guarded.temp, setter("g.guarded.temp", 3.0)),
+    "class that takes no attributes": (lambda g, x: x * g.sealed.temp, setter("g.sealed.temp", 3.0)),
+    "dict by enum": (lambda g, x: x * g.by_mode[Mode.PLAIN], setter("g.by_mode[Mode.PLAIN]", 3.0)),
+    "dict by tuple": (lambda g, x: x * g.by_mode[1, 2], setter("g.by_mode[1, 2]", 3.0)),
+    "list that holds itself": (lambda g, x: x * g.endless[0] * len(g.endless), lambda g: g.endless.append(1)),
+    "huge tables": (lambda g, x: x * g.tables.all[0][0][0] * g.temp, setter("g.temp", 3.0)),
     "vars": (lambda g, x: x * vars(g.config)["temp"], setter("g.config.temp", 3.0)),
     "new attribute": (lambda g, x: x * getattr(g.config, "other", 2.0), setter("g.config.other", 3.0)),
     "hasattr": (lambda g, x: x if hasattr(g.config, "other") else x * 2, setter("g.config.other", 3.0)),
@@ -499,6 +521,13 @@ def test_a_global_that_a_submodules_forward_reads_is_guarded(monkeypatch: pytest
         monkeypatch.setitem(globals(), "TEMP", temp)
         assert graph(X).equal(X * temp)
     assert graph.why_recompiled() == ["step 1: value TEMP: 2.0, was 1.0"]
+
+
+def test_the_number_of_items_is_compared_by_value() -> None:
+    graph = Box(lambda g, x: x * len(g.options["deep"]["list"]))
+    graph.options["deep"]["list"] = [1.0] * 1000  # Python keeps no objects of numbers above 256
+    graph(X)
+    assert graph._Graph__values.holds()  # type: ignore[attr-defined]
 
 
 def test_a_trace_leaves_no_class_changed() -> None:

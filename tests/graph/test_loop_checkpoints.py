@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
 import tierbed
 from support.checkpoints import IDS as GRAPH_IDS
@@ -180,3 +180,40 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=said):
             wrong_call()
     assert first.run(3, 5) == expected
+
+
+class OwnAdam(torch.optim.Adam):
+    """A user's optimizer, with a state of its own."""
+
+
+class OwnSchedule(LRScheduler):
+    """A user's schedule, whose state changes types."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.phases, self.phase = ["warm", "cold"], "first"
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, *unused: Any) -> None:
+        super().step()
+        self.phases, self.phase = [], None  # type: ignore[assignment]
+
+
+def test_an_optimizer_and_a_schedule_of_the_user_may_change_types_and_one_may_be_new(tmp_path: Path) -> None:
+    first, second = Loop("host", tmp_path), Loop("host", tmp_path)
+    own = []
+    for loop in (first, second):
+        del loop.optimizer, loop.scheduler
+        loop.optimizer = tierbed.EagerOptimizer(torch.optim.Adam(loop.model.parameters()), loop.model)
+        own.append(OwnAdam(loop.model.mlp.parameters()))
+    own[0].state["steps"] = 3  # of no parameter
+    save_checkpoint(tmp_path / "plain", first.model, [first.optimizer, own[0]])
+    first.scheduler, second.scheduler = OwnSchedule(first.optimizer), OwnSchedule(second.optimizer)
+    first.run(0, 3)
+    save_checkpoint(tmp_path / "own", first.model, [first.optimizer, own[0]], first.scheduler)
+    load_checkpoint(tmp_path / "own", second.model, [second.optimizer, own[1]], second.scheduler)
+    assert (second.scheduler.phase, own[1].state["steps"]) == (None, 3)
+    load_checkpoint(tmp_path / "plain", second.model, [second.optimizer, own[1]])
+    second.run(0, 3)
