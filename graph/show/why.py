@@ -152,7 +152,8 @@ def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[i
 
 
 def _differences(new: Facts, old: Facts) -> list[str]:
-    both = [name for name in [*new, *(old.keys() - new)] if name[0] != _VALUE or name in new.keys() & old]
+    shared = new.keys() & old
+    both = [name for name in [*new, *(old.keys() - new)] if name[0] != _VALUE or name in shared]
     names = [name for name in both if new.get(name, _ABSENT) != old.get(name, _ABSENT)]
     changed = {name: _difference(new.get(name, _ABSENT), old.get(name, _ABSENT)) for name in names}
     if any(kind == "argument" for kind, _ in changed):

@@ -266,7 +266,7 @@ def _nested(value: Any) -> int:
     while containers and count <= MAX_NESTED:
         one = containers.pop()
         items = _items(vars(one) if isinstance(one, Namespace | SimpleNamespace) else one)
-        count += len(items) + 1
+        count += len(items)
         containers += [item for _, item in items]
     return count
 

@@ -38,7 +38,7 @@ class ValueGuards:
         """most: the most signatures whose programs are kept."""
         self.number = 0
         self.holds: Callable[[], bool] = True.__bool__
-        self._most = most
+        self._most, self._max_places = most, MAX_PLACES
         self._labels: dict[str, str] = {}  # by place, the user's name for the value
         self._names: dict[str, Any] = {"read": _read}  # in the code that reads places
         self._reads: list[Callable[[], Any]] = []
@@ -79,6 +79,7 @@ class ValueGuards:
         """Add what a trace read. The number now also stands for the values that the trace left behind."""
         seen = {place: found for place, found in reads.places.items() if place not in self._dropped}
         self._written |= set(filter(reads.may_be_written, seen))
+        self._max_places = max(MAX_PLACES, 2 * len(seen))  # else a trace that reads more would never be kept
         new = {place: found for place, found in seen.items() if place not in self._labels}
         if new:
             self._names.update(reads.names)
@@ -100,7 +101,7 @@ class ValueGuards:
     @property
     def is_full(self) -> bool:
         """Whether there are too many places, as if each call passes another function: the graph then starts again."""
-        return len(self._labels) > MAX_PLACES
+        return len(self._labels) > self._max_places
 
     def equal_step(self, signature: Hashable, program: Hashable, again: Callable[[], Hashable]) -> Any:
         """The step that was compiled for an equal program, or None. signature: without the number.
