@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -116,6 +117,27 @@ def tried(path: Path, parts: Callable[..., Any], every: int) -> None:
 @pytest.mark.parametrize("parts", [graph_parts, loop_parts])
 def test_a_field_of_any_value_is_refused_and_nothing_is_replaced(tmp_path: Path, parts: Callable[..., Any]) -> None:
     tried(tmp_path / "checkpoint", parts, every=101)
+
+
+def strings(value: Any, wanted: str) -> list[tuple[Any, ...]]:
+    """The places of a string."""
+    return [place for place in places(value) if functools.reduce(lambda one, key: one[key], place, value) == wanted]
+
+
+@pytest.mark.parametrize(("parts", "near"), [(loop_parts, "model"), (graph_parts, "initial_lr")])
+def test_a_string_that_stands_for_a_map_or_names_no_number_is_refused(
+    tmp_path: Path, parts: Callable[..., Any], near: str
+) -> None:
+    load, now, _ = parts(tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint" / "graph.msgpack"
+    record = unseal(file.read_bytes())
+    *_, last = strings(record, near)
+    before = now()
+    # the value that "model" stands before; the name itself, of a phase of OneCycleLR
+    file.write_bytes(seal(forged(record, (*last[:-1], 1) if near == "model" else last, "x")))
+    with pytest.raises(SnapshotError):
+        load()
+    assert now() == before
 
 
 @pytest.mark.slow
