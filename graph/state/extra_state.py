@@ -151,7 +151,7 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
     if scaled:
         mine = training.scaler.state_dict()
         check_like(mine, state["scaler"], "the gradient scaler")
-        if any(type(value) is int and type(state["scaler"][name]) is not int for name, value in mine.items()):
+        if any(type(state["scaler"][name]) is not int for name in ("growth_interval", "_growth_tracker")):
             raise _malformed("the gradient scaler counts in fractions in the state")
 
 
