@@ -104,7 +104,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = self._has_warned = self.misses_rows = self.rows_are_chosen = False
         self._awaited: list[RowsReference] = []
-        self._copied = self._loaded = None
         self._calls_when_open: list[Callable[[], None]] = []
         self._copied = self._loaded = None  # a new attribute would make its graphs trace again
 
