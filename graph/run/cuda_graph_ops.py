@@ -44,13 +44,13 @@ def capture_read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = 
 def capture_read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
     """Launch the kernels of `embedding.read_weights_grad`."""
     table = embedding.table_handle().local_table
-    return table.processor.weights_grad(_peek(table, lookup), 0, lookup, grad)
+    return table.processor.weights_grad(_peek(table, lookup, trains=True), 0, lookup, grad)
 
 
-def _peek(table: OpenTable, lookup: Lookup) -> Any:
+def _peek(table: OpenTable, lookup: Lookup, trains: bool = False) -> Any:
     """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
     batch = table.processor.batch([lookup])
-    table.require_open().peek(batch)
+    table.require_open().peek(batch, trains)
     table.preview_catch_up(batch)
     return batch
 
