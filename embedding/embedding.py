@@ -105,7 +105,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self._closed = self._has_warned = self.misses_rows = self.rows_are_chosen = False
         self._awaited: list[RowsReference] = []
         self._calls_when_open: list[Callable[[], None]] = []
-        self._copied = self._loaded = None  # a new attribute would make its graphs trace again
+        self._copied = self._loaded = ()  # a later attribute would make graphs trace again; they watch one that is None
 
     @property
     def name(self) -> str:

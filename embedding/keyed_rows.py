@@ -95,7 +95,7 @@ class KeyedRows(SavedRows):
                 check_finite(self.spec, wanted.ids, values)
             check_range(self.spec, wanted.ids, values)
             check_legal(self.spec, wanted)
-        self._copied = None
+        self._copied = ()
         self._table().put(wanted, values)
 
     @on_present_rows
@@ -107,7 +107,7 @@ class KeyedRows(SavedRows):
         files keep its bytes until `compact`. docs/lifecycle.md, "Delete", has the steps after which no file has
         the row.
         """
-        self._copied = None
+        self._copied = ()
         return self._table().delete(self._collective_lookup(ids, table_ids))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

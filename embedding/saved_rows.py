@@ -59,8 +59,8 @@ class SavedRows(EmbeddingBase):
     _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
     _has_warned: bool  # of its first state_dict
     # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
-    _copied: tuple[str, weakref.ref[Tensor], Any] | None
-    _loaded: tuple[Any, list[weakref.ref[Tensor]]] | None  # by the latest load_state_dict: its errors, the rows
+    _copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()]
+    _loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()]  # by the latest load_state_dict: its errors, the rows
     rows_are_chosen: bool  # whether a load brought the rows, or the user keeps them whatever the dense part is
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
 
@@ -311,7 +311,7 @@ class SavedRows(EmbeddingBase):
             return RowTensors.none(self.spec).tensors
         table = self._handle.local_table
         moment = weakref.ref(table), table.step, table.updates
-        if self._copied is not None:
+        if self._copied:
             first, copy, then = self._copied
             found = {name: destination.get(f"{first}{ROWS}{name}") for name in FIELDS}
             if first != prefix and then == moment and found[FIELDS[0]] is not None and found[FIELDS[0]] is copy():
@@ -359,7 +359,7 @@ class SavedRows(EmbeddingBase):
 
     def _has_loaded(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
         """True if the same load_state_dict, which `errors` is of, loaded the same rows under an earlier name."""
-        if self._loaded is None or self._loaded[0] is not errors:
+        if not self._loaded or self._loaded[0] is not errors:
             return False
         earlier, given = [loaded() for loaded in self._loaded[1]], list(tensors.values())
         return len(earlier) == len(given) and all(
