@@ -174,13 +174,15 @@ class State:
             if (member, name) in moment.snapshots:
                 moment.snapshots ^= {(member, name), (member, new)}
 
-    def save_for_state(self, member: int) -> None:
-        """A snapshot of a state, or a link if another has the same rows. Rows go back to it, as to any other."""
+    def save_for_state(self, member: int, noted: bool = True) -> None:
+        """A snapshot of a state, or a link if another has the same rows. Rows go back to it once the store notes it."""
         now, name = self.now[member], self.unnamed("state_dict")
         same = next((one for one, steps in self.saved[member].items() if steps == now), None)
         if now == ():
             return
         self.saved[member][name] = now
+        if not noted:
+            return
         if self.loaded[member] is None:
             self.base[member] = now
         if same is None:

@@ -130,8 +130,10 @@ class Allowed:
     def _state(self, before: State, name: str) -> list[State]:
         states = [before]
         for member in before.all:
-            states.append(states[-1].copy())
-            states[-1].save_for_state(member)
+            made, after = states[-1].copy(), states[-1].copy()
+            made.save_for_state(member, noted=False)
+            after.save_for_state(member)
+            states += [made, after]
         return states
 
     def _load(self, before: State, member: str, name: str) -> list[State]:
