@@ -32,7 +32,7 @@ from ..snapshots.store.save import (
     clear_leftovers,
     note_state,
     save_snapshot_of,
-)  # fmt: skip
+)
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
 from .rank_recovery import check_row_count

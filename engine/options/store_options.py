@@ -23,7 +23,7 @@ from ..checks import (
     expanded,
     int_option,
     nearest,
-)  # fmt: skip
+)
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
 from .rocksdb_options import options_text
