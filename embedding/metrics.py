@@ -42,6 +42,7 @@ METRICS: dict[str, Metric] = {
     "expired": Metric("counter", "rows deleted because of `ttl_steps`"),
     "deleted": Metric("counter", "rows deleted by `delete`"),
     "ledger_bytes": Metric("gauge", "host memory of the ledger of `eviction`, `admission` and `ttl_steps`"),
+    "total_bytes": Metric("gauge", "memory of all tiers and the ledger, overflow areas included", "total_memory_bytes"),
     **{
         f"{purpose}_{name}": Metric("counter", f"rows of {calls} {meaning}")
         for purpose, calls in (("train", "training steps and `put`"), ("evaluate", "lookups that only read"))

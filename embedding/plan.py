@@ -187,7 +187,8 @@ class Plan:
             known = f"caches of fewer than {MIN_CACHE_ROWS} rows are not predicted: one of {MIN_CACHE_ROWS} holds all"
             return "\n".join([*lines, known])
         lines.append(
-            f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}{'+ overflow_mb':>15}{'on RocksDB':>12}"
+            f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}{'+ overflow_mb':>15}{'MiB in all':>12}"
+            f"{'on RocksDB':>12}"
         )
         for share in SHARES:
             rows = round(share * seen)
@@ -195,7 +196,8 @@ class Plan:
                 continue
             budget, overflow = self.bytes(rows) / MB, self.overflow_mb(self.bytes(rows) / MB)
             alone, above_rocksdb = (self.hit_rate(rows=rows, overflow_mb=mb) for mb in (0, overflow))
-            lines.append(f"{budget:16.2f}{rows:12d}{share:8.0%}{alone:10.1%}{overflow:15.2f}{above_rocksdb:12.1%}")
+            sizes = f"{overflow:15.2f}{budget + overflow:12.2f}"
+            lines.append(f"{budget:16.2f}{rows:12d}{share:8.0%}{alone:10.1%}{sizes}{above_rocksdb:12.1%}")
         if self.memory_mb is not None:
             lines.append(f"'auto' divides {self.memory_mb:.1f} MiB: {self.division()}")
         return "\n".join(lines)

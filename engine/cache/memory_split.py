@@ -42,6 +42,8 @@ class MemorySplit(NamedTuple):
             ("other options", self.given_mb),
         ]
         shown = [f"{name} {mb:.1f} MiB" for name, mb in parts if mb]
+        if self.overflow_mb:
+            shown[1] += f" ({self.cache_mb + self.overflow_mb:.1f} together)"
         return ", ".join([*shown, f"{REST[self.shared_with]} {self.rest_mb:.1f} MiB"])
 
 

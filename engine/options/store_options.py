@@ -277,6 +277,12 @@ class CachedHostMemOptions(StoreOptions, _Cached):
             self._set("overflow_mb", budget_option("overflow_mb", self.overflow_mb, zero=False))
         choice_option("cache_policy", self.cache_policy, CACHE_POLICIES)
 
+    @property
+    def memory_mb(self) -> float | None:
+        """MiB of each cache and its overflow area together, before these follow the batches; None if one is "auto"."""
+        caches = [mb for mb in (self.cache_budget_mb, getattr(self, "host_cache_budget_mb", 0)) if mb]
+        return None if "auto" in caches else sum(mib(mb) + self.overflow_for(mib(mb)) for mb in caches)
+
     def overflow_for(self, cache_mb: float) -> float:
         """MiB of the overflow area of a cache of `cache_mb`, before it follows the batches."""
         return default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb

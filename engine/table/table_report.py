@@ -59,10 +59,12 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
     with table.lock:
         store = table.require_open()
         announced = NOTHING_ANNOUNCED if table.prefetcher is None else table.prefetcher.counts
-        counts = {**table.lifecycle.metrics, **announced}
+        counts: dict[str, float] = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.hit_counts().T
         next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
         counts |= _by_purpose(tiers, store.peeked())
+        sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
+        counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
         table.small_caches.judge(tiers)
         by_table, dropped = table.counts.by_table(table.scan), table.processor.dropped
         return {

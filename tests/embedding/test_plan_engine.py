@@ -79,7 +79,10 @@ def test_the_overflow_area_is_part_of_the_prediction_above_rocksdb(name: str, ro
     with make(options("ssd", tmp_path, budget_mb=budget, overflow_mb=None)) as embedding:
         attach(embedding, "adagrad")
         hit_rate = measured(embedding, trace)
-        device = embedding.metrics()["device"]
+        metrics = embedding.metrics()
+    device = metrics["device"]
+    parts = sum(device[name] for name in ("bytes", "overflow_bytes", "window_bytes"))
+    assert metrics["table"]["total_bytes"] == parts + metrics["ssd"]["bytes"]
     overflow = made.overflow_mb(budget)
     assert abs(made.hit_rate(budget_mb=budget, overflow_mb=overflow) - hit_rate) < 0.1
     assert 0 <= device["overflow_capacity"] - overflow * 2**20 // (made.line_bytes + PLACE_BYTES) < 1024

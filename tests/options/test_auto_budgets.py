@@ -102,6 +102,9 @@ def test_the_overflow_area_is_no_larger_than_its_cache(cache_mb: float, host_mb:
     host, disk = tierbed.make_cached_host_mem_store_options(cache_mb), ssd(Path("/ssd"), cache_mb)
     assert (host.overflow_for(cache_mb), disk.overflow_for(cache_mb)) == (host_mb, ssd_mb)
     assert ssd(Path("/ssd"), cache_mb, overflow_mb=3).overflow_for(cache_mb) == 3
+    assert (host.memory_mb, disk.memory_mb) == (cache_mb + host_mb, cache_mb + ssd_mb)
+    two = ssd(Path("/ssd"), cache_mb, host_cache_budget_mb=5, overflow_mb=3)
+    assert (two.memory_mb, ssd(Path("/ssd"), "auto").memory_mb) == (cache_mb + 3 + 5 + 3, None)
     few = split_memory(4000, 177, "rocksdb", capacity=10_000, overflow_mb=None)
     assert few.overflow_mb == few.cache_mb < 3
 
