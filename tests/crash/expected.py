@@ -96,6 +96,10 @@ class Expected:
         else:
             self.note_open(step, recovered)
 
+    def allow_recovery_of_same_step(self) -> None:
+        """The next run may take closed rows from a snapshot, if that has the same step."""
+        self.dirty |= any(self._step_of(base) in self.clean for base in self.bases)
+
     def begin_step(self, step: int) -> None:
         assert self.step == step - 1
         self.dirty = True
