@@ -1,84 +1,32 @@
 """OneFlow's `one_embedding` on tierbed, with its names and arguments; docs/oneflow.md lists the differences.
 
-A name is imported at its first use, so importing this package loads neither torch nor the engine.
+`__init__.pyi` says where each name comes from. A name is imported at its first use, so importing this package loads
+neither torch nor the engine. lazy_loader cannot do this: it reads no stub that imports from other packages.
 """
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..embedding.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
-    from ..embedding.embedding import MultiTableMultiColumnEmbedding as Embedding
-    from ..engine.optim import Ftrl
-    from ..engine.optim import Ftrl as FTRL
-    from ..engine.options.initializers import (
-        make_column_options,
-        make_constant_initializer,
-        make_normal_initializer,
-        make_table,
-        make_table_options,
-        make_trunc_normal_initializer,
-        make_uniform_initializer,
-    )
-    from ..engine.options.store_options import (
-        make_cached_host_mem_store_options,
-        make_cached_ssd_store_options,
-        make_device_mem_store_options,
-    )
-    from .fused_mlp import FusedMLP
-    from .optimizers import Optimizer, SmartDecayAdam
-    from .persistent_table import make_persistent_table_reader, make_persistent_table_writer
-
-__all__ = [
-    "FTRL",
-    "Embedding",
-    "Ftrl",
-    "FusedMLP",
-    "MultiTableEmbedding",
-    "MultiTableMultiColumnEmbedding",
-    "Optimizer",
-    "SmartDecayAdam",
-    "make_cached_host_mem_store_options",
-    "make_cached_ssd_store_options",
-    "make_column_options",
-    "make_constant_initializer",
-    "make_device_mem_store_options",
-    "make_normal_initializer",
-    "make_persistent_table_reader",
-    "make_persistent_table_writer",
-    "make_table",
-    "make_table_options",
-    "make_trunc_normal_initializer",
-    "make_uniform_initializer",
-]
-
-_ALIASES = {"Embedding": "MultiTableMultiColumnEmbedding", "FTRL": "Ftrl"}
-_MODULES = {
-    "MultiTableEmbedding": "..embedding.embedding",
-    "MultiTableMultiColumnEmbedding": "..embedding.embedding",
-    "Ftrl": "..engine.optim",
-    "FusedMLP": ".fused_mlp",
-    "Optimizer": ".optimizers",
-    "SmartDecayAdam": ".optimizers",
-    "make_cached_host_mem_store_options": "..engine.options.store_options",
-    "make_cached_ssd_store_options": "..engine.options.store_options",
-    "make_device_mem_store_options": "..engine.options.store_options",
-    "make_persistent_table_reader": ".persistent_table",
-    "make_persistent_table_writer": ".persistent_table",
+_SOURCES = {
+    name.asname: ("." * line.level + str(line.module), name.name)
+    for line in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(line, ast.ImportFrom)
+    for name in line.names
 }
+_SOURCES |= {"Embedding": _SOURCES["MultiTableMultiColumnEmbedding"], "FTRL": _SOURCES["Ftrl"]}
+__all__ = [*_SOURCES]
 
 
-if not TYPE_CHECKING:  # type checkers see the imports above, and refuse other names
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        attribute = _ALIASES.get(name, name)
-        module = _MODULES.get(attribute, "..engine.options.initializers")
-        value = globals()[name] = getattr(import_module(module, __package__), attribute)
-        return value
+def __getattr__(name: str) -> Any:
+    if name not in _SOURCES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _SOURCES[name]
+    value = globals()[name] = getattr(import_module(module, __package__), attribute)
+    return value
 
 
 def __dir__() -> list[str]:

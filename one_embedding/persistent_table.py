@@ -2,78 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..engine.checks import checked_arguments
 from ..engine.errors import OptionError
 from ..snapshots import exchange
 
-if TYPE_CHECKING:
-    from ..snapshots.exchange.persistent_table import PersistentTableReader, PersistentTableWriter
-
 AnyPath = str | os.PathLike[str]
+Paths = Sequence[AnyPath] | AnyPath
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@checked_arguments()
-def make_persistent_table_reader(
-    paths: Sequence[AnyPath] | AnyPath,
-    snapshot_name: str,
-    key_type: torch.dtype,
-    value_type: torch.dtype,
-    storage_dim: int,
-    physical_block_size: int = 4096,
-    *,
-    table_ids: bool = False,
-) -> PersistentTableReader:
-    """Read a snapshot as chunks of (keys [n] of `key_type`, values float32 [n, storage_dim]), arrays of NumPy.
+def _with_paths(make: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Paths, P], T]:
+    """The same function, whose first argument is `paths`."""
 
-    paths: the store folder, `<persistent_path>/<embedding name>`, by itself or as the one item of a list. The other
-    arguments and errors are those of `tierbed.snapshots.exchange.make_persistent_table_reader`; OptionError for paths
-    that are not one store folder.
+    @wraps(make)
+    def call(paths: Paths, *args: P.args, **kwargs: P.kwargs) -> T:
+        return make(_store_folder(paths), *args, **kwargs)
+
+    call.__doc__ = f"""As `tierbed.{make.__name__}`, with its arguments and errors after the first.
+
+    paths: the store folder, `<persistent_path>/<embedding name>`, by itself or as the one item of a list. OptionError
+    for anything else.
     """
-    return exchange.make_persistent_table_reader(
-        _store_folder(paths),
-        snapshot_name,
-        key_type,
-        value_type,
-        storage_dim,
-        physical_block_size,
-        table_ids=table_ids,
-    )
+    signature = inspect.signature(make)
+    path, *others = signature.parameters.values()
+    call.__signature__ = signature.replace(parameters=[path.replace(name="paths"), *others])  # type: ignore[attr-defined]
+    return checked_arguments()(call)
 
 
-@checked_arguments()
-def make_persistent_table_writer(
-    paths: Sequence[AnyPath] | AnyPath,
-    snapshot_name: str,
-    key_type: torch.dtype,
-    value_type: torch.dtype,
-    storage_dim: int,
-    physical_block_size: int = 4096,
-    *,
-    description: Mapping[str, Any] | None = None,
-) -> PersistentTableWriter:
-    """A writer of snapshot `snapshot_name`, which takes rows as NumPy arrays.
-
-    paths: the store folder, `<persistent_path>/<embedding name>`, by itself or as the one item of a list. The other
-    arguments and errors are those of `tierbed.snapshots.exchange.make_persistent_table_writer`; OptionError for paths
-    that are not one store folder.
-    """
-    return exchange.make_persistent_table_writer(
-        _store_folder(paths),
-        snapshot_name,
-        key_type,
-        value_type,
-        storage_dim,
-        physical_block_size,
-        description=description,
-    )
+make_persistent_table_reader = _with_paths(exchange.make_persistent_table_reader)
+make_persistent_table_writer = _with_paths(exchange.make_persistent_table_writer)
 
 
 def _store_folder(paths: Any) -> Path:
