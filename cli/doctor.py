@@ -11,9 +11,10 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -31,7 +32,6 @@ _EXTRAS = {  # the modules of each, and what it is for
     "metrics": (("prometheus_client", "tensorboard"), "`prometheus_text` and `write_tensorboard`"),
 }
 MIN_FREE_BYTES = 1 << 30  # less free space is reported
-_REMEDY = "persistent_path must be on a file system that has it: a local one, such as ext4 or xfs"
 
 
 class Check(NamedTuple):
@@ -51,10 +51,6 @@ class Check(NamedTuple):
     def state(self) -> str:
         return "ok" if self.ok else "optional" if self.optional else "missing"
 
-    def plain(self) -> dict[str, Any]:
-        """The finding as plain values for JSON."""
-        return {"name": self.name, "ok": self.ok, "value": self.value, "remedy": self.remedy, "optional": self.optional}
-
 
 def doctor(
     path: Annotated[
@@ -68,12 +64,13 @@ def doctor(
     Example: tierbed doctor /data/embeddings
     """
 
-    found = [*checks(), *(disk_checks(path) if path is not None else ())]
+    found = [*_checks(), *(_disk_checks(path) if path is not None else ())]
     if as_json:
-        print_json({"works": not any(c.fatal for c in found), "checks": [c.plain() for c in found]})
+        plain = [{field: of for field, of in check._asdict().items() if field != "fatal"} for check in found]
+        print_json({"works": not any(check.fatal for check in found), "checks": plain})
     else:
-        names = aligned([[c.state, c.name, c.value] for c in found])
-        for check, line in zip(found, names, strict=True):
+        lines = aligned([[check.state, check.name, check.value] for check in found])
+        for check, line in zip(found, lines, strict=True):
             print(line)
             if check.remedy:
                 print(f"          -> {check.remedy}")
@@ -81,41 +78,52 @@ def doctor(
         raise typer.Exit(PROBLEM)
 
 
-def checks() -> Iterator[Check]:
+def _tried(name: str, work: Callable[[], str], remedy: str, lacks: str = "", **kind: bool) -> Check:
+    """The finding that `work` returns, or its error. lacks: what does not work then, for the end of `value`."""
+    try:
+        return Check(name, True, work())
+    except Exception as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        return Check(name, False, why + lacks, remedy, **kind)
+
+
+def _checks() -> Iterator[Check]:
     """The findings on this installation."""
     yield Check("tierbed", True, version("tierbed"))
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    packages = [_imported(package) for package in _NEEDED]
+    again = "install it again: pip install --force-reinstall"
+    packages = [_tried(name, partial(_package, name), f"{again} {name}", fatal=True) for name in _NEEDED]
     yield from packages
     if all(package.ok for package in packages):  # else the core fails for the same reason
-        yield (core := _core())
+        core = _tried("core", _core, "install tierbed again, for this Python and this machine", fatal=True)
+        yield core
         if core.ok:
-            yield _rocksdb()
-            yield from _cuda()
+            yield from (_rocksdb(), *_cuda())
     for extra, (modules, use) in _EXTRAS.items():
-        yield _extra(extra, modules, use)
-    yield _open_files()
+        versions = partial(_versions, modules)
+        yield _tried(extra, versions, f"pip install 'tierbed[{extra}]'", f": it is for {use}", optional=True)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ok = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
+    remedy = f"RocksDB uses half of them: raise the limit to {MIN_OPEN_FILES} or more by `ulimit -n {MIN_OPEN_FILES}`"
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    yield Check("open files", ok, shown, None if ok else remedy)
 
 
-def _imported(package: str) -> Check:
-    try:
-        import_module(package.replace("-", "_"))
-        return Check(package, True, version(package))
-    except Exception as error:
-        return Check(
-            package, False, _describe(error), f"install it again: pip install --force-reinstall {package}", True
-        )
+def _package(name: str) -> str:
+    import_module(name.replace("-", "_"))
+    return version(name)
 
 
-def _core() -> Check:
-    try:
-        core: Any = import_module("tierbed.engine._core")
-        import torch
+def _versions(modules: Sequence[str]) -> str:
+    return ", ".join(f"{module} {version(module.replace('_', '-'))}" for module in modules)
 
-        sets, threads = core.instruction_sets(), torch.get_num_threads()
-    except Exception as error:
-        return Check("core", False, _describe(error), "install tierbed again, for this Python and this machine", True)
-    return Check("core", True, f"{sets[0]} of {', '.join(sets)}; {threads} threads of {os.cpu_count()} processors")
+
+def _core() -> str:
+    core: Any = import_module("tierbed.engine._core")
+    import torch
+
+    sets = core.instruction_sets()
+    return f"{sets[0]} of {', '.join(sets)}; {torch.get_num_threads()} threads of {os.cpu_count()} processors"
 
 
 def _rocksdb() -> Check:
@@ -133,56 +141,28 @@ def _rocksdb() -> Check:
 def _cuda() -> Iterator[Check]:
     import torch
 
-    if torch.version.cuda is None:
-        yield _no_gpu(f"torch {torch.__version__} is built without it", "install torch with CUDA")
+    if (cuda := torch.version.cuda) is None:
+        reason, remedy = f"torch {torch.__version__} is built without it", "install torch with CUDA"
+    elif not torch.cuda.is_available():
+        reason, remedy = f"torch for CUDA {cuda} finds no device", "check nvidia-smi"
+    else:
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            yield Check(f"cuda:{index}", True, f"{found.name}, {found.total_memory / 1e9:.0f} GB")
+        remedy = f"pip install 'tierbed[cuda{cuda.partition('.')[0]}]'"
+        yield _tried("cupy", _cupy, remedy, ": no tables on a GPU")
         return
-    if not torch.cuda.is_available():
-        yield _no_gpu(f"torch for CUDA {torch.version.cuda} finds no device", "check nvidia-smi")
-        return
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        yield Check(f"cuda:{index}", True, f"{found.name}, {found.total_memory / 1e9:.0f} GB")
-    yield _cupy(torch.version.cuda)
+    yield Check("cuda", False, f"no tables on a GPU: {reason}", remedy, optional=True)
 
 
-def _no_gpu(reason: str, remedy: str) -> Check:
-    return Check("cuda", False, f"no tables on a GPU: {reason}", remedy, optional=True)
+def _cupy() -> str:
+    cupy: Any = import_module("cupy")
+    if not (devices := cupy.cuda.runtime.getDeviceCount()):
+        raise RuntimeError(f"{cupy.__version__} finds no device")
+    return f"{cupy.__version__}, {devices} devices"
 
 
-def _cupy(cuda: str) -> Check:
-    remedy = f"pip install 'tierbed[cuda{cuda.partition('.')[0]}]'"
-    try:
-        cupy: Any = import_module("cupy")
-        devices = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:
-        return Check("cupy", False, f"{_describe(error)}: no tables on a GPU", remedy)
-    return Check("cupy", devices > 0, f"{cupy.__version__}, {devices} devices", None if devices else remedy)
-
-
-def _extra(extra: str, modules: tuple[str, ...], use: str) -> Check:
-    try:
-        versions = [f"{module} {version(module.replace('_', '-'))}" for module in modules]
-    except PackageNotFoundError as error:
-        return Check(extra, False, f"no {error.name}, for {use}", f"pip install 'tierbed[{extra}]'", optional=True)
-    return Check(extra, True, ", ".join(versions))
-
-
-def _open_files() -> Check:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ok = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
-    remedy = (
-        None
-        if ok
-        else f"RocksDB uses half of them: raise the limit to {MIN_OPEN_FILES} or more by `ulimit -n {MIN_OPEN_FILES}`"
-    )
-    return Check("open files", ok, "unlimited" if limit == resource.RLIM_INFINITY else str(limit), remedy)
-
-
-def _describe(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def disk_checks(path: Path) -> Iterator[Check]:
+def _disk_checks(path: Path) -> Iterator[Check]:
     """The findings on a folder; if it does not exist, on its nearest parent, which a finding then names."""
     folder = path.absolute()
     while not os.path.lexists(folder):
@@ -193,38 +173,16 @@ def disk_checks(path: Path) -> Iterator[Check]:
     if folder != path.absolute():
         yield Check("folder", True, f"{path} does not exist yet, so {folder} was checked")
     free = shutil.disk_usage(folder).free
-    yield Check(
-        "free space",
-        free >= MIN_FREE_BYTES,
-        f"{size(free)} in {folder}",
-        None if free >= MIN_FREE_BYTES else "free space",
-    )
+    ok = free >= MIN_FREE_BYTES
+    yield Check("free space", ok, f"{size(free)} in {folder}", None if ok else "free space")
     try:
         place = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
     except OSError as error:
         yield Check("writable", False, str(error), "give a folder that this user can write, or change its owner")
         return
     with place as name:
-        for what, try_, remedy in (
-            ("fsync", _fsync, _REMEDY),
-            ("rename", _rename, _REMEDY),
-            ("locks", _lock, _REMEDY),
-            ("hard links", _link, "RocksDB checkpoints copy files here, and take that much space again"),
-            ("direct reads", _direct, 'leave read_mode="buffered", the default'),
-            (
-                "sockets",
-                _socket,
-                "`tierbed snapshot save` cannot ask a running trainer here; save in the trainer, or close it first",
-            ),
-        ):
-            yield _tried(what, try_, Path(name), remedy)
-
-
-def _tried(what: str, work: Callable[[Path], str], folder: Path, remedy: str) -> Check:
-    try:
-        return Check(what, True, work(folder))
-    except OSError as error:
-        return Check(what, False, str(error), remedy)
+        for what, (work, remedy) in _NEEDED_OF_DISKS.items():
+            yield _tried(what, partial(work, Path(name)), remedy)
 
 
 def _fsync(folder: Path) -> str:
@@ -280,3 +238,15 @@ def _socket(folder: Path) -> str:
     finally:
         os.close(descriptor)
     return "supported"
+
+
+_LOCAL = "persistent_path must be on a file system that has it: a local one, such as ext4 or xfs"
+_SAVE_ELSEWHERE = "`tierbed snapshot save` cannot ask a running trainer here; save in the trainer, or close it first"
+_NEEDED_OF_DISKS = {
+    "fsync": (_fsync, _LOCAL),
+    "rename": (_rename, _LOCAL),
+    "locks": (_lock, _LOCAL),
+    "hard links": (_link, "RocksDB checkpoints copy files here, and take that much space again"),
+    "direct reads": (_direct, 'leave read_mode="buffered", the default'),
+    "sockets": (_socket, _SAVE_ELSEWHERE),
+}

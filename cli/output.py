@@ -241,52 +241,31 @@ def dtype_words(description: Mapping[str, Any]) -> str:
 
 def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
     """The lines of a table of snapshots, without the header."""
-    return [_line(s.name, s.manifest) for s in snapshots]
+    made = []
+    for name, manifest in ((snapshot.name, snapshot.manifest) for snapshot in snapshots):
+        parent = "" if manifest.parent is None else manifest.parent.name
+        figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
+        kinds = manifest.kind, parent, dtype_words(manifest.description)
+        made.append([name, *kinds, *figures, age(manifest.created)])
+    return made
 
 
-def _line(name: str, manifest: Manifest) -> list[str]:
-    parent = "" if manifest.parent is None else manifest.parent.name
-    figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
-    return [name, manifest.kind, parent, dtype_words(manifest.description), *figures, age(manifest.created)]
-
-
-def report(done: str, name: str, manifest: Manifest, begin: float, as_json: bool, **more: Any) -> None:
-    """Print what a command did since `begin`, in s of time.monotonic."""
+def report(
+    done: str, name: str, made: Manifest | dict[Path, Manifest], begin: float, as_json: bool, **more: Any
+) -> None:
+    """Print what a command did since `begin`, in s of time.monotonic. made: by store, if several belong to a model."""
     seconds = time.monotonic() - begin
+    by_store = {f" of {text(store.name)}": one for store, one in made.items()} if isinstance(made, dict) else {"": made}
     if as_json:
-        print_json({**entry(name, manifest), **more, "seconds": round(seconds, 3)})
+        stores = {store.name: entry(name, one) for store, one in made.items()} if isinstance(made, dict) else {}
+        document = {"stores": stores} if stores else entry(name, by_store[""])
+        print_json({**document, **more, "seconds": round(seconds, 3)})
         return
-    kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
-    contents = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {manifest.description['step']:,}"
     left = f", {more['left_out']:,} rows skipped" if more.get("left_out") else ""
-    print(f"{done} {text(name)}: {contents}, in {span(seconds)}{left}")
-
-
-def report_all(done: str, name: str, made: Mapping[Path, Manifest], begin: float, as_json: bool) -> None:
-    """Print what a command did with all stores of a model."""
-    seconds = time.monotonic() - begin
-    if as_json:
-        stores = {store.name: entry(name, manifest) for store, manifest in made.items()}
-        print_json({"stores": stores, "seconds": round(seconds, 3)})
-        return
-    for store, manifest in made.items():
-        step = manifest.description["step"]
-        print(f"{done} {text(name)} of {text(store.name)}: {manifest.rows:,} rows, step {step:,}")
-
-
-def list_all(stores: Iterable[Path], as_json: bool) -> None:
-    """Print the snapshots of all stores of a model. Exits with `PROBLEM` if a manifest is damaged."""
-    from ..snapshots.files.reader import list_snapshots
-
-    listings = {store.name: list_snapshots(store / "snapshots") for store in stores}
-    damaged = {f"{store}/{name}": error for store, one in listings.items() for name, error in one.damaged.items()}
-    if as_json:
-        found = {store: [entry(s.name, s.manifest) for s in one.snapshots] for store, one in listings.items()}
-        print_json({"stores": found, "damaged": {name: str(error) for name, error in damaged.items()}})
-    else:
-        every = ([text(store), *line] for store, one in listings.items() for line in lines(one.snapshots))
-        print_table([["store", *SNAPSHOT_HEADER], *every], {column + 1 for column in NUMBER_COLUMNS})
-    report_damaged(damaged)
+    for of, one in by_store.items():
+        kind = "" if one.kind == "full" else f"{one.kind}, "
+        contents = f"{kind}{one.rows:,} rows, {size(one.total_bytes)}, step {one.description['step']:,}"
+        print(f"{done} {text(name)}{of}: {contents}, in {span(seconds)}{left}")
 
 
 def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json: bool) -> None:

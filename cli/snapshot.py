@@ -28,13 +28,11 @@ from .output import (
     SNAPSHOT_HEADER,
     entry,
     lines,
-    list_all,
     print_fields,
     print_json,
     print_table,
     progress,
     report,
-    report_all,
     report_damaged,
     report_sound,
     size,
@@ -218,7 +216,7 @@ def save(
     if stores != [store]:
         with progress("saving") as advance:
             saved = save_together(stores, name, kind.value, overwrite, timeout, advance, as_json)
-        report_all("saved", name, dict(zip(stores, saved, strict=True)), begin, as_json)
+        report("saved", name, dict(zip(stores, saved, strict=True)), begin, as_json)
         return
     manifest = None
     with progress("saving") as advance:
@@ -266,7 +264,7 @@ def load(
             raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
         with exit_if_in_use(stores, as_json), locked_stores(stores) as folders, progress("loading") as advance:
             loaded = load_together(folders, name, advance)
-        report_all("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
+        report("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
         return
     with locked_store(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
@@ -284,16 +282,18 @@ def list_(store: Store, as_json: Json = False) -> None:
     from ..snapshots.files.reader import list_snapshots
 
     stores = stores_at(store)
-    if stores != [store]:
-        list_all(stores, as_json)
-        return
-    listing = list_snapshots(store / "snapshots")
+    is_one = stores == [store]
+    listings = {one.name: list_snapshots(one / "snapshots") for one in stores}
+    prefixes = {of: "" if is_one else f"{of}/" for of in listings}
+    damaged = {prefixes[of] + name: error for of, one in listings.items() for name, error in one.damaged.items()}
     if as_json:
-        damaged = {name: str(error) for name, error in listing.damaged.items()}
-        print_json({"snapshots": [entry(s.name, s.manifest) for s in listing.snapshots], "damaged": damaged})
+        entries = {of: [entry(s.name, s.manifest) for s in one.snapshots] for of, one in listings.items()}
+        found = {"snapshots": entries[store.name]} if is_one else {"stores": entries}
+        print_json({**found, "damaged": {name: str(error) for name, error in damaged.items()}})
     else:
-        print_table([SNAPSHOT_HEADER, *lines(listing.snapshots)], NUMBER_COLUMNS)
-    report_damaged(listing.damaged)
+        every = [[prefixes[of] + line[0], *line[1:]] for of, one in listings.items() for line in lines(one.snapshots)]
+        print_table([SNAPSHOT_HEADER, *every], NUMBER_COLUMNS)
+    report_damaged(damaged)
 
 
 def inspect(
