@@ -33,37 +33,9 @@ _ONE_KEY = (
     "give the graph a KeyedJaggedTensor of tierbed.jagged as an argument (from_torchrec makes one), which it splits, "
     "or a dict of JaggedTensors, one for each key"
 )
-_ARGUMENTS = (
-    "keys", "values", "weights", "lengths", "offsets", "stride", "stride_per_key_per_rank", "stride_per_key",
-    "length_per_key", "lengths_offset_per_key", "offset_per_key", "index_per_key", "jt_dict", "inverse_indices",
-)  # fmt: skip
-_VARIABLE = ("stride_per_key_per_rank", "stride_per_key", "inverse_indices")  # one of them is of variable batch sizes
 
 
-class _ByStrides(type):
-    """The type of KeyedJaggedTensor: its constructor makes the subclass of variable batch sizes for such arguments."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        given: dict[str, Any] = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        varies = given.keys() <= {*_ARGUMENTS} and any(given.get(name) is not None for name in _VARIABLE)
-        if not varies or issubclass(cls, VariableBatchKeyedJaggedTensor):
-            return super().__call__(*args, **kwargs)
-        parts: list[Any] = [given.get(name) for name in _ARGUMENTS[:5]]
-        keys, values, weights, lengths, offsets = parts
-        strides, per_rank = given.get("stride_per_key"), given.get("stride_per_key_per_rank")
-        if per_rank is not None:
-            strides = [sum(of_key) for of_key in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
-        elif strides is None:
-            strides = KeyedJaggedTensor(*parts).stride_per_key()
-        inverse = given.get("inverse_indices")
-        made = VariableBatchKeyedJaggedTensor(keys, values, weights, lengths, offsets, strides, inverse)
-        if per_rank is not None and len({*map(len, per_rank)}) == 1:
-            made._strides = torch.as_tensor(per_rank, dtype=torch.int64, device="cpu")
-        made._batch = given.get("stride")
-        return made
-
-
-class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
+class KeyedJaggedTensor(Jagged):
     """The features of a batch: sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
 
     keys: one name for each feature. values: ids [n], or [n, ...]. weights: [n]. lengths: integers [keys * batch];
@@ -98,6 +70,19 @@ class KeyedJaggedTensor(Jagged, metaclass=_ByStrides):
         jt_dict: Any = None,
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:
+        per_rank, strides = stride_per_key_per_rank, stride_per_key
+        if any(one is not None for one in (per_rank, strides, inverse_indices)):
+            parts = keys, values, weights, lengths, offsets
+            if per_rank is not None:
+                strides = [sum(of_key) for of_key in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
+            elif strides is None:
+                strides = KeyedJaggedTensor(*parts).stride_per_key()
+            self.__class__ = VariableBatchKeyedJaggedTensor
+            VariableBatchKeyedJaggedTensor.__init__(self, *parts, strides, inverse_indices)  # type: ignore[arg-type]
+            if per_rank is not None and len({*map(len, per_rank)}) == 1:
+                self._strides = torch.as_tensor(per_rank, dtype=torch.int64, device="cpu")
+            self._batch = stride
+            return
         super().__init__(values, weights, lengths, offsets)
         self._keys = check_keys(keys)
         bags, count = self._offsets.shape[0] - 1, len(self._keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,41 +37,6 @@ class ColumnOrder:
             return tensors[0]
         parts = [iter(tensor.split(widths, 1)) for tensor, widths in zip(tensors, self._widths, strict=True)]
         return torch.cat([next(parts[source]) for source in self._order], 1)
-
-
-class Keyed(Protocol):
-    """The methods of our KeyedTensor and TorchRec's that regrouping calls."""
-
-    def keys(self) -> list[str]: ...
-
-    def length_per_key(self) -> list[int]: ...
-
-    def key_dim(self) -> int: ...
-
-    def values(self) -> Tensor: ...
-
-
-def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-    """As `KeyedTensor.regroup`."""
-    if not keyed_tensors:
-        raise InputError("keyed_tensors=[]: give one KeyedTensor or more")
-    dim, *dims = (tensor.key_dim() for tensor in keyed_tensors)
-    if any(other != dim for other in dims):
-        raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")
-    batches = [tensor.values().shape[1 - dim] if tensor.values().dim() > 1 else 1 for tensor in keyed_tensors]
-    if any(statically_true(batch != batches[0]) for batch in batches):
-        raise InputError(f"keyed_tensors have {batches} samples; give tensors of one batch")
-    parts: dict[str, Tensor] = {}
-    for tensor in keyed_tensors:
-        keys, lengths, values = tensor.keys(), tensor.length_per_key(), tensor.values()
-        if both := [key for key in keys if key in parts]:
-            raise InputError(f"keyed_tensors: {both} are keys of two of them; give each key once")
-        if keys:  # the backward of a split copies, even if it has one part
-            parts.update(zip(keys, values.split(lengths, dim) if len(keys) > 1 else [values], strict=True))
-    if missing := [key for group in groups for key in group if key not in parts]:
-        raise KeyError(f"groups: no keyed tensor has key {missing[0]!r}; they have {', '.join(parts)}")
-    none = keyed_tensors[0].values().narrow(dim, 0, 0)
-    return [torch.cat([parts[key] for key in group], dim) if group else none for group in groups]
 
 
 class KeyedTensor(TensorContainer):
@@ -130,23 +95,42 @@ class KeyedTensor(TensorContainer):
         return cls(keys, [tensor.shape[key_dim] for tensor in tensors], torch.cat(list(tensors), key_dim), key_dim)
 
     @staticmethod
-    def regroup(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    def regroup(keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]]) -> list[Tensor]:
         """One tensor [batch, sum of lengths] for each group of keys, each key from the keyed tensor that has it.
 
-        A key may be in several groups; the gradient of a key in no group is zero. With key_dim=0, tensors are
-        [sum of lengths, batch]. KeyError for a key that no tensor has, InputError for one that two have.
+        keyed_tensors: KeyedTensors, or TorchRec's. A key may be in several groups; the gradient of a key in no group is
+        zero. With key_dim=0, tensors are [sum of lengths, batch]. KeyError for a key that no tensor has, InputError for
+        one that two have.
         """
-        return regrouped(keyed_tensors, groups)
+        if not keyed_tensors:
+            raise InputError("keyed_tensors=[]: give one KeyedTensor or more")
+        dim, *dims = (tensor.key_dim() for tensor in keyed_tensors)
+        if any(other != dim for other in dims):
+            raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")
+        batches = [tensor.values().shape[1 - dim] if tensor.values().dim() > 1 else 1 for tensor in keyed_tensors]
+        if any(statically_true(batch != batches[0]) for batch in batches):
+            raise InputError(f"keyed_tensors have {batches} samples; give tensors of one batch")
+        parts: dict[str, Tensor] = {}
+        for tensor in keyed_tensors:
+            keys, lengths, values = tensor.keys(), tensor.length_per_key(), tensor.values()
+            if both := [key for key in keys if key in parts]:
+                raise InputError(f"keyed_tensors: {both} are keys of two of them; give each key once")
+            if keys:  # the backward of a split copies, even if it has one part
+                parts.update(zip(keys, values.split(lengths, dim) if len(keys) > 1 else [values], strict=True))
+        if missing := [key for group in groups for key in group if key not in parts]:
+            raise KeyError(f"groups: no keyed tensor has key {missing[0]!r}; they have {', '.join(parts)}")
+        none = keyed_tensors[0].values().narrow(dim, 0, 0)
+        return [torch.cat([parts[key] for key in group], dim) if group else none for group in groups]
 
     @staticmethod
     def regroup_as_dict(
-        keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]], keys: Sequence[str]
+        keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
         """The tensors of `regroup` by name. keys: the name of each group."""
         names = check_keys(keys)
         if len(names) != len(groups):
             raise InputError(f"keys={list(keys)}: give one for each of {len(groups)} groups")
-        return dict(zip(names, regrouped(keyed_tensors, groups), strict=True))
+        return dict(zip(names, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def keys(self) -> list[str]:
         """The names of the features, in their order."""
