@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.checks import as_int, is_folder_name
+from ...engine.checks import int_option, is_folder_name
 from ...engine.errors import OptionError
 from ...engine.options.initializers import (
     AnyTableOptions,
@@ -33,19 +33,6 @@ class PoolingType(Enum):
     NONE = "NONE"  # of configs of an EmbeddingCollection, which pools nothing
 
 
-# fields of TorchRec's configs that are refused: the default, which is allowed, and why no other value is
-_UNUSED: dict[str, tuple[Any, str]] = {
-    "num_embeddings_post_pruning": (None, "only rows that were trained are stored"),
-    "need_pos": (False, "PositionWeightedModuleCollection weights any feature by position"),
-    "input_dim": (None, "ids are hashed; num_embeddings=None takes any id of 64 bits"),
-    "total_num_buckets": (None, "the store has its own hash partitions"),
-    "use_virtual_table": (False, "every table is one; num_embeddings=None takes any id of 64 bits"),
-    "virtual_table_eviction_policy": (None, "store_options have eviction, admission and ttl_steps"),
-    "enable_embedding_update": (False, "put and load_snapshot write rows of any table"),
-    "stash_weights": (False, "the store keeps the rows that memory has no room for"),
-    "pruning_indices_remapping": (None, "only rows that were trained are stored, so none is pruned"),
-}
-
 # by the function of torch.nn.init: the initializer, and its arguments by default
 _INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] = {
     nn.init.uniform_: (make_uniform_initializer, {"low": 0.0, "high": 1.0}),
@@ -64,24 +51,13 @@ _DATA_TYPES = {
 }
 
 
-@dataclass(kw_only=True)
-class _RefusedFields:
-    """Fields of TorchRec's configs that are refused unless they have their defaults."""
-
-    num_embeddings_post_pruning: int | None = None
-    init_fn: Any = None
-    need_pos: bool = False
-    input_dim: int | None = None
-    total_num_buckets: int | None = None
-    use_virtual_table: bool = False
-    virtual_table_eviction_policy: Any = None
-    enable_embedding_update: bool = False
-    stash_weights: bool = False
-    pruning_indices_remapping: Any = None
+def _unused(default: Any, reason: str) -> Any:
+    """A field of TorchRec's configs that is refused unless it has its default. reason: why no other value is taken."""
+    return field(default=default, kw_only=True, metadata={"reason": reason})
 
 
 @dataclass
-class EmbeddingConfig(_RefusedFields):
+class EmbeddingConfig:
     """One table.
 
     num_embeddings: ids are 0 to num_embeddings - 1, and another raises InputError; None takes any id of 64 bits.
@@ -107,17 +83,26 @@ class EmbeddingConfig(_RefusedFields):
     initializer: Mapping[str, Any] | None = field(default=None, kw_only=True)
     group: str = field(default="", kw_only=True)
     bad_ids: str = field(default="raise", kw_only=True)
+    init_fn: Any = field(default=None, kw_only=True)
+    num_embeddings_post_pruning: int | None = _unused(None, "only rows that were trained are stored")
+    need_pos: bool = _unused(False, "PositionWeightedModuleCollection weights any feature by position")
+    input_dim: int | None = _unused(None, "ids are hashed; num_embeddings=None takes any id of 64 bits")
+    total_num_buckets: int | None = _unused(None, "the store has its own hash partitions")
+    use_virtual_table: bool = _unused(False, "every table is one; num_embeddings=None takes any id of 64 bits")
+    virtual_table_eviction_policy: Any = _unused(None, "store_options have eviction, admission and ttl_steps")  # noqa: RUF009
+    enable_embedding_update: bool = _unused(False, "put and load_snapshot write rows of any table")
+    stash_weights: bool = _unused(False, "the store keeps the rows that memory has no room for")
+    pruning_indices_remapping: Any = _unused(None, "only rows that were trained are stored, so none is pruned")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
         if not is_table_name(self.name):
             raise OptionError(f"{where}: name={self.name!r}; give printable characters that are not all digits")
-        if self.num_embeddings is not None and as_int(self.num_embeddings, 1, 2**64) is None:
-            raise OptionError(
-                f"{where}: num_embeddings={self.num_embeddings!r}; give the number of ids, or None for any id"
+        if self.num_embeddings is not None:
+            int_option(
+                f"{where}: num_embeddings", self.num_embeddings, "the number of ids, or None for any id", 1, 2**64
             )
-        if as_int(self.embedding_dim, 1) is None:
-            raise OptionError(f"{where}: embedding_dim={self.embedding_dim!r}; give a whole number from 1 on")
+        int_option(f"{where}: embedding_dim", self.embedding_dim, "a whole number from 1 on", 1)
         self._check_unused(where)
         if isinstance(self.feature_names, str) or not all(isinstance(name, str) for name in self.feature_names):
             raise OptionError(f"{where}: feature_names={self.feature_names!r}; give a list of names")
@@ -151,22 +136,19 @@ class EmbeddingConfig(_RefusedFields):
         return make_table_options(self._initializer(), name=self.name, ids=ids, bad_ids=self.bad_ids)
 
     def _initializer(self) -> Mapping[str, Any]:
-        low, high = self.weight_init_min, self.weight_init_max
+        low, high, where = self.weight_init_min, self.weight_init_max, f"table {self.name!r}"
+        ends = [end for end in (low, high) if end is not None]
+        if (self.initializer is not None) + (self.init_fn is not None) + bool(ends) > 1:
+            raise OptionError(f"{where}: give initializer, or init_fn, or weight_init_min and weight_init_max")
         if self.initializer is not None:
-            if low is not None or high is not None:
-                raise OptionError(f"table {self.name!r}: give initializer, or weight_init_min and weight_init_max")
             return self.initializer
         if self.init_fn is not None:
-            if low is not None or high is not None:
-                raise OptionError(f"table {self.name!r}: give init_fn, or weight_init_min and weight_init_max")
-            return _initializer_of(self.init_fn, f"table {self.name!r}")
-        if self.num_embeddings is None:
-            if low is None and high is None:
-                return make_normal_initializer(0.0, 0.05)
-            if low is None or high is None:
-                raise OptionError(f"table {self.name!r}: give both of weight_init_min and weight_init_max")
-            return make_uniform_initializer(low, high)
-        bound = sqrt(1 / self.num_embeddings)
+            return _initializer_of(self.init_fn, where)
+        if self.num_embeddings is None and not ends:
+            return make_normal_initializer(0.0, 0.05)
+        if self.num_embeddings is None and len(ends) < 2:
+            raise OptionError(f"{where}: give both of weight_init_min and weight_init_max")
+        bound = sqrt(1 / (self.num_embeddings or 1))
         return make_uniform_initializer(-bound if low is None else low, bound if high is None else high)
 
     def _check_unused(self, where: str) -> None:
@@ -175,11 +157,10 @@ class EmbeddingConfig(_RefusedFields):
                 f"{where}: data_type={self.data_type!r}; rows are stored in FP32, BF16 or FP16: give one of them, or "
                 "torch.float32, torch.bfloat16 or torch.float16"
             )
-        if self.init_fn is not None and self.initializer is not None:
-            raise OptionError(f"{where}: give initializer, or init_fn")
-        for name, (default, reason) in _UNUSED.items():
-            if (given := getattr(self, name)) != default:
-                raise OptionError(f"{where}: {name}={given!r} is not supported: {reason}; leave it out")
+        for one in fields(self):
+            if "reason" in one.metadata and (given := getattr(self, one.name)) != one.default:
+                reason = one.metadata["reason"]
+                raise OptionError(f"{where}: {one.name}={given!r} is not supported: {reason}; leave it out")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...distributed.world import World
 from ...embedding.embedding import MultiTableEmbedding
-from ...engine.checks import as_int, checked_arguments
+from ...engine.checks import checked_arguments, int_option
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor, is_value, padded
@@ -73,8 +73,8 @@ class EmbeddingBagCollection(TableCollection):
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(
-            tables, EmbeddingBagConfig, store_options, name, key_type, seed, output_dtype, share, device, world,
-            state_dtype,
+            tables, EmbeddingBagConfig, store_options, name, key_type, seed, share, device,
+            output_dtype=output_dtype, world=world, state_dtype=state_dtype,
         )  # fmt: skip
         self._is_weighted = is_weighted
         self._keys: list[str] = []
@@ -258,8 +258,8 @@ class EmbeddingCollection(TableCollection):
             raise OptionError(f"padded={padded!r}: give {{feature: length}}")
         padding = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if padded else None
         super().__init__(
-            tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, device, world,
-            state_dtype, padding,
+            tables, EmbeddingConfig, store_options, name, key_type, seed, share, device,
+            output_dtype=output_dtype, world=world, state_dtype=state_dtype, padding_idx=padding,
         )  # fmt: skip
         self._need_indices = need_indices
         self._padded = dict(padded or {})
@@ -268,8 +268,7 @@ class EmbeddingCollection(TableCollection):
         for feature, length in self._padded.items():
             if feature not in self._features:
                 raise OptionError(f"padded[{feature!r}]: no table has that feature; give one of {self._features}")
-            if as_int(length, 1) is None:
-                raise OptionError(f"padded[{feature!r}]={length!r}: give the number of positions of a sample, from 1")
+            int_option(f"padded[{feature!r}]", length, "the number of positions of a sample, from 1", 1)
         for embedding in self.each():
             if padding is not None and embedding.spec.padding_idx != padding:
                 raise OptionError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.checks import as_int
+from ...engine.checks import int_option
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.rows_contract import NoTorchScript
 from ..tensors.jagged_tensor import Jagged, JaggedTensor
@@ -17,6 +17,8 @@ from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJ
 from ..tensors.validation import is_traced
 from .embedding_collections import features_of, jagged_of
 from .tables import numbers_of
+
+_MAXIMUM = "the maximum ids of a bag, from 1"
 
 
 class PositionWeightedModule(NoTorchScript, nn.Module):
@@ -28,7 +30,7 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
 
     def __init__(self, max_feature_length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        length = _checked("max_feature_length", max_feature_length)
+        length = int_option("max_feature_length", max_feature_length, _MAXIMUM, 1)
         self.position_weight = nn.Parameter(torch.ones(length, device=device))
 
     def reset_parameters(self) -> None:
@@ -58,7 +60,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         if not names or not all(isinstance(name, str) for name in names):
             raise OptionError(f"max_feature_lengths={max_feature_lengths!r}: give {{feature: maximum ids of a bag}}")
         self.max_feature_lengths = {
-            feature: _checked(f"max_feature_lengths[{feature!r}]", length)
+            feature: int_option(f"max_feature_lengths[{feature!r}]", length, _MAXIMUM, 1)
             for feature, length in max_feature_lengths.items()
         }
         if dotted := [feature for feature in self.max_feature_lengths if "." in feature]:
@@ -137,12 +139,6 @@ def _weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagge
     all_weights = torch.cat([*parameters.values(), next(iter(parameters.values())).new_ones(1)])
     weights: Tensor = all_weights[first + torch.minimum(position, limit - 1)]
     return weights
-
-
-def _checked(name: str, length: Any) -> int:
-    if as_int(length, 1) is None:
-        raise OptionError(f"{name}={length!r}: give the maximum ids of a bag, from 1")
-    return int(length)
 
 
 def _check(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: Sequence[str]) -> None:

@@ -71,10 +71,9 @@ def divided(options: StoreOptions, requests: Mapping[str, StoreRequest]) -> dict
     known = all(request.rows is not None for request in requests.values())
     rows = [request.rows or 0 if known else 1 for request in requests.values()]
     sizes = [request.rows * row_bytes(request) if known and request.rows else 1 for request in requests.values()]
-    parts: list[dict[str, Any]] = [{} for _ in requests]
+    parts: dict[str, Sequence[Any]] = {}  # by option, that of each embedding
     if isinstance(options, CachedHostMemOptions):
-        for budget in BUDGETS:
-            _divide_budget(budget, options, requests, sizes, parts)
+        parts |= {budget: _budgets(budget, options, requests, sizes) for budget in BUDGETS if options.get(budget)}
     if options.capacity is not None:
         shares = _shares(options.capacity, rows, [1] * len(rows))
         if shares is None:
@@ -82,11 +81,10 @@ def divided(options: StoreOptions, requests: Mapping[str, StoreRequest]) -> dict
                 f"capacity={options.capacity} is divided between {len(requests)} embeddings, {', '.join(requests)}; "
                 f"give at least {len(requests)}, or store_options for each by its name"
             )
-        for part, share in zip(parts, shares, strict=True):
-            part["capacity"] = share
-    if isinstance(options, CachedSsdOptions):
-        _divide_write_buffers(options, sizes, parts)
-    return {name: replace(options, **part) for name, part in zip(requests, parts, strict=True)}
+        parts["capacity"] = shares
+    if isinstance(options, CachedSsdOptions) and (texts := _write_buffers(options, sizes)):
+        parts["rocksdb_options"] = texts
+    return {name: replace(options, **{of: each[at] for of, each in parts.items()}) for at, name in enumerate(requests)}
 
 
 def stores_text(stores: Mapping[str, StoreOptions]) -> str:
@@ -114,16 +112,10 @@ def row_bytes(request: StoreRequest, states: int = 0) -> int:
     return (request.dim * (request.itemsize + 4 * states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
 
 
-def _divide_budget(
-    budget: str,
-    options: StoreOptions,
-    requests: Mapping[str, StoreRequest],
-    sizes: Sequence[int],
-    parts: list[dict[str, Any]],
-) -> None:
-    whole = options.get(budget)
-    if not whole:
-        return
+def _budgets(
+    budget: str, options: StoreOptions, requests: Mapping[str, StoreRequest], sizes: Sequence[int]
+) -> list[float]:
+    whole: Any = options.get(budget)
     if whole == "auto":
         raise OptionError(
             f"{budget}='auto' is for one embedding, and {len(requests)} share the store: {', '.join(requests)}; give a "
@@ -137,20 +129,19 @@ def _divide_budget(
             f"{budget}={whole} is divided between {len(requests)} embeddings, {', '.join(requests)}, which need "
             f"{sum(minimum) / MB:.3g} MiB at least; give more, or store_options for each by its name"
         )
-    for part, share in zip(parts, shares, strict=True):
-        part[budget] = share / MB
+    return [share / MB for share in shares]
 
 
-def _divide_write_buffers(options: CachedSsdOptions, sizes: Sequence[int], parts: list[dict[str, Any]]) -> None:
+def _write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> list[str]:
+    """The `rocksdb_options` of each embedding; none if they set the size of write buffers."""
     text = str(options.rocksdb_options or "")
     if any(name in ("write_buffer_size", "db_write_buffer_size") for name, _ in parse_rocksdb_options(text)):
-        return
+        return []
     memtables = MEMTABLES * (options.shards or SHARDS)
     minimum = [memtables * MIN_MEMTABLE] * len(sizes)
     shares = _shares(max(WRITE_BUFFER_BYTES, sum(minimum)), sizes, minimum)
     assert shares is not None
-    for part, share in zip(parts, shares, strict=True):
-        part["rocksdb_options"] = f"write_buffer_size={share // memtables};{text}".rstrip(";")
+    return [f"write_buffer_size={share // memtables};{text}".rstrip(";") for share in shares]
 
 
 def _shares(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:

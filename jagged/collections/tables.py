@@ -13,7 +13,6 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...distributed.world import World
 from ...embedding.dense_rows import dense_rows, dense_states, dense_tensors
 from ...embedding.eager import follow_in_backward
 from ...embedding.embedding import MultiTableEmbedding
@@ -109,7 +108,7 @@ class TableView(NamedTuple):
             return torch.empty(rows, self.embedding_dim, dtype=self.dtype, device=device)
         remedy = (
             f"weight of table {name!r} is a copy, so a write into it changes no stored row; call embedding_of({name!r})"
-            f".put(torch.arange({rows}), rows, {name!r}) or load_state_dict, or clone() it for a tensor of your own"
+            f".put(torch.arange({rows}), rows, {name!r}) or load_dense, or clone() it for a tensor of your own"
         )
         return ReadOnlyCopy.of(dense_rows(embedding, number, rows, self.dtype), remedy)
 
@@ -149,14 +148,11 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         self,
         groups: Mapping[str, Sequence[Table]],
         stores: Mapping[str, StoreOptions],
-        key_type: torch.dtype,
-        padding_idx: int | None,
         seed: int,
-        output_dtype: torch.dtype,
-        world: World | None,
-        state_dtype: torch.dtype,
+        key_type: torch.dtype = torch.int64,
+        **options: Any,
     ) -> None:
-        """Make the embedding of each group, and let all of them be trained together."""
+        """Make the embedding of each group, and let all of them be trained together. options: of each embedding."""
         for group, tables in groups.items():
             first = tables[0]
             if "." in group:
@@ -171,15 +167,20 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                 key_type,
                 [table.table_options() for table in tables],
                 stores[group],
-                padding_idx=padding_idx,
                 # with one seed for all, the same key would have the same initial row in several embeddings
                 seed=(seed + crc32(self._seed_name(group, first).encode())) % 2**63,
-                output_dtype=output_dtype,
-                world=world,
-                state_dtype=state_dtype,
+                **options,
             )
-            self._locations |= {table.name: (group, number) for number, table in enumerate(tables)}
+            for number, table in enumerate(tables):
+                self._locations[table.name] = group, number
+                self._show(table)
         train_together(self.embeddings[group] for group in groups)
+
+    def _show(self, table: Table) -> None:
+        """Add a table whose location is known to the views of `embeddings`."""
+        group, number = self._locations[table.name]
+        size = table.num_embeddings, table.embedding_dim, table.dtype
+        self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), number)
 
     def _seed_name(self, group: str, first: Table) -> str:
         """The name that an embedding's initial rows depend on."""
@@ -257,7 +258,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 class TableCollection(TableModule):
     """Tables of configs, in an embedding for each dim, data_type and group.
 
-    tables, store_options, name, key_type, seed, output_dtype, share, device, world, state_dtype: as of a collection.
+    tables, store_options, name, key_type, seed, share, device: as of a collection. options: of each embedding.
     """
 
     _kind: str  # begins the names of TorchRec's parameters
@@ -270,12 +271,9 @@ class TableCollection(TableModule):
         name: str,
         key_type: torch.dtype,
         seed: int,
-        output_dtype: torch.dtype,
         share: TableCollection | None,
         device: torch.device | str | None,
-        world: World | None,
-        state_dtype: torch.dtype,
-        padding_idx: int | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(tables, (list, tuple)):
             raise OptionError(f"tables={tables!r}: give a list of {kind.__name__}")
@@ -289,19 +287,17 @@ class TableCollection(TableModule):
         self.configs, self.key_type, self._original_configs = configs, key_type, list(tables)
         for config in configs:
             if share is not None and config.name in share._locations:
-                self._adopt_shared(share, config, output_dtype, state_dtype)
+                self._adopt_shared(share, config, options["output_dtype"], options["state_dtype"])
         own = [config for config in configs if config.name not in self._locations]
         if own:
             groups = group_tables(name, own)
             store = make_device_mem_store_options() if store_options is None else store_options
             stores = stores_of(store, store_requests(groups))
-            self._make_embeddings(groups, stores, key_type, padding_idx, seed, output_dtype, world, state_dtype)
+            self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
             raise OptionError("store_options: share has every table, with its store; leave store_options out")
         for config in configs:
-            group, number = self._locations[config.name]
-            size = config.num_embeddings, config.embedding_dim, config.dtype
-            self.embeddings.tables[config.name] = TableView(config.name, *size, self.embedding(group), number)
+            self._show(config)
         if device is not None:
             self._move_to(device)
 
@@ -433,8 +429,6 @@ class TableCollection(TableModule):
         self, share: TableCollection, config: EmbeddingConfig, output_dtype: torch.dtype, state_dtype: torch.dtype
     ) -> None:
         """Look up a table in the embedding of `share`. OptionError if the two configs of the table differ."""
-        if share.key_type != self.key_type:
-            raise OptionError(f"key_type={self.key_type}: the tables of share have ids of {share.key_type}; give that")
         theirs = next(one for one in share.configs if one.name == config.name)
         for fact in ("num_embeddings", "embedding_dim", "dtype", "group"):
             if getattr(config, fact) != getattr(theirs, fact):
@@ -448,15 +442,13 @@ class TableCollection(TableModule):
                 "initializer, range and bad_ids, or another name for a separate table"
             )
         embedding = share.embedding_of(config.name)
-        if embedding.output_dtype != output_dtype:
-            raise OptionError(
-                f"output_dtype={output_dtype}: the tables of share return {embedding.output_dtype}; give that"
-            )
-        if check_state_dtype(state_dtype) != embedding.spec.state_dtype:
-            raise OptionError(
-                f"state_dtype={state_dtype}: the tables of share keep state of torch.{embedding.spec.state_dtype}; "
-                "give that"
-            )
+        for option, own, other in (
+            ("key_type", self.key_type, share.key_type),
+            ("output_dtype", output_dtype, embedding.output_dtype),
+            ("state_dtype", f"torch.{check_state_dtype(state_dtype)}", f"torch.{embedding.spec.state_dtype}"),
+        ):
+            if own != other:
+                raise OptionError(f"{option}={own}: the tables of share keep {option}={other}; give that")
         self._locations[config.name] = share.table_location(config.name)
         if embedding.name not in self._shared:
             self._shared.append(embedding.name)
