@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
+from ..tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor
 
 _PREFETCH = "a cache keeps the rows of announced batches by itself; call prefetch"
 _INTERNAL = "it configures FBGEMM's internals, which tierbed does not have; leave it out"
@@ -133,10 +133,15 @@ class TBECall(NamedTuple):
     batch: int  # bags of each feature if sizes is None
 
     def bags(self, features: int) -> list[int]:
-        """The first bag of each feature, and the number of all bags."""
-        if self.sizes is None:
-            return [self.batch * feature for feature in range(features + 1)]
-        return [0, *accumulate(sum(of_ranks) for of_ranks in self.sizes)]
+        """How many bags each feature has."""
+        return [self.batch] * features if self.sizes is None else [sum(of_ranks) for of_ranks in self.sizes]
+
+    def jagged(self, features: int) -> VariableBatchKeyedJaggedTensor:
+        """The same bags, whose keys are the numbers of the features."""
+        names = [*map(str, range(features))]
+        return VariableBatchKeyedJaggedTensor(
+            names, self.indices, self.weights, None, self.offsets, self.bags(features)
+        )
 
     def with_gradients(self, wanted: Any, features: int) -> TBECall:
         """The same call, whose weights get a gradient for the features that `wanted` [features] has as true."""
@@ -144,8 +149,8 @@ class TBECall(NamedTuple):
             raise InputError(f"feature_requires_grad={wanted!r}: give a tensor of {features} integers, one a feature")
         if self.weights is None:
             return self
-        ends = self.offsets[torch.tensor(self.bags(features), device=self.offsets.device)]
-        of_ids = wanted.to(self.offsets.device, torch.bool).repeat_interleave(ends.diff())
+        counts = torch.tensor(self.jagged(features).length_per_key(), device=self.offsets.device)
+        of_ids = wanted.to(self.offsets.device, torch.bool).repeat_interleave(counts)
         return self._replace(weights=torch.where(of_ids, self.weights, self.weights.detach()))
 
 
@@ -201,40 +206,3 @@ def _on(name: str, argument: str, given: Tensor, device: torch.device) -> Tensor
             f"{argument}.to({str(device)!r})"
         )
     return given
-
-
-class FeatureSlice(NamedTuple):
-    """The bags of some features."""
-
-    indices: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    counts: list[int]  # how many indices each of the features has
-
-
-def select_features(name: str, call: TBECall, features: Sequence[int], bags: Sequence[int]) -> FeatureSlice:
-    """The bags of `features`, ascending, one feature after another. Waits for a GPU. InputError.
-
-    bags: of all features, as `TBECall.bags`.
-    """
-    bounds = call.offsets[torch.tensor(bags, device=call.offsets.device)].tolist()
-    if bounds[0] != 0 or bounds[-1] != call.indices.shape[0] or bounds != sorted(bounds):
-        raise InputError(
-            f"offsets of {name!r}: features begin and end at {bounds}; give ascending offsets from 0 to "
-            f"{call.indices.shape[0]}, the number of indices"
-        )
-    counts = [bounds[feature + 1] - bounds[feature] for feature in features]
-    if len(features) == len(bags) - 1:
-        return FeatureSlice(call.indices, call.offsets, call.weights, counts)
-
-    def select(values: Tensor) -> Tensor:
-        return torch.cat([values[bounds[feature] : bounds[feature + 1]] for feature in features])
-
-    starts = [*accumulate(counts, initial=0)]
-    offsets = [
-        call.offsets[bags[feature] : bags[feature + 1]] + (start - bounds[feature])
-        for feature, start in zip(features, starts, strict=False)
-    ]
-    offsets.append(call.offsets.new_tensor(starts[-1:]))
-    weights = None if call.weights is None else select(call.weights)
-    return FeatureSlice(select(call.indices), torch.cat(offsets), weights, counts)

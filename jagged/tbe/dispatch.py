@@ -20,7 +20,7 @@ from ...engine.options.table_spec import TableSpec
 from ...engine.signals import uninterrupted
 from ..tensors.keyed_tensor import ColumnOrder
 from ..tensors.validation import is_traced
-from .call_arguments import TBECall, select_features
+from .call_arguments import TBECall
 
 
 class EmbeddingCall(NamedTuple):
@@ -87,17 +87,17 @@ class CallSplitter:
 
     def _selected(self, group: _FeatureGroup, call: TBECall) -> EmbeddingCall:
         """The bags, or the indices, of the group's features alone, with a table id for each."""
-        bags = call.bags(len(self._embedding_of))
-        chosen = select_features(self._name, call, group.features, bags)
-        is_pooled, device = self._pooling is not None, call.indices.device
-        counts = [bags[feature + 1] - bags[feature] for feature in group.features] if is_pooled else chosen.counts
-        tables = torch.tensor(group.tables, device=device).repeat_interleave(
-            torch.tensor(counts, device=device), output_size=sum(counts)
+        every = call.jagged(len(self._embedding_of))
+        chosen = every if len(self._groups) == 1 else every.permute(group.features)
+        ids, weights, offsets = chosen.values(), chosen.weights_or_none(), chosen.offsets()
+        counts = chosen.length_per_key()
+        rows = counts if self._pooling is None else chosen.stride_per_key()
+        tables = torch.tensor(group.tables, device=ids.device).repeat_interleave(
+            torch.tensor(rows, device=ids.device), output_size=sum(rows)
         )
-        offsets = chosen.offsets if is_pooled else None
-        lookup = check_lookup(group.spec, chosen.indices, tables, offsets, self._pooling)
-        check_weights(group.spec, lookup, chosen.weights)
-        return EmbeddingCall(lookup, chosen.weights, chosen.counts)
+        lookup = check_lookup(group.spec, ids, tables, None if self._pooling is None else offsets, self._pooling)
+        check_weights(group.spec, lookup, weights)
+        return EmbeddingCall(lookup, weights, counts)
 
     def _by_feature(self, results: Sequence[Tensor], counts: Sequence[list[int]]) -> Tensor:
         """Rows in the order of the features. counts: how many rows each feature of an embedding has."""

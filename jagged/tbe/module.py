@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...embedding.dense_rows import CHUNK, dense_rows, dense_states, dense_tensors
+from ...embedding.dense_rows import CHUNK, dense_states, dense_tensors
 from ...embedding.embedding import MultiTableEmbedding
-from ...engine.checks import as_number, checked_arguments
+from ...engine.checks import as_number, checked_arguments, int_option
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
+from ...engine.row_format import LAST_STEP
 from ..collections.read_only import ReadOnlyCopy
 from ..collections.tables import Table, TableModule, group_tables
 from ..tensors.validation import is_traced
@@ -36,8 +37,8 @@ from .enums import (
     parse_dtype,
     parse_enum,
 )
-from .settings import DEFAULTS, LEARNING_RATE, ShiftedOptimizer, checked_state_dtype, checked_step, settings_of
-from .specs import LOAD_FACTOR, Bounds, Caching, checked_features, checked_specs, device_of, set_budget_mb, stores_for
+from .settings import DEFAULTS, LEARNING_RATE, ShiftedOptimizer, checked_state_dtype, settings_of
+from .specs import LOAD_FACTOR, Bounds, checked_features, checked_specs, device_of, set_budget_mb, stores_for
 
 log = logging.getLogger("tierbed")
 POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
@@ -130,21 +131,12 @@ class TableBatchedEmbeddingBags(TableModule):
             )
         # without an optimizer of its own the module's rows are trained by an EagerOptimizer or a Graph
         self._settings = settings_of(
-            {
-                "optimizer": optimizer,
-                "learning_rate": learning_rate,
-                "eps": eps,
-                "beta1": beta1,
-                "beta2": beta2,
-                "weight_decay": weight_decay,
-                "weight_decay_mode": weight_decay_mode,
-                "momentum": momentum,
-                "eta": eta,
-                "max_norm": max_norm,
-            }
+            {"optimizer": optimizer, "learning_rate": learning_rate, "max_norm": max_norm}
+            | {"eps": eps, "beta1": beta1, "beta2": beta2, "momentum": momentum, "eta": eta}
+            | {"weight_decay": weight_decay, "weight_decay_mode": weight_decay_mode}
         )
         clip = _checked_clip(gradient_clipping, max_gradient)
-        caching = Caching(parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm"), cache_load_factor)
+        algorithm = parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm")
         output, run_on = parse_dtype(output_dtype), device_of(tables[0].compute, device)
         self._rows: ShiftedOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
@@ -158,8 +150,10 @@ class TableBatchedEmbeddingBags(TableModule):
             widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
             unused += self._settings.idle()
         groups = group_tables(name, tables)
-        stores = stores_for(groups, store_options, caching, widths, unused)
-        self._make_embeddings(groups, stores, torch.int64, None, check_seed(seed), output, world, state_dtype)
+        stores = stores_for(groups, store_options, algorithm, cache_load_factor, widths, unused)
+        self._make_embeddings(
+            groups, stores, check_seed(seed), output_dtype=output, world=world, state_dtype=state_dtype
+        )
         self._updaters = []
         if self._rows is not None:
             for embedding in self.each():
@@ -262,17 +256,7 @@ class TableBatchedEmbeddingBags(TableModule):
 
         `embedding_of(table).put(keys, rows, table)` writes, and `clone()` gives a tensor of your own.
         """
-        copies: list[Tensor] = []
-        for table in self.tables:
-            group, number = self.table_location(table.name)
-            remedy = (
-                f"split_embedding_weights of {self.name!r} copies rows, so a write into those of table {table.name!r} "
-                f"changes no stored row; call embedding_of({table.name!r}).put(torch.arange({table.num_embeddings}), "
-                f"rows, {table.name!r}) or load_dense, or clone() them for a tensor of your own"
-            )
-            weights = dense_rows(self.embedding(group), number, table.num_embeddings, table.dtype)
-            copies.append(ReadOnlyCopy.of(weights, remedy))
-        return copies
+        return [self.embeddings.tables[table.name].weight for table in self.tables]
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
         """The optimizer's states of each table, copied: an in-place write into them raises InputError.
@@ -385,9 +369,9 @@ class TableBatchedEmbeddingBags(TableModule):
 
         A store keeps its own count of updates: set the step again after a restart.
         """
-        self._own_optimizer("set_optimizer_step").shift = checked_step(step) - max(
-            embedding.table_handle().local_table.step for embedding in self.each()
-        )
+        rows = self._own_optimizer("set_optimizer_step")
+        past = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
+        rows.shift = past - max(embedding.table_handle().local_table.step for embedding in self.each())
 
     def extra_repr(self) -> str:
         optimizer = "NONE" if self._settings is None else self._settings.optimizer.name

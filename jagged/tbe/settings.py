@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.checks import as_number, int_option
+from ...engine.checks import as_number
 from ...engine.errors import OptimizerError, OptionError
 from ...engine.optim.base import LARGEST, SMALLEST
 from ...engine.optim.lamb import LAMB, PartialRowWiseLAMB
@@ -17,7 +17,6 @@ from ...engine.optim.lars_sgd import LarsSGD
 from ...engine.optim.partial_rowwise_adam import PartialRowWiseAdam
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
-from ...engine.row_format import LAST_STEP
 from .enums import OptimType, WeightDecayMode, parse_dtype, parse_enum
 
 _NEAREST = {
@@ -187,8 +186,3 @@ def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:
     if len(of_elements) > 1:
         raise OptionError(f"optimizer_state_dtypes={given!r}: states of an element have one dtype; give it to each")
     return next(iter(of_elements), torch.float32)
-
-
-def checked_step(step: Any) -> int:
-    """A number of past steps. OptionError."""
-    return int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)

@@ -11,7 +11,7 @@ import torch
 
 from ...embedding.embedding import MultiTableEmbedding
 from ...engine._core import WAYS
-from ...engine.cache.memory_split import LINE_OVERHEAD_BYTES, MB
+from ...engine.cache.memory_split import MB
 from ...engine.checks import as_int, as_number
 from ...engine.errors import OptionError
 from ...engine.options.initializers import AnyTableOptions, make_constant_initializer, make_table_options
@@ -89,33 +89,6 @@ class EmbeddingSpec:
         return make_table_options(initializer, self.name, **self.bounds.options(self.num_embeddings))
 
 
-@dataclass(frozen=True)
-class Caching:
-    """The cache of tables in MANAGED_CACHING, by FBGEMM's arguments."""
-
-    algorithm: CacheAlgorithm
-    load_factor: float
-
-    def __post_init__(self) -> None:
-        factor = as_number(self.load_factor)
-        if factor is None or not 0 < factor <= 1:
-            raise OptionError(f"cache_load_factor={self.load_factor!r}: give a number > 0 and <= 1")
-
-    def idle(self, why: str) -> list[str]:
-        """The arguments that were given, with the reason why they change nothing."""
-        given = {
-            "cache_algorithm": self.algorithm is not CacheAlgorithm.LRU,
-            "cache_load_factor": self.load_factor != LOAD_FACTOR,
-        }
-        return [f"{name}: {why}" for name, is_given in given.items() if is_given]
-
-    def budget_mb(self, rows: int, width: int) -> float:
-        """MiB of a cache for `load_factor` of the rows. width: 4-byte words of a row, state included."""
-        row_bytes = (4 * width + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
-        sets = -int(-self.load_factor * rows // WAYS)
-        return max(sets, 1) * WAYS * row_bytes / MB
-
-
 def checked_specs(
     embedding_specs: Any, table_names: Any, dtype: torch.dtype, bounds: Bounds, by_location: bool
 ) -> list[EmbeddingSpec]:
@@ -170,28 +143,38 @@ def checked_features(feature_table_map: Any, tables: int) -> list[int]:
 def stores_for(
     groups: Mapping[str, Sequence[EmbeddingSpec]],
     store_options: Mapping[str, Any] | None,
-    caching: Caching,
+    cache_algorithm: CacheAlgorithm,
+    cache_load_factor: float,
     widths: Mapping[int, int],
     idle: list[str],
 ) -> dict[str, StoreOptions]:
     """The store of each embedding, by its name: of its location, or its part of `store_options`. OptionError.
 
-    groups: the tables of each embedding. widths: by dim, the 4-byte words of a row, state included. idle: gets the
-    arguments of the cache if they change nothing.
+    groups: the tables of each embedding. cache_algorithm, cache_load_factor: of tables in MANAGED_CACHING. widths: by
+    dim, the 4-byte words of a row, state included. idle: gets the arguments of the cache if they change nothing.
     """
+    factor = as_number(cache_load_factor)
+    if factor is None or not 0 < factor <= 1:
+        raise OptionError(f"cache_load_factor={cache_load_factor!r}: give a number > 0 and <= 1")
+    why = ""
     if store_options is not None:
-        idle += caching.idle("store_options say what is cached, by cache_policy and a budget")
+        why = "store_options say what is cached, by cache_policy and a budget"
+    elif all(tables[0].location is not EmbeddingLocation.MANAGED_CACHING for tables in groups.values()):
+        why = "no table is in EmbeddingLocation.MANAGED_CACHING, and others have no cache"
+    if why:
+        idle += [f"cache_algorithm: {why}"] * (cache_algorithm is not CacheAlgorithm.LRU)
+        idle += [f"cache_load_factor: {why}"] * (factor != LOAD_FACTOR)
+    if store_options is not None:
         return stores_of(store_options, store_requests(groups))
-    if all(tables[0].location is not EmbeddingLocation.MANAGED_CACHING for tables in groups.values()):
-        idle += caching.idle("no table is in EmbeddingLocation.MANAGED_CACHING, and others have no cache")
     stores: dict[str, StoreOptions] = {}
     for name, tables in groups.items():
         if tables[0].location is EmbeddingLocation.DEVICE:
             stores[name] = make_device_mem_store_options()
         elif tables[0].location is EmbeddingLocation.MANAGED_CACHING:
-            rows = sum(table.num_embeddings for table in tables)
-            budget = caching.budget_mb(rows, widths[tables[0].embedding_dim])
-            stores[name] = make_cached_host_mem_store_options(budget, cache_policy=caching.algorithm.name.lower())
+            sets = -int(-factor * sum(table.num_embeddings for table in tables) // WAYS)
+            row = row_bytes(StoreRequest(widths[tables[0].embedding_dim]))
+            budget = max(sets, 1) * WAYS * row / MB
+            stores[name] = make_cached_host_mem_store_options(budget, cache_policy=cache_algorithm.name.lower())
         else:
             stores[name] = make_host_mem_store_options()
     return stores
