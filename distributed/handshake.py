@@ -154,7 +154,8 @@ def _difference(every: Sequence[Mapping[str, Any]]) -> str:
             "ranks in the same order"
         )
     values = [_flat(one["same"]) for one in every]
-    names = [name for name in dict.fromkeys(name for one in values for name in one) if _differs(name, values)]
+    every_name = dict.fromkeys(name for one in values for name in one)
+    names = [name for name in every_name if any(one.get(name) != values[0].get(name) for one in values)]
     shown = names[:MAX_NAMES]
     by_rank = "; ".join(
         f"rank {rank}: " + ", ".join(f"{name}={one.get(name)}" for name in shown) for rank, one in enumerate(values)
@@ -169,7 +170,3 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         found |= {f"{name}: {key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
     return found
-
-
-def _differs(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    return any(one.get(name) != values[0].get(name) for one in values)

@@ -101,13 +101,6 @@ def _connect_to(other: int, address: tuple[str, int, str], rank: int, end: float
     return connection
 
 
-class _Guest(NamedTuple):
-    """A connection that has not greeted yet."""
-
-    host: str
-    hello: bytearray
-
-
 def _accept_ranks(
     listener: socket.socket, token: str, ranks: Sequence[int], end: float, opened: ExitStack
 ) -> dict[int, socket.socket]:
@@ -116,21 +109,21 @@ def _accept_ranks(
     The greetings of all connections are read at once, so a silent one delays no rank.
     """
     found: dict[int, socket.socket] = {}
-    guests: dict[socket.socket, _Guest] = {}
+    guests: dict[socket.socket, tuple[str, bytearray]] = {}  # by connection, its host and its greeting so far
     strangers: Counter[str] = Counter()
     listener.setblocking(False)
     with selectors.PollSelector() as selector:  # which needs no descriptor
 
         def send_away(guest: socket.socket) -> None:
             selector.unregister(guest)
-            strangers[guests.pop(guest).host] += 1
+            strangers[guests.pop(guest)[0]] += 1
             guest.close()
 
         selector.register(listener, selectors.EVENT_READ)
         while len(found) < len(ranks) and (left := end - monotonic()) > 0:
             ready = {key.fileobj for key, _ in selector.select(left)}
             for connection in [guest for guest in guests if guest in ready]:
-                hello = guests[connection].hello
+                hello = guests[connection][1]
                 if not _hear(connection, hello):
                     continue
                 rank = _rank_in(hello, token)
@@ -154,10 +147,10 @@ def _accept_ranks(
                 continue
             opened.enter_context(connection).setblocking(False)
             selector.register(connection, selectors.EVENT_READ)
-            guests[connection] = _Guest(host, bytearray())
+            guests[connection] = host, bytearray()
             if len(guests) > len(ranks) - len(found) + MAX_SILENT:
                 send_away(next(iter(guests)))
-    strangers.update(guest.host for guest in guests.values())
+    strangers.update(host for host, _ in guests.values())
     unknown = _describe(strangers, listener)
     if missing := [rank for rank in ranks if rank not in found]:
         remedy = unknown or "see the logs of these ranks"

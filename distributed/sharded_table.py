@@ -103,12 +103,7 @@ class ShardedBatch:
         if self._rows is not None:
             return
         answer = self._unpin_on_error(self._exchange.wait)
-        capacity = self._table.capacity
-        if capacity is not None and any(answer.counts) and sum(answer.notes) + sum(answer.counts) > capacity:
-            self.release()
-            self._world.raise_shared(
-                capacity_error(self.local.spec.name, capacity, sum(answer.notes), sum(answer.counts))
-            )
+        self._unpin_on_error(lambda: self._table.check_capacity(answer.notes, answer.counts))
         self._rows = self._received.rows.to(self.local.processor.device, torch.float32)
         assert self.own is not None
         own = (self.own.core, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
@@ -263,13 +258,6 @@ class ShardedBatch:
                 f"embedding {self.local.spec.name!r}: the batch is no longer pinned: put, delete or a load unpinned "
                 "its rows in the middle of the step; let one thread at a time write to it"
             )
-
-
-def capacity_error(name: str, capacity: int, rows: int, new: int) -> CapacityError:
-    return CapacityError(
-        f"embedding {name!r}: capacity={capacity} rows over all ranks, {rows} exist and {new} new "
-        "ones would be added; give a larger capacity, or an eviction policy"
-    )
 
 
 def _collective(what: str) -> Callable[[Method], Method]:
@@ -450,19 +438,23 @@ class ShardedTable:
         op = f"put of embedding {self.name!r} at step {self.own.step}"
         requested, rows = self._scatter(op, lookup, values)
         if self.capacity is not None:
-            self._check_room(op, requested, self.capacity)
+            new, error = catch(lambda: new_rows(self.own, requested))
+            news = [new or 0] * self.world.size
+            answer = self.world.handshake(f"{op}: room", error, counts=news, note=self.own.counts.rows)
+            self.check_capacity(answer.notes, answer.counts)
         self.count_write()
         _, error = catch(lambda: self.own.put(requested, rows))
         self.world.handshake(f"{op}: done", error)
 
-    def _check_room(self, op: str, requested: Lookup, capacity: int) -> None:
-        """Raise CapacityError on every rank if new rows of all ranks exceed `capacity`."""
-        new, error = catch(lambda: new_rows(self.own, requested))
-        answer = self.world.handshake(
-            f"{op}: room", error, counts=[new or 0] * self.world.size, note=self.own.counts.rows
-        )
-        if any(answer.counts) and sum(answer.notes) + sum(answer.counts) > capacity:
-            self.world.raise_shared(capacity_error(self.name, capacity, sum(answer.notes), sum(answer.counts)))
+    def check_capacity(self, rows: list[int], new: list[int]) -> None:
+        """CapacityError on every rank if new rows of all ranks exceed `capacity`. rows, new: how many, by rank."""
+        if self.capacity is not None and any(new) and sum(rows) + sum(new) > self.capacity:
+            self.world.raise_shared(
+                CapacityError(
+                    f"embedding {self.name!r}: capacity={self.capacity} rows over all ranks, {sum(rows)} exist and "
+                    f"{sum(new)} new ones would be added; give a larger capacity, or an eviction policy"
+                )
+            )
 
     @_collective("delete")
     def delete(self, lookup: Lookup) -> int:
