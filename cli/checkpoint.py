@@ -34,8 +34,11 @@ def list_(path: Place, as_json: Json = False) -> None:
     if as_json:
         print_json({"checkpoints": [_entry(one) for one in found], "damaged": {n: str(e) for n, e in damaged.items()}})
     else:
-        lines = ([one.path.name, one.of, _steps(one), size(one.bytes), age(one.created)] for one in found)
-        print_table([["name", "of", "embeddings and steps", "size", "age"], *lines], {3, 4})
+        lines = [["name", "of", "embeddings and steps", "size", "age"]]
+        for one in found:
+            steps = ", ".join(f"{path} {snapshot.description['step']:,}" for path, snapshot in one.rows.items())
+            lines.append([one.path.name, one.of, steps, size(one.bytes), age(one.created)])
+        print_table(lines, {3, 4})
     report_damaged(damaged)
 
 
@@ -129,7 +132,3 @@ def _entry(one: Kept) -> dict[str, Any]:
         "bytes": one.bytes,
         "embeddings": rows,
     }
-
-
-def _steps(one: Kept) -> str:
-    return ", ".join(f"{path} {snapshot.description['step']:,}" for path, snapshot in one.rows.items())

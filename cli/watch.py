@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..snapshots.store.status import StoreStatus
 
 
+_STATE = ("state", "holder", "step")  # what a change of a store is told by
+
+
 class View(NamedTuple):
     """The state of a store when it was polled."""
 
@@ -55,13 +58,8 @@ def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
     - "saved", with the entry of a snapshot, and "removed", with its `name`;
     - "damaged", with `name` and `error`.
     """
-    status = now.status
-    state = {"state": status.state, "holder": status.holder, "step": status.step}
-    if before is None or state != {
-        "state": before.status.state,
-        "holder": before.status.holder,
-        "step": before.status.step,
-    }:
+    state, last = ({name: view and getattr(view.status, name) for name in _STATE} for view in (now, before))
+    if state != last or before is None:
         yield {"event": "store", **state}
     old = {} if before is None else before.snapshots
     for name in old:
