@@ -94,7 +94,9 @@ class Handshake:
 
     def _refuse(self) -> NoReturn:
         same = _packed(self._same, lambda one: one.parts if isinstance(one, CollectiveSequence) else repr(one))
-        sent = msgpack.packb({"op": self._op, "same": msgpack.unpackb(same), "error": _described_error(self._error)})
+        message = str(self._error).encode(errors="backslashreplace").decode()
+        error = None if self._error is None else {"kind": type(self._error).__name__, "message": message}
+        sent = msgpack.packb({"op": self._op, "same": msgpack.unpackb(same), "error": error})
         every = [msgpack.unpackb(data) for data in self._group.exchange_bytes(self._op, sent)]
         self._raise_first_error([one["error"] for one in every])
         self._group.mismatches += 1
@@ -137,12 +139,6 @@ def _packed(value: Any, default: Callable[[Any], Any]) -> bytes:
         return bytes(msgpack.packb(value, default=default))
     except (ValueError, OverflowError):
         return bytes(msgpack.packb({name: carried(one) for name, one in value.items()}, default=default))
-
-
-def _described_error(error: BaseException | None) -> dict[str, str] | None:
-    if error is None:
-        return None
-    return {"kind": type(error).__name__, "message": str(error).encode(errors="backslashreplace").decode()}
 
 
 def _difference(every: Sequence[Mapping[str, Any]]) -> str:

@@ -115,24 +115,17 @@ class IdPrefetcher:
             self._advance(step)
         self._free()
 
-    def number_of(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> int:
-        """The number of the announcement of these lookups on a processor, from 1; 0 if there is none."""
-        return next((step.number for step in self._announced if step.is_of(lookups, processor)), 0)
+    def find(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> AnnouncedStep | None:
+        """The announced step of these lookups on a processor. Its rows are known."""
+        return next((step for step in self._announced if step.is_of(lookups, processor)), None)
 
-    def local_of(self, number: int) -> LocalBatch:
-        """The unique rows of an announced step."""
-        local = self._of(number).local
-        assert local is not None
-        return local
-
-    def take(self, number: int) -> list[Lookup]:
+    def take(self, step: AnnouncedStep) -> list[Lookup]:
         """What ranks request of this one in an announced step. Earlier ones are dropped."""
-        found = self._of(number)
-        while not found.is_complete:
-            self._advance(found)
-        self.skip(number)
-        assert found.requested is not None
-        return found.requested
+        while not step.is_complete:
+            self._advance(step)
+        self.skip(step.number)
+        assert step.requested is not None
+        return step.requested
 
     def skip(self, number: int) -> None:
         """No step will take the announcements up to this one."""
@@ -150,9 +143,6 @@ class IdPrefetcher:
         if self._announced and self._announced[-1].is_refused:
             self._count -= 1  # the other ranks announced nothing either
         self._announced = deque(step for step in self._announced if step.is_wanted or not step.is_complete)
-
-    def _of(self, number: int) -> AnnouncedStep:
-        return next(step for step in self._announced if step.number == number)
 
     def _advance(self, step: AnnouncedStep) -> None:
         if not step.is_complete:

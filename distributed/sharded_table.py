@@ -357,7 +357,8 @@ class ShardedTable:
         dtype: of what a step gathers; None if this is no step.
         """
         world, own, is_step = self.world, self.own, dtype is not None
-        number = self.id_prefetcher.number_of(lookups, own.processor) if is_step else 0
+        announced = self.id_prefetcher.find(lookups, own.processor) if is_step else None
+        number = 0 if announced is None else announced.number
         pools = any(lookup.pooling is not None for lookup in lookups)
 
         same: dict[str, Any] = {"graph": world.collectives, "shared lookups": dedup_from is not None}
@@ -368,8 +369,8 @@ class ShardedTable:
                 optimizer = own.check_optimizer()
                 numbers = optimizer.numbers(own.step + 1)
                 same.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
-            if number and dedup_from is None:
-                return self.id_prefetcher.local_of(number)
+            if announced is not None and announced.local is not None and dedup_from is None:
+                return announced.local
             return LocalBatch(own.processor, own.spec, lookups, world, None if dedup_from is None else dedup_from.local)
 
         local, error = catch(prepare)
@@ -388,8 +389,8 @@ class ShardedTable:
         if dedup_from is not None:
             self.id_prefetcher.skip(number)
             return local, dedup_from.requested, pools
-        if number and all(note >> 1 == number for note in answer.notes):
-            return local, self.id_prefetcher.take(number), pools
+        if announced is not None and all(note >> 1 == number for note in answer.notes):
+            return local, self.id_prefetcher.take(announced), pools
         self.id_prefetcher.skip(number)
         return local, IdExchange(world, f"ids of {op}", local, answer.counts, self.traffic).wait(), pools
 

@@ -114,8 +114,12 @@ class World(RankGroup):
             if dtype not in DTYPES:
                 raise OptionError(f"{name}={dtype}: give one of {', '.join(map(str, DTYPES))}")
         rank, size = _rank_and_size(group)
-        if size > 1:
-            _check_backend(group)
+        if size > 1 and "gloo" not in (backends := dist.get_backend_config(group)):
+            raise OptionError(
+                f"group: its backends are {backends}; rows are sent between ranks through host memory, those of a GPU "
+                "as well, over Gloo, and NCCL sends none of that: call init_process_group('cpu:gloo,cuda:nccl'), or "
+                "give new_group(backend='gloo')"
+            )
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if size > 1 else []
         super().__init__(ranks, rank, timeout, rows, grads)
 
@@ -259,14 +263,3 @@ def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if (rank := dist.get_rank(group)) < 0:
         raise OptionError("group: this process is none of its ranks")
     return rank, dist.get_world_size(group)
-
-
-def _check_backend(group: dist.ProcessGroup | None) -> None:
-    """OptionError for a group that was made without Gloo."""
-    backends = dist.get_backend_config(group)
-    if "gloo" not in backends:
-        raise OptionError(
-            f"group: its backends are {backends}; rows are sent between ranks through host memory, those of a GPU "
-            "as well, over Gloo, and NCCL sends none of that: call init_process_group('cpu:gloo,cuda:nccl'), or give "
-            "new_group(backend='gloo')"
-        )

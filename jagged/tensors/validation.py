@@ -95,8 +95,13 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
         return offsets_of(lengths)
     if statically_true(offsets.shape[0] == 0):
         raise InputError("offsets: a tensor [0]; give a 0, and then the end of each bag")
-    if lengths is not None:
-        _check_same(lengths, offsets)
+    if lengths is not None and statically_true(lengths.shape[0] != offsets.shape[0] - 1):
+        raise InputError(
+            f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: offsets have one more; give one of the two"
+        )
+    has_values = offsets.device.type == "cpu" and not is_traced()
+    if lengths is not None and has_values and not torch.equal(offsets.diff(), lengths.to(offsets.dtype)):
+        raise InputError("lengths are not the differences of offsets; give one of the two")
     return offsets.to(torch.int64)
 
 
@@ -147,16 +152,6 @@ def in_order(keys: Sequence[str], names: Sequence[str], indices: Tensor) -> Tens
     if order != [*range(len(names))]:
         indices = indices[order]
     return indices.to(torch.int64)
-
-
-def _check_same(lengths: Tensor, offsets: Tensor) -> None:
-    """InputError if lengths and offsets are of different bags."""
-    if statically_true(lengths.shape[0] != offsets.shape[0] - 1):
-        raise InputError(
-            f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: offsets have one more; give one of the two"
-        )
-    if offsets.device.type == "cpu" and not is_traced() and not torch.equal(offsets.diff(), lengths.to(offsets.dtype)):
-        raise InputError("lengths are not the differences of offsets; give one of the two")
 
 
 def _describe(value: object) -> str:
