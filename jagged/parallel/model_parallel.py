@@ -62,7 +62,13 @@ class DistributedModelParallel(nn.Module):
         self._world, self._group = _world_of(env)
         self._wrapped: nn.Module = module
         for embedding in self._embeddings():
-            _share(embedding, self._world)
+            if embedding.world is None and self._world.size > 1:
+                if embedding.is_open:
+                    raise InputError(
+                        f"embedding {embedding.name!r} is open, with the rows of this process alone; make the "
+                        "DistributedModelParallel before the first lookup, or give world= to the collection"
+                    )
+                embedding.world = self._world
         fuse(module, sharders)
         if init_parameters:
             _leave_meta(module, self.device)
@@ -187,17 +193,6 @@ def _world_of(env: Any) -> tuple[World, dist.ProcessGroup | None]:
     if group is None and not dist.is_initialized():
         return World.of_one(), None
     return World(group), group
-
-
-def _share(embedding: MultiTableMultiColumnEmbedding, world: World) -> None:
-    if embedding.world is not None or world.size == 1:
-        return
-    if embedding.is_open:
-        raise InputError(
-            f"embedding {embedding.name!r} is open, with the rows of this process alone; make the "
-            "DistributedModelParallel before the first lookup, or give world= to the collection"
-        )
-    embedding.world = world
 
 
 def _check_plan(plan: Any) -> None:

@@ -213,12 +213,9 @@ def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
         inner: list[tuple[Any, Any]] = [*whole.items()]
     elif isinstance(whole, (list, tuple)):
         inner = [*enumerate(whole)]
-    elif hasattr(whole, "__dict__"):
-        inner = [((name,), value) for name, value in vars(whole).items()]
-    elif dataclasses.is_dataclass(whole):  # with slots
-        inner = [((one.name,), getattr(whole, one.name, None)) for one in dataclasses.fields(whole)]
     else:
-        return None
+        slots = [one.name for one in dataclasses.fields(whole)] if dataclasses.is_dataclass(whole) else ()
+        inner = [((name,), getattr(whole, name, None)) for name in getattr(whole, "__dict__", slots)]
     for step, value in inner:
         found = _path_to(value, part, depth - 1)
         if found is not None:

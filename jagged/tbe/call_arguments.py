@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...engine.checks import as_int
-from ...engine.errors import InputError, OptionError
+from ...engine.errors import InputError, OptionError, TierbedError
 from ..tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor
 
 _PREFETCH = "a cache keeps the rows of announced batches by itself; call prefetch"
@@ -99,8 +99,13 @@ def idle(given: dict[str, Any], dtype: torch.dtype) -> list[str]:
     return taken
 
 
-def refuse(given: Mapping[str, Any], known: Mapping[str, tuple[Any, str]], others: Iterable[str]) -> None:
-    """OptionError for an argument that is refused, unless it has FBGEMM's default, and for an unknown one.
+def refuse(
+    given: Mapping[str, Any],
+    known: Mapping[str, tuple[Any, str]],
+    others: Iterable[str],
+    error: type[TierbedError] = OptionError,
+) -> None:
+    """An error for an argument that is refused, unless it has FBGEMM's default, and for an unknown one.
 
     others: the names of the supported arguments.
     """
@@ -108,19 +113,11 @@ def refuse(given: Mapping[str, Any], known: Mapping[str, tuple[Any, str]], other
         if name not in known:
             near = difflib.get_close_matches(name, [*others, *known], 1)
             meant = f"did you mean {near[0]}?" if near else "leave it out"
-            raise OptionError(f"{name}={value!r}: there is no such argument; {meant}")
+            raise error(f"{name}={value!r}: there is no such argument; {meant}")
         default, reason = known[name]
         plain = value.value if isinstance(value, Enum) else value
         if plain is not default and not (isinstance(plain, (int, float, str)) and plain == default):
-            raise OptionError(f"{name}={value!r}: {reason}")
-
-
-def refuse_call(given: Mapping[str, Any], others: Iterable[str]) -> None:
-    """InputError for an argument of a call that is refused or unknown."""
-    try:
-        refuse(given, CALL, others)
-    except OptionError as error:
-        raise InputError(str(error)) from None
+            raise error(f"{name}={value!r}: {reason}")
 
 
 class TBECall(NamedTuple):

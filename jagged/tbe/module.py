@@ -14,7 +14,6 @@ from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
 from ...embedding.dense_rows import CHUNK, dense_states, dense_tensors
-from ...embedding.embedding import MultiTableEmbedding
 from ...engine.checks import as_number, checked_arguments, int_option
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.options.initializers import make_uniform_initializer
@@ -24,7 +23,7 @@ from ...engine.row_format import LAST_STEP
 from ..collections.read_only import ReadOnlyCopy
 from ..collections.tables import Table, TableModule, group_tables
 from ..tensors.validation import is_traced
-from .call_arguments import CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, idle, refuse, refuse_call
+from .call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, idle, refuse
 from .dispatch import CallSplitter, FusedUpdater
 from .enums import (
     BoundsCheckMode,
@@ -42,13 +41,6 @@ from .specs import LOAD_FACTOR, Bounds, checked_features, checked_specs, device_
 
 log = logging.getLogger("tierbed")
 POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
-
-
-def fill_uniform(embedding: MultiTableEmbedding, number: int, rows: int, low: float, high: float) -> None:
-    """Write all rows of one table, uniform over [low, high], drawn in the order of the rows."""
-    for first in range(0, rows, CHUNK):
-        keys = torch.arange(first, min(first + CHUNK, rows))
-        embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(low, high), number)
 
 
 class TableBatchedEmbeddingBags(TableModule):
@@ -246,7 +238,9 @@ class TableBatchedEmbeddingBags(TableModule):
             names = [str(name) for name in embedding.spec.table_names]
             if embedding.is_open:
                 for number, name in enumerate(names):
-                    fill_uniform(embedding, number, specs[name].num_embeddings, min_val, max_val)
+                    for keys in torch.arange(specs[name].num_embeddings).split(CHUNK):
+                        drawn = torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val)
+                        embedding.put(keys, drawn, number)
             else:
                 options = tuple(specs[name].table_options(uniform) for name in names)
                 embedding.spec = replace(embedding.spec, tables=options)
@@ -389,7 +383,8 @@ class TableBatchedEmbeddingBags(TableModule):
             self._said_idle = True
             log.warning("%r: no rows are streamed, so these change nothing: %s", self.name, ", ".join(IDLE_CALL))
         unsupported = {name: given for name, given in unsupported.items() if name not in ignored}
-        refuse_call(unsupported, ("indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"))
+        supported = "indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"
+        refuse(unsupported, CALL, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
         if sizes is not None and self.pooling_mode is PoolingMode.NONE:
