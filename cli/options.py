@@ -95,21 +95,14 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
     from ..engine.store.full import full_table_bytes
     from ..engine.store.rocksdb import WRITE_BUFFER_BYTES
 
-    def budget(mb: float | str) -> int | str:
-        return mb if isinstance(mb, str) else int(mb * MB)
-
-    def overflow(options: CachedHostMemOptions, cache_mb: float | str) -> int | str:
-        return cache_mb if isinstance(cache_mb, str) else int(options.overflow_for(cache_mb) * MB)
-
     parts: dict[str, int | str | None] = {}
     if isinstance(options, CachedHostMemOptions):
-        parts |= {"cache": budget(options.cache_budget_mb), "overflow": overflow(options, options.cache_budget_mb)}
+        caches = {"": options.cache_budget_mb, "host_cache_": options.get("host_cache_budget_mb")}
+        for cache, mb in caches.items():
+            if mb:
+                parts[cache.removesuffix("_") or "cache"] = mb if isinstance(mb, str) else int(mb * MB)
+                parts[f"{cache}overflow"] = mb if isinstance(mb, str) else int(options.overflow_for(mb) * MB)
     if isinstance(options, CachedSsdOptions):
-        if options.host_cache_budget_mb:
-            parts |= {
-                "host_cache": budget(options.host_cache_budget_mb),
-                "host_cache_overflow": overflow(options, options.host_cache_budget_mb),
-            }
         blocks = int((options.rocksdb_cache_mb or 0) * MB)
         return parts | {"rocksdb": WRITE_BUFFER_BYTES + blocks + INDEX_BYTES * (options.capacity or 0)}
     if options.capacity is None or options.storage_dim is None:
