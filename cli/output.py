@@ -242,11 +242,12 @@ def dtype_words(description: Mapping[str, Any]) -> str:
 def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
     """The lines of a table of snapshots, without the header."""
     made = []
-    for name, manifest in ((snapshot.name, snapshot.manifest) for snapshot in snapshots):
+    for snapshot in snapshots:
+        manifest = snapshot.manifest
         parent = "" if manifest.parent is None else manifest.parent.name
         figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
         kinds = manifest.kind, parent, dtype_words(manifest.description)
-        made.append([name, *kinds, *figures, age(manifest.created)])
+        made.append([snapshot.name, *kinds, *figures, age(manifest.created)])
     return made
 
 
@@ -255,14 +256,14 @@ def report(
 ) -> None:
     """Print what a command did since `begin`, in s of time.monotonic. made: by store, if several belong to a model."""
     seconds = time.monotonic() - begin
-    by_store = {f" of {text(store.name)}": one for store, one in made.items()} if isinstance(made, dict) else {"": made}
+    by_store = {store.name: one for store, one in made.items()} if isinstance(made, dict) else {"": made}
     if as_json:
-        stores = {store.name: entry(name, one) for store, one in made.items()} if isinstance(made, dict) else {}
-        document = {"stores": stores} if stores else entry(name, by_store[""])
-        print_json({**document, **more, "seconds": round(seconds, 3)})
+        entries = {store: entry(name, one) for store, one in by_store.items()}
+        print_json({**(entries.get("") or {"stores": entries}), **more, "seconds": round(seconds, 3)})
         return
     left = f", {more['left_out']:,} rows skipped" if more.get("left_out") else ""
-    for of, one in by_store.items():
+    for store, one in by_store.items():
+        of = f" of {text(store)}" if store else ""
         kind = "" if one.kind == "full" else f"{one.kind}, "
         contents = f"{kind}{one.rows:,} rows, {size(one.total_bytes)}, step {one.description['step']:,}"
         print(f"{done} {text(name)}{of}: {contents}, in {span(seconds)}{left}")

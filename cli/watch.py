@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..snapshots.store.status import StoreStatus
 
 
-_STATE = ("state", "holder", "step")  # what a change of a store is told by
+_STATE = ("state", "holder", "step")  # of a store: a change of one is an event
 
 
 class View(NamedTuple):

@@ -13,7 +13,7 @@ from functools import cached_property
 from logging import getLogger
 from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -24,9 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..engine.errors import GroupError, OptionError
 from ..engine.signals import deferred_signals, uninterrupted
 from .peer_monitor import ADDRESS, GroupAborted, PeerMonitor, connect
-
-if TYPE_CHECKING:
-    from .handshake import Handshake
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
 POLL = timedelta(seconds=0.1)  # how often a wait checks for signals, and for ranks that aborted the group
@@ -115,7 +112,7 @@ class RankGroup:
         self.on_host = 1  # how many of the ranks are on this host
         self.step_collectives = 0  # collectives of steps that began
         self.collectives = NO_COLLECTIVES  # of the running step, which all ranks must be in
-        self.pending: Handshake | None = None  # whose headers are in flight
+        self.pending: Any = None  # the Handshake whose headers are in flight
         self.synced_tensors = WeakTensorKeyDictionary()  # those that began with the values of rank 0
         self.pinned_batches: list[Any] | None = None  # of a graph's step so far, in the order of its pins
         self.shared_error: BaseException | None = None  # what was raised on all ranks last

@@ -71,7 +71,7 @@ class KeyedJaggedTensor(Jagged):
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:
         per_rank, strides = stride_per_key_per_rank, stride_per_key
-        if any(one is not None for one in (per_rank, strides, inverse_indices)):
+        if per_rank is not None or strides is not None or inverse_indices is not None:
             parts = keys, values, weights, lengths, offsets
             if per_rank is not None:
                 strides = [sum(of_key) for of_key in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
