@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +147,8 @@ class TBECall(NamedTuple):
             raise InputError(f"feature_requires_grad={wanted!r}: give a tensor of {features} integers, one a feature")
         if self.weights is None:
             return self
-        counts = torch.tensor(self.jagged(features).length_per_key(), device=self.offsets.device)
+        bags = [0, *accumulate(self.bags(features))]
+        counts = self.offsets[torch.tensor(bags, device=self.offsets.device)].diff()
         of_ids = wanted.to(self.offsets.device, torch.bool).repeat_interleave(counts)
         return self._replace(weights=torch.where(of_ids, self.weights, self.weights.detach()))
 

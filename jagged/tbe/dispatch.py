@@ -90,7 +90,8 @@ class CallSplitter:
         every = call.jagged(len(self._embedding_of))
         chosen = every if len(self._groups) == 1 else every.permute(group.features)
         ids, weights, offsets = chosen.values(), chosen.weights_or_none(), chosen.offsets()
-        counts = chosen.length_per_key()
+        lengths = every.length_per_key()
+        counts = [lengths[feature] for feature in group.features]
         rows = counts if self._pooling is None else chosen.stride_per_key()
         tables = torch.tensor(group.tables, device=ids.device).repeat_interleave(
             torch.tensor(rows, device=ids.device), output_size=sum(rows)
