@@ -23,22 +23,8 @@ from .arguments import (
 )
 from .output import print_json, progress, report, size, span, text
 
-
-class Format(StrEnum):
-    """The format of an export, one of `snapshots.exchange.FORMATS`."""
-
-    parquet = "parquet"
-    npz = "npz"
-    safetensors = "safetensors"
-    snapshot = "snapshot"
-
-
-class Dtype(StrEnum):
-    """A dtype of stored numbers, a name of a torch.dtype."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+Format = StrEnum("Format", ["parquet", "npz", "safetensors", "snapshot"])  # those of snapshots.exchange.FORMATS
+Dtype = StrEnum("Dtype", ["float32", "float16", "bfloat16"])  # of stored numbers, by the names of torch
 
 
 def export(

@@ -184,12 +184,7 @@ def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
         return verify_all(chains, damaged, advance)
 
 
-class Kind(StrEnum):
-    """The kind of a snapshot, one of KINDS of snapshots/files/format.py."""
-
-    full = "full"
-    incremental = "incremental"
-    checkpoint = "checkpoint"
+Kind = StrEnum("Kind", ["full", "incremental", "checkpoint"])  # KINDS of snapshots/files/format.py
 
 
 def save(
