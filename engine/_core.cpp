@@ -7,6 +7,7 @@ namespace tierbed {
 
 void bind_ops(nb::module_& m);
 void bind_keys(nb::module_& m);
+void bind_columns(nb::module_& m);
 void bind_owners(nb::module_& m);
 void bind_stores(nb::module_& m);
 void bind_cache(nb::module_& m);
@@ -29,4 +30,5 @@ NB_MODULE(_core, m) {
     tierbed::bind_changes(m);  // after the three that bind tiers
     tierbed::bind_rows(m);
     tierbed::bind_keys(m);
+    tierbed::bind_columns(m);
 }

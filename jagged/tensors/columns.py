@@ -1,7 +1,7 @@
 """FBGEMM's `permute_multi_embedding`: columns of several tensors moved to other tensors, as one op.
 
-On a CPU a cat of parts makes each output. On other devices one gather of columns does, from indices that the device
-computes, so nothing waits for the moves.
+On a CPU a native loop moves them. On other devices one gather of columns does, from indices that the device computes,
+so nothing waits for the moves.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from ...engine import _core
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError
 from .validation import INTEGERS, check_keys, is_list_of, is_traced
 
 _ALIKE = "values: give tensors of one batch, dtype and device"
-_HOST = ("cpu",)  # devices whose moves can be read
+_NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @checked_arguments("keys", "lengths", "groups")
@@ -96,11 +97,12 @@ def permute_multi_embedding(
         raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
     # torch.func and forward gradients know torch's ops alone
     plain = not traced and (peek_interpreter_stack() or forward_ad._current_level >= 0)
-    op: Any = _moved if plain else move_columns
+    op: Any = _gathered if plain else move_columns
     return list(op(values, permutes, in_lengths, out_lengths, widths, False))
 
 
-def _moved(
+@torch.library.custom_op("tierbed::move_columns", mutates_args=())
+def move_columns(
     given: Sequence[Tensor],
     permutes: Tensor,
     in_lengths: Tensor,
@@ -114,27 +116,34 @@ def _moved(
     """
     if any(len(one) != len(given[0]) for one in given):
         raise InputError(_ALIKE)
+    if given[0].device.type != "cpu" or given[0].dtype not in _NATIVE:
+        return [one.clone() for one in _gathered(given, permutes, in_lengths, out_lengths, widths, is_gradient)]
+    kept = [one.resolve_neg().contiguous() if one.stride(1) != 1 or one.is_neg() else one for one in given]
+    made = _empty(given, permutes, in_lengths, out_lengths, widths, is_gradient)
+    _move(_matrices(kept), _matrices(made), permutes, len(kept[0]), kept[0].dtype, is_gradient)
+    return made
+
+
+def _move(sources: list[int], targets: list[int], permutes: Tensor, rows: int, dtype: Any, is_gradient: bool) -> None:
+    """Move columns between `_matrices` on a CPU. Without rows it checks the moves alone. InputError."""
+    moves = np.array(permutes.tolist(), np.int64)
+    if not _core.move_columns(sources, targets, moves.flatten(), rows, str(dtype).removeprefix("torch."), is_gradient):
+        inputs, outputs = (targets, sources) if is_gradient else (sources, targets)
+        raise _wrong(inputs[2::3], moves.tolist(), outputs[2::3])
+
+
+def _gathered(
+    given: Sequence[Tensor], permutes: Tensor, ins: Tensor, outs: Tensor, widths: Sequence[int], is_gradient: bool
+) -> Sequence[Tensor]:
+    """The same by torch's ops, views of one tensor. Moves are checked on a CPU."""
     columns = [one.shape[1] for one in given]
-    if given[0].device.type not in _HOST:
-        index = _sources(permutes, in_lengths, out_lengths, sum(columns if is_gradient else widths))
-        joined = torch.cat(list(given), 1)
-        zeros = joined.new_zeros(len(joined), sum(widths))
-        whole = zeros.index_add(1, index, joined) if is_gradient else joined[:, index]
-        return [one.clone() for one in whole.split(list(widths), 1)]
-    moves: list[list[int]] = permutes.tolist()
-    if is_gradient:
-        sums = [given[0].new_zeros(len(given[0]), width) for width in widths]
-        for source, target, first, to, count, _ in moves:
-            sums[source].narrow(1, first, count).add_(given[target].narrow(1, to, count))
-        return sums
-    _check_moves(columns, moves, widths)
-    parts: list[list[Tensor]] = [[given[0][:, :0]] for _ in widths]
-    for source, target, first, _, count, _ in sorted(moves, key=itemgetter(3)):
-        parts[target].append(given[source].narrow(1, first, count))
-    return [torch.cat(of_output, 1) for of_output in parts]
-
-
-move_columns = torch.library.custom_op("tierbed::move_columns", _moved, mutates_args=())
+    if given[0].device.type == "cpu":
+        sources, targets = ([n for width in of for n in (0, 0, width)] for of in (columns, widths))
+        _move(sources, targets, permutes, 0, torch.float32, is_gradient)
+    index, joined = _sources(permutes, ins, outs, sum(columns if is_gradient else widths)), torch.cat(list(given), 1)
+    zeros = joined.new_zeros(len(joined), sum(widths))
+    moved = zeros.index_add(1, index, joined) if is_gradient else joined[:, index]
+    return moved.split(list(widths), 1)
 
 
 @move_columns.register_fake
@@ -155,6 +164,10 @@ def _backward(ctx: Any, grads: list[Tensor]) -> Any:
 move_columns.register_autograd(_backward, setup_context=_keep)
 
 
+def _matrices(tensors: Sequence[Tensor]) -> list[int]:
+    return [n for one in tensors for n in (one.data_ptr(), one.stride(0) * one.element_size(), one.shape[1])]
+
+
 def _sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
     """For each column of all outputs, the column of all inputs that it comes from, on the device of permutes."""
     source, target, first, to, count = permutes[:, :5].long().unbind(1)
@@ -165,25 +178,26 @@ def _sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns:
     return (in_lengths.cumsum(0) - in_lengths)[source[move]] + first[move] + column - begin[move]
 
 
-def _check_moves(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> None:
-    """InputError unless moves fill each column of the outputs once. inputs, outputs: how many columns each has."""
+def _wrong(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> InputError:
+    """The error for moves that do not fill the outputs."""
     for row in moves:
         source, target, first, _, count, _ = row
         if not (0 <= source < len(inputs) and 0 <= target < len(outputs) and count >= 0):
-            raise InputError(
+            return InputError(
                 f"permutes: {row} of {len(inputs)} inputs and {len(outputs)} outputs; give moves of columns from one "
                 "of the inputs to one of the outputs"
             )
         if first < 0 or first + count > inputs[source]:
-            raise InputError(
+            return InputError(
                 f"permutes: moves of columns {first} to {first + count}; give columns from 0 to {inputs[source]}"
             )
-    ends = [0] * len(outputs)
-    spans = sorted((to, count, target) for _, target, _, to, count, _ in moves)
-    for to, count, output in [*spans, *((width, 0, output) for output, width in enumerate(outputs))]:
-        if to != ends[output]:
-            raise InputError(
-                f"permutes: columns {ends[output]} to {to} of output {output} are filled by no move or by two; give "
-                "one move for each column"
-            )
-        ends[output] += count
+    for output, width in enumerate(outputs):
+        end = 0
+        for to, count in [*sorted((row[3], row[4]) for row in moves if row[1] == output), (width, 0)]:
+            if to != end:
+                return InputError(
+                    f"permutes: columns {end} to {to} of output {output} are filled by no move or by two; give one "
+                    "move for each column"
+                )
+            end += count
+    return InputError(f"permutes: {moves}; give numbers of 32 bits")
