@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..distributed.world import catch
-from ..engine.durable import fsync_dir
+from ..engine.durable import fsync_dir, temporary_path
 from ..engine.errors import StoreError
 from ..engine.row_format import Change, Chunks
 from ..engine.store.image import MAX_BEFORE_IMAGE_BYTES
@@ -25,9 +25,8 @@ from ..snapshots.files.writer import (
     Together,
     commit,
     new_snapshot,
-    temporary_folder,
+    write_changes,
     write_shard,
-    write_shard_delta,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class ShardedSave:
         together: Together | None = None,
     ) -> None:
         """rows: of this rank. together: on rank 0, of a store that is trained together with others."""
-        self._world, self._op, self._folder = world, op, folder
+        self._world, self._op, self._folder, self._place = world, op, folder, temporary_path(folder)
         self._description, self._rows, self._parent = description, rows, parent
         self.shard, self._saved_with = HashShard(world.rank, world.size), together
         self.files: Files = {}
@@ -74,11 +73,11 @@ class ShardedSave:
 
     def write(self, chunks: Chunks, progress: ProgressCallback | None = None) -> None:
         """Write the rows of this rank."""
-        self.files = write_shard(temporary_folder(self._folder), self._description, self.shard, chunks, progress)
+        self.files = write_shard(self._place, self._description, self.shard, chunks, progress)
 
     def write_changes(self, changes: Iterable[Change], progress: ProgressCallback | None = None) -> None:
         """Write what changed of the rows of this rank since `parent`."""
-        self.files = write_shard_delta(temporary_folder(self._folder), self._description, self.shard, changes, progress)
+        self.files = write_shard(self._place, self._description, self.shard, changes, progress, write_changes)
 
     def commit(self, error: BaseException | None = None, then: Callable[[], None] | None = None) -> str:
         """Complete the snapshot, once every rank has written. Returns its id.
@@ -123,11 +122,10 @@ class ShardedSave:
         if self._world.rank == 0:
             files = [{name: RowFile(*entry) for name, entry in part.items()} for _, part in self._parts]
             rows = sum(rows for rows, _ in self._parts)
-            place = temporary_folder(self._folder)
-            self._id = commit(place, self._description, rows, files, self._parent, self._saved_with).id
-            fsync_dir(place)
+            self._id = commit(self._place, self._description, rows, files, self._parent, self._saved_with).id
+            fsync_dir(self._place)
             if self._saved_with is not None:
-                fsync_dir(place.parent)  # the name by which it is found when another has committed it
+                fsync_dir(self._folder.parent)  # the name by which it is found when another has committed it
 
     def _finish(self, then: Callable[[], None] | None) -> str | None:
         if self._world.rank != 0:

@@ -1,9 +1,8 @@
 """Writes a snapshot: streamed into a temporary folder, synced, renamed into place.
 
 Several writers can write one snapshot, each its shard of the rows, in a folder that all of them see. One of them enters
-`new_snapshot`, and each calls `write_shard` or `write_shard_delta` in the `temporary_folder` of the snapshot. When all
-have returned, the first calls `commit` and leaves the block. If a writer fails, the block has to raise, which removes
-all files.
+`new_snapshot`, and each calls `write_shard` in the `temporary_path` of the snapshot. When all have returned, the first
+calls `commit` and leaves the block. If a writer fails, the block has to raise, which removes all files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import _core
-from ...engine.durable import Commit, UnsyncedError, atomic_folder, check_exchange, fsync_dir, temporary_path
+from ...engine.durable import Commit, UnsyncedError, atomic_folder, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
 from .format import (
@@ -54,32 +53,18 @@ from .versions import Saved
 Files = dict[str, RowFile]
 
 
-def write_rows(
-    folder: Path,
-    description: dict[str, Any],
-    chunks: Iterable[tuple[int, RowArray]],
-    progress: ProgressCallback | None = None,
-    shard: HashShard | None = None,
-) -> dict[str, RowFile]:
-    """Write rows, as `write_snapshot` takes them, or those of one shard, durably to files in `folder`.
-
-    The names of the files are durable once the folder is synced. Raises SnapshotError for invalid rows, OSError.
-    """
-    return _write_files(folder, bucket_file, description, chunks, progress, shard)
-
-
 def write_changes(
     folder: Path,
     description: dict[str, Any],
     changes: Iterable[Change],
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
-) -> dict[str, RowFile]:
+) -> Files:
     """Write changes, as `write_incremental` takes them, like `write_rows`."""
     deleted: dict[int, list[RowArray]] = {}
     files = write_rows(folder, description, _without_deleted(changes, deleted), progress, shard)
     keys = ((bucket, chunk) for bucket in sorted(deleted) for chunk in deleted[bucket])
-    return files | _write_files(folder, deleted_file, description, keys, progress, shard)
+    return files | write_rows(folder, description, keys, progress, shard, deleted_file)
 
 
 def _without_deleted(changes: Iterable[Change], deleted: dict[int, list[RowArray]]) -> Iterator[tuple[int, RowArray]]:
@@ -90,15 +75,19 @@ def _without_deleted(changes: Iterable[Change], deleted: dict[int, list[RowArray
             yield bucket, rows
 
 
-def _write_files(
+def write_rows(
     folder: Path,
-    name_of: Callable[[int, int | None], str],
     description: dict[str, Any],
     chunks: Iterable[tuple[int, RowArray]],
-    progress: ProgressCallback | None,
-    shard: HashShard | None,
-) -> dict[str, RowFile]:
-    """Write each bucket's rows to its file. The next chunk is made while earlier ones are being written and synced."""
+    progress: ProgressCallback | None = None,
+    shard: HashShard | None = None,
+    name_of: Callable[[int, int | None], str] = bucket_file,
+) -> Files:
+    """Write rows, as `write_snapshot` takes them, or those of one shard, durably to a file for each bucket.
+
+    The next chunk is made while earlier ones are being written and synced. The names of the files are durable once the
+    folder is synced. Raises SnapshotError for invalid rows, OSError.
+    """
     files: dict[str, _File] = {}
     previous, form = -1, RowForm.described(description)
     with ExitStack() as opened, TaskThread("tierbed-sync") as syncing, TaskThread("tierbed-write") as writing:
@@ -353,34 +342,26 @@ def finish(
     return manifest
 
 
-def temporary_folder(folder: Path) -> Path:
-    """The temporary folder in which the shards of the snapshot `folder` are written."""
-    return temporary_path(folder)
-
-
 def write_shard(
     place: Path,
     description: dict[str, Any],
     shard: HashShard,
-    chunks: Iterable[tuple[int, RowArray]],
+    rows: Iterable[Any],
     progress: ProgressCallback | None = None,
+    write: Callable[..., Files] = write_rows,
 ) -> Files:
-    """Write the rows of a shard durably. `chunks`, `progress`: as in `write_snapshot`. Returns the files for `commit`.
+    """Write the rows of a shard durably, or its changes by `write_changes`. Returns the files for `commit`.
 
-    Raises SnapshotError, also for rows of another shard; and what `chunks` raises.
+    Raises SnapshotError, also for rows of another shard; and what `rows` raises.
     """
-    return _written(place, shard, lambda: write_rows(place, description, chunks, progress, shard))
-
-
-def write_shard_delta(
-    place: Path,
-    description: dict[str, Any],
-    shard: HashShard,
-    changes: Iterable[Change],
-    progress: ProgressCallback | None = None,
-) -> Files:
-    """Write the changes of a shard durably, as `write_shard`. `changes`: as in `write_incremental`."""
-    return _written(place, shard, lambda: write_changes(place, description, changes, progress, shard))
+    try:
+        files = write(place, description, rows, progress, shard)
+        fsync_dir(place)
+        return files
+    except OSError as error:
+        raise SnapshotError(
+            f"shard {shard.number} of {shard.of} of a snapshot was not written to {str(place.parent)!r}: {error}"
+        ) from error
 
 
 def commit(
@@ -397,14 +378,3 @@ def commit(
     """
     files = dict(sorted((name, file) for part in parts for name, file in part.items()))
     return finish(place, description, rows, files=files, parent=parent, parts=len(parts), together=together)
-
-
-def _written(place: Path, shard: HashShard, write: Callable[[], Files]) -> Files:
-    try:
-        files = write()
-        fsync_dir(place)
-        return files
-    except OSError as error:
-        raise SnapshotError(
-            f"shard {shard.number} of {shard.of} of a snapshot was not written to {str(place.parent)!r}: {error}"
-        ) from error

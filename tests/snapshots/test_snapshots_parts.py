@@ -26,7 +26,7 @@ from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
 from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, shard_number
 from tierbed.snapshots.files.merging import merge_sorted
-from tierbed.snapshots.files.writer import children_of, new_snapshot, temporary_folder, write_shard
+from tierbed.snapshots.files.writer import children_of, new_snapshot, write_shard
 from tierbed.snapshots.inspection.row import snapshot_row
 
 COUNTS = {0: 10, 5: 1, 17: 20, 63: 5}
@@ -270,10 +270,9 @@ WRONG: dict[str, tuple[list[Chunk], str]] = {
 def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, case: str) -> None:
     save(tmp_path / "before")
     chunks, problem = WRONG[case]
-    place = temporary_folder(tmp_path / "s")
 
     def write() -> None:
-        with new_snapshot(tmp_path / "s", description()):
+        with new_snapshot(tmp_path / "s", description()) as place:
             write_shard(place, description(), HashShard(0, 2), [(3, HashShard(0, 2).rows(ROWS[3]))])
             write_shard(
                 tmp_path / "elsewhere" if case == "no folder" else place, description(), HashShard(1, 2), chunks

@@ -13,9 +13,8 @@ from tierbed.snapshots.files.writer import (
     check_parent,
     commit,
     new_snapshot,
-    temporary_folder,
+    write_changes,
     write_shard,
-    write_shard_delta,
 )
 
 from .small_snapshots import Chunk
@@ -26,8 +25,7 @@ def save_in_parts(
 ) -> Manifest:
     """Write a full snapshot, one part after the other."""
     kept = list(chunks)
-    with new_snapshot(folder, description, overwrite):
-        place = temporary_folder(folder)
+    with new_snapshot(folder, description, overwrite) as place:
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
             files.append(write_shard(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in kept]))
@@ -40,12 +38,11 @@ def save_changes_in_parts(
     """Write an incremental snapshot, one part after the other."""
     check_parent(folder, parent, description)
     kept = list(changes)
-    with new_snapshot(folder, description):
-        place = temporary_folder(folder)
+    with new_snapshot(folder, description) as place:
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
             own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
-            files.append(write_shard_delta(place, description, part, own))
+            files.append(write_shard(place, description, part, own, write=write_changes))
         return commit(place, description, rows, files, parent)
 
 
