@@ -46,15 +46,8 @@ INSTANT = "instant"  # the field of a manifest for `Saved`
 FOLDER_FIELDS = ("base", "place", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
 SHARE = "share"  # the field of MARK that names the rank of a shard
 FILES = "live_files"  # the field of MARK that identifies the files of its live rows
-MARKER_FIELDS = (
-    "live",
-    "rows",
-    "shards",
-    TABLE_ROWS,
-    SHARE,
-    LIVE,
-    FILES,
-)  # fields of MARK in addition to the description of a snapshot
+# fields of MARK in addition to the description of a snapshot
+MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARE, LIVE, FILES)
 _MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
@@ -298,20 +291,8 @@ class Manifest:
             _require(rows == value["rows"], "rows is not the sum over the files")
         else:
             _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
-        return Manifest(
-            kind,
-            value["id"],
-            parent,
-            value["description"],
-            value["rows"],
-            deleted,
-            files,
-            rocksdb,
-            value["created"],
-            value["sequence"],
-            parts,
-            instant,
-        )
+        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, INSTANT: instant}
+        return Manifest(**{field: value[field] for field in fields} | decoded)
 
 
 def _decode_parent(value: Any) -> Parent | None:
@@ -437,10 +418,8 @@ def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
         names = (*kernels()[description["optimizer"]].all_hypers, *LIMITS)
     except KeyError:
         return description
-    return {
-        **description,
-        "hyper": dict(zip(names, description["hyper"], strict=False)),
-    }  # the list has no number yet, or all
+    hyper = dict(zip(names, description["hyper"], strict=False))  # the list has no number yet, or all
+    return {**description, "hyper": hyper}
 
 
 def _is_count(value: Any) -> bool:

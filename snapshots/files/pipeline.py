@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import finalize
 
@@ -105,11 +104,9 @@ class TaskThread:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if error is not None:
+            if kind is not None:
                 self.cancel()
         finally:
             self.end()

@@ -184,7 +184,7 @@ def verify_chain(
     chain: Sequence[Snapshot], progress: ProgressCallback | None = None, watch: Watch | None = None
 ) -> None:
     """Read all files of a chain. Raises SnapshotError if a load of its rows would."""
-    read_all(table_of(chain, progress=progress or ignore_progress, watch=watch))
+    read_all(table_of(chain, progress=progress or (lambda count: None), watch=watch))
 
 
 def _check_counts(snapshot: Snapshot, chunks: Chunks) -> Chunks:
@@ -192,7 +192,10 @@ def _check_counts(snapshot: Snapshot, chunks: Chunks) -> Chunks:
     for bucket, rows in chunks:
         count += len(rows)
         yield bucket, rows
-    snapshot.check_rows_so_far(count)
+    if snapshot.shard is not None:
+        snapshot.shard_rows[snapshot.name] = count
+    else:
+        snapshot.check_count(count)
 
 
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool) -> Chunks:
@@ -208,10 +211,6 @@ def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only:
 def read_all(chunks: Chunks) -> None:
     """Read all chunks and drop them."""
     deque(chunks, maxlen=0)
-
-
-def ignore_progress(count: int) -> None:
-    pass
 
 
 class Snapshot:
@@ -337,16 +336,6 @@ class Snapshot:
         rows = {name: file for name, file in files.items() if not is_deleted(name)}
         keys = {name: file for name, file in files.items() if is_deleted(name)}
         return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
-
-    def check_rows_so_far(self, rows: int) -> None:
-        """Compare the row count of the chain up to this snapshot with the manifest. Raises SnapshotError.
-
-        The count of a shard is stored in `shard_rows` instead.
-        """
-        if self.shard is not None:
-            self.shard_rows[self.name] = rows
-        else:
-            self.check_count(rows)
 
     def check_count(self, rows: int) -> None:
         """Raises SnapshotError if the manifest has another number of rows."""

@@ -141,17 +141,18 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
     SnapshotError naming a file that is missing, changed, or foreign.
     """
     assert manifest.rocksdb is not None
-    _require_rocksdb(folder)
-    files = manifest.rocksdb.files
-    _check_names(folder, files)
-    for name, entry in files.items():
-        _check_file(folder, name, entry)
+    try:
+        require_rocksdb()
+    except StoreError as error:
+        reason = str(error).partition(": ")[2]
+        raise SnapshotError(f"snapshot {folder.name!r} is a checkpoint of RocksDB's files: {reason}") from error
+    _check_files(folder, manifest.rocksdb.files)
     try:
         yield from scan_in_subprocess(folder / ROCKSDB, manifest.form, manifest.rocksdb.shards, max_rows)
     except SubprocessError as error:
         if (of_system := os_error_in(error)) is not None:
             raise read_error(folder / ROCKSDB, of_system, folder) from error
-        raise _damaged(folder, folder / ROCKSDB, str(error)) from error
+        raise damaged(folder / ROCKSDB, str(error), folder) from error
     except SubprocessStartError as error:
         raise ReadIOError(
             f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {error}. The snapshot "
@@ -182,8 +183,8 @@ def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
         yield piece
 
 
-def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Raises SnapshotError unless the folder has exactly these files with these sizes."""
+def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
+    """Raises SnapshotError unless the folder has exactly these files with these sizes and checksums."""
     top = folder / ROCKSDB
     try:
         found = {str(path.relative_to(top)): path for path in _files_in(top)}
@@ -193,14 +194,17 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
         raise SnapshotError(f"{str(top / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
     for name, entry in files.items():
         if name not in found:
-            raise _damaged(folder, top / name, "it is missing")
+            raise damaged(top / name, "it is missing", folder)
+        path = found[name]
         try:
-            check_regular(found[name])
-            size = found[name].stat().st_size
+            check_regular(path)
+            size = path.stat().st_size
+            if size != entry["bytes"]:
+                raise damaged(path, f"it has {size} bytes instead of {entry['bytes']}", folder)
+            if checksum_of(path, size) != entry["crc32c"]:
+                raise damaged(path, "its checksum does not match", folder)
         except OSError as error:
-            raise read_error(found[name], error, folder) from error
-        if size != entry["bytes"]:
-            raise _damaged(folder, found[name], f"it has {size} bytes instead of {entry['bytes']}")
+            raise read_error(path, error, folder) from error
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -210,25 +214,3 @@ def _files_in(folder: Path) -> Iterator[Path]:
             yield from (folder / entry.name / inner for inner in os.listdir(entry))
         else:
             yield folder / entry.name
-
-
-def _check_file(folder: Path, name: str, entry: dict[str, int]) -> None:
-    path = folder / ROCKSDB / name
-    try:
-        crc32c = checksum_of(path, entry["bytes"])
-    except OSError as error:
-        raise read_error(path, error, folder) from error
-    if crc32c != entry["crc32c"]:
-        raise _damaged(folder, path, "its checksum does not match")
-
-
-def _require_rocksdb(folder: Path) -> None:
-    try:
-        require_rocksdb()
-    except StoreError as error:
-        reason = str(error).partition(": ")[2]
-        raise SnapshotError(f"snapshot {folder.name!r} is a checkpoint of RocksDB's files: {reason}") from error
-
-
-def _damaged(folder: Path, path: Path, problem: str) -> SnapshotError:
-    return damaged(path, problem, folder)
