@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -17,7 +17,7 @@ from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, s
 
 TIMEOUT = 60.0  # seconds without a message
 
-_RAISED: Mapping[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
+_RAISED: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
 RowsWritten = Callable[[int, int | None], None]
 
@@ -29,13 +29,8 @@ def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | No
     `saving` has `name`, `rows` written so far, and `of`, the total if it is known. Raises StoreError if the process
     does not answer for `timeout` seconds.
     """
-    client = _Client.of(store, timeout)
-    if client is None:
-        return None
-    for answer in client.answers({"do": "status"}, "report its status"):
-        if isinstance(status := answer.get("status"), dict):
-            return status
-    raise StoreError(f"process {client.pid} exited before it answered; ask again")
+    status: dict[str, Any] | None = _answer(store, {"do": "status"}, "report its status", timeout, "status")
+    return status
 
 
 def request_save(
@@ -91,20 +86,18 @@ def request_row(store: Path, table: int | str, key: int, timeout: float = TIMEOU
 
     Returns None if no process has the store open, or if it does not serve the folder. Raises as `request_save`.
     """
-    also = {**_RAISED, InputError.__name__: InputError}
-    return _answer(store, {"do": "get", "table": table, "key": key}, "read a row", timeout, also)
+    row: dict[str, Any] | None = _answer(store, {"do": "get", "table": table, "key": key}, "read a row", timeout)
+    return row
 
 
-def _answer(
-    store: Path, request: Message, wish: str, timeout: float, raised: Mapping[str, type[TierbedError]] = _RAISED
-) -> Any:
+def _answer(store: Path, request: Message, wish: str, timeout: float, field: str = "done") -> Any:
+    """The field that the answer has; None as of `request_status`."""
     client = _Client.of(store, timeout)
     if client is None:
         return None
-    client.raised = raised
     for answer in client.answers(request, wish):
-        if "done" in answer:
-            return answer["done"]
+        if field in answer:
+            return answer[field]
     raise StoreError(f"process {client.pid} exited before it answered; ask again")
 
 
@@ -115,7 +108,6 @@ class _Client:
         self.pid = peer_of(connection).pid
         self._connection = connection
         self._timeout = timeout
-        self.raised = _RAISED
         self._waits = False  # whether the server has received the request
 
     @classmethod
@@ -134,9 +126,10 @@ class _Client:
             with suppress(BrokenPipeError):  # the server has sent an error and closed
                 send(self._connection, request)
             deadline = monotonic() + self._timeout
+            raised = {**_RAISED, InputError.__name__: InputError} if request["do"] == "get" else _RAISED
             while (answer := self._next(deadline, wish)) is not None:
                 if "error" in answer:
-                    raise self.raised.get(str(answer.get("type")), StoreError)(str(answer["error"]))
+                    raise raised.get(str(answer.get("type")), StoreError)(str(answer["error"]))
                 if "waiting" in answer:
                     self._waits = True
                 else:
