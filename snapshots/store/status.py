@@ -116,43 +116,27 @@ def _with_others(status: StoreStatus, group: Group, others: tuple[str, ...]) -> 
 
 def _by_itself(path: Path) -> StoreStatus:
     view = _MarkSnapshot(path)
-    marker, recovery_snapshot, noted_step = view.read_clean_marker(), view.recovery_snapshot, view.noted_step
-    if marker is None and (record := view.snapshot_store.of_ranks) is not None:
-        return _of_ranks(view, record.ranks)
-    live = _kind_of(view.live) if marker is None else marker["live"]
-    restart = _after_kill(path, recovery_snapshot, noted_step) if marker is None else Restart("live", marker["step"])
-    if not view.was_open:
+    marker = view.read_clean_marker()
+    record = view.snapshot_store.of_ranks if marker is None else None
+    if record is not None:  # the live rows are shards of ranks
+        ranks, top, recovery_snapshot = record.ranks, path / RANKS, view.snapshot_store.recovery_snapshot
+        marker = merged_clean_marker(view)
+        steps = [FolderState(shard_folder(path, rank, ranks)).noted_step for rank in range(ranks)]
+        noted_step = max((step for step in steps if step is not None), default=None)
+    else:
+        ranks, top, recovery_snapshot, noted_step = 0, view.live, view.recovery_snapshot, view.noted_step
+    live = "ranks" if ranks else _kind_of(view.live) if marker is None else marker["live"]
+    if ranks and not clean_markers(path, ranks):
+        restart = Restart("elsewhere", lost_steps=None)
+    elif marker is not None:
+        restart = Restart("live", marker["step"])
+    else:
+        restart = _after_kill(path, recovery_snapshot, noted_step)
+    if not ranks and not view.was_open:
         restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots were copied here
     rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
-    return StoreStatus(
-        path, holder(path), marker, live, rows, step, recovery_snapshot or None, _sizes(path, view.live), restart
-    )
-
-
-def _of_ranks(view: FolderState, ranks: int) -> StoreStatus:
-    """The status of a store whose live rows are shards of ranks."""
-    path, recovery_snapshot, marker = view.path, view.snapshot_store.recovery_snapshot, merged_clean_marker(view)
-    shards = [FolderState(shard_folder(path, rank, ranks)) for rank in range(ranks)]
-    noted_step = max((shard.noted_step for shard in shards if shard.noted_step is not None), default=None)
-    rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
-    if not clean_markers(path, ranks):
-        restart = Restart("elsewhere", lost_steps=None)
-    else:
-        restart = (
-            _after_kill(path, recovery_snapshot, noted_step) if marker is None else Restart("live", marker["step"])
-        )
-    return StoreStatus(
-        path,
-        holder(path),
-        marker,
-        "ranks",
-        rows,
-        step,
-        recovery_snapshot or None,
-        _sizes(path, path / RANKS),
-        restart,
-        ranks,
-    )
+    name, sizes = recovery_snapshot or None, _sizes(path, top)
+    return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None)
 
 
 class _MarkSnapshot(FolderState):
