@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import numpy as np
@@ -34,48 +33,29 @@ _COPY_BYTES = 1 << 20
 _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
 
 
-class Column(Protocol):
-    """An array [n, ...] that is read by rows in ascending order, each row once."""
+class Column(NamedTuple):
+    """An array [n, ...] that is read by rows in ascending order, each row once.
 
-    @property
-    def dtype_name(self) -> str:
-        """NumPy's name of the dtype, if it has one."""
+    dtype_name: NumPy's name of the dtype, if it has one. read: returns the rows from `begin` to `end`,
+    begin < end <= n; bfloat16, which NumPy lacks, as float32.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def read(self, begin: int, end: int) -> NDArray[Any]:
-        """The rows from `begin` to `end`, begin < end <= n; bfloat16, which NumPy lacks, as float32."""
+    dtype_name: str
+    shape: tuple[int, ...]
+    read: Callable[[int, int], NDArray[Any]]
 
 
-class ArrayColumn:
-    """An array in memory or mapped from a file."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self._array = array
-        self.dtype_name = str(array.dtype)
-        self.shape = array.shape
-
-    def read(self, begin: int, end: int) -> NDArray[Any]:
-        return np.asarray(self._array[begin:end])
+def column_of(array: NDArray[Any] | Tensor) -> Column:
+    """The column of an array, which may be mapped from a file, or of a tensor on any device."""
+    return Column(str(array.dtype).removeprefix("torch."), tuple(array.shape), partial(_read, array))
 
 
-class TensorColumn:
-    """A tensor on any device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self.dtype_name = str(tensor.dtype).removeprefix("torch.")
-        self.shape = tuple(tensor.shape)
-
-    def read(self, begin: int, end: int) -> NDArray[Any]:
-        return as_array(self._tensor[begin:end])
-
-
-def as_array(tensor: Tensor) -> NDArray[Any]:
-    """A tensor on any device; bfloat16 as float32."""
-    array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
-    return array
+def _read(array: Any, begin: int, end: int) -> NDArray[Any]:
+    rows = array[begin:end]
+    if isinstance(rows, Tensor):
+        rows = rows.detach()
+        return np.asarray((rows.float() if rows.dtype is torch.bfloat16 else rows).cpu().numpy())
+    return np.asarray(rows)
 
 
 class NamedArrays:
@@ -95,8 +75,7 @@ class NamedArrays:
             yield {name: column.read(begin, end) for name, column in chosen.items()}
 
 
-@dataclass
-class SpilledColumn:
+class SpilledColumn(NamedTuple):
     """A column in a temporary file. The file has no name, so the kernel removes it when the process ends."""
 
     file: IO[bytes]
@@ -104,42 +83,32 @@ class SpilledColumn:
     shape: tuple[int, ...]
 
 
-class SpilledColumns(dict[str, SpilledColumn]):
+Spilled = Mapping[str, SpilledColumn]
+
+
+@contextmanager
+def spilled_columns(place: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[Spilled]:
     """The columns of rows by name, each file at its start. `place`: a folder with space for all rows."""
-
-    def __init__(self, place: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> None:
-        super().__init__()
-        with ExitStack() as files:
-            for name, (dtype, shape) in columns.shapes().items():
-                file = files.enter_context(tempfile.TemporaryFile(dir=place))
-                self[name] = SpilledColumn(file, dtype, (0, *shape))
-            count = 0
-            for rows in chunks:
-                count += len(rows)
-                for name, array in columns.split(rows).items():
-                    self[name].file.write(array.data)
-            for column in self.values():
-                column.shape = (count, *column.shape[1:])
-                column.file.seek(0)
-            self._files = files.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(tempfile.TemporaryFile(dir=place)) for name in columns.shapes()}
+        count = 0
+        for rows in chunks:
+            count += len(rows)
+            for name, array in columns.split(rows).items():
+                files[name].write(array.data)
+        for file in files.values():
+            file.seek(0)
+        shapes = columns.shapes().items()
+        yield {name: SpilledColumn(files[name], dtype, (count, *shape)) for name, (dtype, shape) in shapes}
 
 
-def write_npz(path: Path, columns: SpilledColumns, metadata: str) -> None:
+def write_npz(path: Path, columns: Spilled, metadata: str) -> None:
     """Write columns as the arrays of an uncompressed `.npz`, and the metadata as a 0-d array of text."""
     with ZipFile(path, "x", ZIP_STORED) as archive:
         for name, column in columns.items():
             with _member(archive, name) as file:
                 _write_header(file, column.dtype, column.shape)
-                while data := column.file.read(_COPY_BYTES):
-                    file.write(data)
+                shutil.copyfileobj(column.file, file, _COPY_BYTES)
         text = np.array(metadata)
         with _member(archive, METADATA) as file:
             _write_header(file, text.dtype, text.shape)
@@ -166,7 +135,8 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
                 metadata = _text(_NpyColumn(archive.open(member), METADATA))
             elif member.endswith(_SUFFIX):
                 name = member.removesuffix(_SUFFIX)
-                columns[name] = _NpyColumn(archive.open(member), name)
+                array = _NpyColumn(archive.open(member), name)
+                columns[name] = Column(str(array.dtype), array.shape, array.read)
         yield NamedArrays(columns, metadata)
 
 
@@ -189,10 +159,6 @@ class _NpyColumn:
         self._by_columns = by_columns and len(self.shape) > 1
         self._name = name
         self._at = 0
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         if self._by_columns:
@@ -218,7 +184,7 @@ _DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "
 _DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
 
 
-def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> None:
+def write_safetensors(path: Path, columns: Spilled, metadata: str) -> None:
     """Write columns as tensors, and `metadata` in the file's metadata."""
     header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
     end = 0
@@ -230,7 +196,7 @@ def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> Non
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for column in columns.values():
-            shutil.copyfileobj(column.file, file, 1 << 20)
+            shutil.copyfileobj(column.file, file, _COPY_BYTES)
 
 
 @contextmanager
@@ -240,19 +206,7 @@ def open_safetensors(path: Path) -> Iterator[NamedArrays]:
         columns: dict[str, Column] = {}
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_slice(name)
-            columns[name] = _Slices(of_torch.get_slice(name) if tensor.get_dtype() == "BF16" else tensor)
+            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+            source = of_torch.get_slice(name) if dtype == "BF16" else tensor
+            columns[name] = Column(_DTYPES.get(dtype, dtype), shape, partial(_read, source))
         yield NamedArrays(columns, (file.metadata() or {}).get(METADATA))
-
-
-class _Slices:
-    """A tensor in a file."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self.dtype_name = _DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
-        self.shape = tuple(tensor.get_shape())
-
-    def read(self, begin: int, end: int) -> NDArray[Any]:
-        rows = self._tensor[begin:end]
-        array: NDArray[Any] = rows if isinstance(rows, np.ndarray) else as_array(rows)
-        return array

@@ -57,22 +57,17 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     optimizer in it, so any optimizer may train the imported rows. Raises StoreError, SnapshotError, and InputError if
     another version of tierbed wrote MARK.
     """
-    found = _stored(store)
-    if found is None:
+    marker = store.read_clean_marker()
+    if marker is not None:
+        found = described(marker)
+    elif recovery_snapshot := store.recovery_folder.recovery_snapshot:
+        found = Snapshot.open(store.snapshots / recovery_snapshot).description
+    elif snapshots := list_snapshots(store.snapshots).snapshots:
+        found = snapshots[-1].description
+    else:
         return None
     description = checked_description(found, f"store folder {str(store.path)!r}")
     return description if description["states"] else without_state(description)
-
-
-def _stored(store: StoreFolder) -> dict[str, Any] | None:
-    marker = store.read_clean_marker()
-    if marker is not None:
-        return described(marker)
-    recovery_snapshot = store.recovery_folder.recovery_snapshot
-    if recovery_snapshot:
-        return Snapshot.open(store.snapshots / recovery_snapshot).description
-    snapshots = list_snapshots(store.snapshots).snapshots
-    return snapshots[-1].description if snapshots else None
 
 
 def without_state(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ...engine.row_format import Chunks
 from ..files.reader import Snapshot
 from ..files.writer import ProgressCallback, write_snapshot
 from ..store.selection import LoadReport, Selection
-from .array_files import SpilledColumns, write_npz, write_safetensors
+from .array_files import spilled_columns, write_npz, write_safetensors
 from .columns import Columns
 from .parquet import write_parquet
 from .sources import path_of
@@ -96,7 +96,7 @@ def _write(path: Path, format: str, description: dict[str, Any], chunks: Chunks)
     if format == "parquet":
         write_parquet(path, columns, rows, metadata)
         return
-    with SpilledColumns(path.parent, columns, rows) as spilled:
+    with spilled_columns(path.parent, columns, rows) as spilled:
         (write_npz if format == "npz" else write_safetensors)(path, spilled, metadata)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def write_rows(
     `progress` is called with the number of rows read, and again with the number written.
     """
     check_free(folder, None)
-    with RowSorter(folder.parent, RowForm.described(description).dtype) as sorter:
+    with closing(RowSorter(folder.parent, RowForm.described(description).dtype)) as sorter:
         for rows in batches:
             sorter.add(rows)
             if progress is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from .sources import path_of
 Chunk = tuple[NDArray[Any], ...]
 
 
-class PersistentTableReader(Iterator[Chunk]):
+class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Iterator[Chunk]):
     """An iterator over the rows of a snapshot, and a context manager that closes its files.
 
     `make_persistent_table_reader` makes it.
@@ -57,16 +57,11 @@ class PersistentTableReader(Iterator[Chunk]):
         self._closed = True
         self._chunks.close()  # type: ignore[attr-defined]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class PersistentTableWriter:
+class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
     """Writes rows as a snapshot: call `write` any number of times, then `close`, or leave the `with` block.
 
     `make_persistent_table_writer` makes it.
@@ -107,12 +102,7 @@ class PersistentTableWriter:
         self._sorter.close()
         self._folder.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -7,8 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,14 +66,6 @@ class RowSorter:
         for file in files.values():
             with contextlib.suppress(OSError):  # the rows are not needed any more
                 file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _file(self, bucket: int) -> IO[bytes]:
         file = self._files.get(bucket)

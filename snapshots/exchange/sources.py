@@ -24,10 +24,13 @@ from ...engine.errors import InputError, SnapshotError, TierbedError
 from ...engine.options.table_names import is_table_name
 from ...engine.row_format import NUMBERS
 from ..files.reader import Snapshot
-from .array_files import ArrayColumn, Column, NamedArrays, TensorColumn, open_npz, open_safetensors
+from .array_files import Column, NamedArrays, column_of, open_npz, open_safetensors
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
 from .parquet import open_parquet
+
+# what libraries raise for a damaged file
+_DAMAGED = OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, BadZipFile, zlib.error, SafetensorError
 
 Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
 
@@ -150,23 +153,20 @@ def open_source(
 def _source_of(source: Any, keys: Any, table_ids: Any, tensor: Any, states: Mapping[str, Any]) -> Source:
     one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # the name of a table
     given = ((KEY, keys), (TABLE, None if one_table else table_ids))
-    extra = {name: _array(value, name) for name, value in given if _is_array(value)}
+    extra = {name: _array(value) for name, value in given if _is_array(value)}
     if tensor is None:
         for name, value in states.items():
             if not _is_array(value):
                 raise InputError(f"states[{name!r}]={type(value).__name__}: give an array, a tensor or a .npy file")
-            extra[name] = _array(value, name)
+            extra[name] = _array(value)
     table = None if TABLE in extra else table_ids
     if TABLE in extra and KEY not in extra:
         raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
     if isinstance(source, nn.Embedding):
-        dense: Column = TensorColumn(source.weight)
-        return Source(
-            "nn.Embedding", _memory({"weight": dense}, extra), _dense("weight", extra, table), source.padding_idx
-        )
+        opener = _memory("weight", source.weight, extra)
+        return Source("nn.Embedding", opener, _dense("weight", extra, table), source.padding_idx)
     if isinstance(source, (Tensor, np.ndarray)):
-        dense = TensorColumn(source) if isinstance(source, Tensor) else ArrayColumn(source)
-        return Source(type(source).__name__, _memory({"values": dense}, extra), _dense("values", extra, table))
+        return Source(type(source).__name__, _memory("values", source, extra), _dense("values", extra, table))
     if not isinstance(source, (str, os.PathLike)):
         raise InputError(
             f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
@@ -175,7 +175,7 @@ def _source_of(source: Any, keys: Any, table_ids: Any, tensor: Any, states: Mapp
     if path.suffix == ".npy":
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave it out")
-        return Source(repr(str(path)), _memory({"values": _npy(path)}, extra), _dense("values", extra, table))
+        return Source(repr(str(path)), _memory("values", _npy(path), extra), _dense("values", extra, table))
     opener = _opener_of(path)
     if tensor is not None:
         return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table, states))
@@ -250,8 +250,8 @@ def _torchrec_table(tensor: str) -> str | None:
     return found[1] if found is not None and is_table_name(found[1]) else None
 
 
-def _memory(columns: Mapping[str, Column], extra: Mapping[str, Column]) -> FileOpener:
-    return lambda: nullcontext(NamedArrays({**columns, **extra}))
+def _memory(name: str, array: NDArray[Any] | Tensor, extra: Mapping[str, Column]) -> FileOpener:
+    return lambda: nullcontext(NamedArrays({name: column_of(array), **extra}))
 
 
 @contextmanager
@@ -274,15 +274,13 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, Tensor, str, os.PathLike))
 
 
-def _array(value: Any, what: str) -> Column:
-    if isinstance(value, Tensor):
-        return TensorColumn(value)
-    return ArrayColumn(value) if isinstance(value, np.ndarray) else _npy(Path(value))
+def _array(value: Any) -> Column:
+    return column_of(value if isinstance(value, Tensor | np.ndarray) else _npy(Path(value)))
 
 
-def _npy(path: Path) -> Column:
+def _npy(path: Path) -> NDArray[Any]:
     with _reading(repr(str(path))):
-        return ArrayColumn(np.load(path, mmap_mode="r", allow_pickle=False))
+        return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 @contextmanager
@@ -294,7 +292,7 @@ def _open_state_dict(path: Path) -> Iterator[NamedArrays]:
         raise InputError(
             f"{str(path)!r} holds more than tensors, or is damaged: save the state_dict() of a module, not the module"
         ) from None
-    yield NamedArrays({name: TensorColumn(tensor) for name, tensor in _tensors(loaded, "")})
+    yield NamedArrays({name: column_of(tensor) for name, tensor in _tensors(loaded, "")})
 
 
 def _tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -336,7 +334,5 @@ def _reading(what: str) -> Iterator[None]:
         yield
     except TierbedError as error:
         raise type(error)(error if what in str(error) else f"{what}: {error}") from error
-    except (OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, BadZipFile, zlib.error) as error:
-        raise SnapshotError(f"{what} cannot be read: {error}") from error
-    except SafetensorError as error:
+    except _DAMAGED as error:
         raise SnapshotError(f"{what} cannot be read: {error}") from error

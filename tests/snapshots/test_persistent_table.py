@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_rows_wait_in_a_part_for_each_bucket_without_names(tmp_path: Path, monke
     monkeypatch.setattr(sorting, "chunk_rows", lambda width: 100)
     rows = np.zeros(64 * 150, row_dtype(2))
     rows["key"] = np.random.default_rng(0).permutation(len(rows))
-    with RowSorter(tmp_path / "new", row_dtype(2)) as sorter:
+    with closing(RowSorter(tmp_path / "new", row_dtype(2))) as sorter:
         for begin in range(0, len(rows), 1000):
             sorter.add(rows[begin : begin + 1000])
         assert os.listdir(tmp_path / "new") == []
