@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, RLock, get_ident
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -22,12 +21,7 @@ from ..engine.ops.rows_contract import TRACED, Pinned
 from ..engine.optim.row_optimizer import RowOptimizer, row_optimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.initializers import make_normal_initializer
-from ..engine.options.lookup import (
-    Lookup,
-    check_lookup,
-    check_output_dtype,
-    check_weights,
-)
+from ..engine.options.lookup import Lookup, check_lookup, check_output_dtype, check_weights
 from ..engine.options.store_options import store_options_from_dict
 from ..engine.options.table_spec import table_spec
 from ..engine.table.table import OpenTable, RowsReplaced, square_gradients, sum_gradients, unique_rows
@@ -67,6 +61,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     device of the module, and moves with the module. Raises OptionError.
     """
 
+    _has_columns = True  # False where embedding_dim is one width alone
+
     def __init__(
         self,
         name: str,
@@ -83,6 +79,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        if not self._has_columns and as_int(embedding_dim) is None:
+            raise OptionError(
+                f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
+            )
         if tables is None:
             tables = [default_initializer if default_initializer is not None else make_normal_initializer(0.0, 0.05)]
         elif default_initializer is not None:
@@ -237,9 +237,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -434,36 +432,4 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
     """Hashed tables of rows of one width. `embedding_dim` is an int; all else as `MultiTableMultiColumnEmbedding`."""
 
-    def __init__(
-        self,
-        name: str,
-        embedding_dim: int,
-        dtype: torch.dtype,
-        key_type: torch.dtype,
-        tables: Sequence[Mapping[str, Any]] | None,
-        store_options: Mapping[str, Any],
-        default_initializer: Mapping[str, Any] | None = None,
-        padding_idx: int | None = None,
-        seed: int | None = None,
-        output_dtype: torch.dtype = torch.float32,
-        world: World | None = None,
-        state_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        if as_int(embedding_dim) is None:
-            raise OptionError(
-                f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
-            )
-        super().__init__(
-            name,
-            embedding_dim,
-            dtype,
-            key_type,
-            tables,
-            store_options,
-            default_initializer,
-            padding_idx,
-            seed,
-            output_dtype,
-            world,
-            state_dtype,
-        )
+    _has_columns = False
