@@ -153,42 +153,34 @@ class MetricsCollector:
         and `table`. `tierbed_up` of each embedding is 1, or 0 if it has no metrics: unused, closed, or failed, with a
         warning.
         """
-        families = _Families()
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+
+        def add(name: str, metric: Metric, value: float, **labels: str) -> None:
+            name = metric.exported or name
+            if name not in families:
+                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                families[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
+            families[name].add_metric(list(labels.values()), value)
+
         end = monotonic() + LOCK_SECONDS  # for all embeddings together
         for embedding in self._embeddings:
             metrics = _read(embedding, max(end - monotonic(), 0))
-            families.add("up", Metric("gauge", "whether the embedding has metrics"), bool(metrics), embedding.name)
+            own = {"embedding": embedding.name}
+            add("up", Metric("gauge", "whether the embedding has metrics"), bool(metrics), **own)
             for table, numbers in metrics.pop("tables", {}).items():
                 for name, value in numbers.items():
-                    families.add(name, TABLE_METRICS[name], value, embedding.name, table=table)
+                    add(name, TABLE_METRICS[name], value, **own, table=table)
             for tier, numbers in metrics.items():
                 for name, value in numbers.items():
                     of, _, quantile = name.rpartition("_")
                     if of.endswith("seconds") and quantile in _QUANTILES:
                         share = Metric("gauge", "a share of the calls took no longer, in seconds")
-                        families.add(of, share, value, embedding.name, tier=tier, quantile=_QUANTILES[quantile])
+                        add(of, share, value, **own, tier=tier, quantile=_QUANTILES[quantile])
                     else:
-                        families.add(name, METRICS[name], value, embedding.name, tier=tier)
-        yield from families
-
-
-class _Families:
-    """The families of one collection, in the order of their metrics."""
-
-    def __init__(self) -> None:
-        self._all: dict[str, Any] = {}
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._all.values())
-
-    def add(self, name: str, metric: Metric, value: float, embedding: str, **labels: str) -> None:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        name, labels = metric.exported or name, {"embedding": embedding, **labels}
-        if name not in self._all:
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            self._all[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
-        self._all[name].add_metric(list(labels.values()), value)
+                        add(name, METRICS[name], value, **own, tier=tier)
+        yield from families.values()
 
 
 def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
