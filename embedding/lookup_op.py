@@ -87,20 +87,11 @@ def lookup(
 
 
 @lookup.register_fake
-def _(
-    shadow: Tensor,
-    ids: Tensor,
-    table_ids: Tensor | None,
-    offsets: Tensor | None,
-    pooling: str | None,
-    places: list[int] | None,
-    weights: Tensor | None,
-    handle: int,
-) -> Tensor:
-    embedding = embedding_of(handle)
+def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
+    embedding = embedding_of(rest[-1])
     if torch.compiler.is_exporting():
         _refuse_export(embedding.name)
-    shape = (*lookup_of(ids, table_ids, offsets, pooling, places).shape, embedding.dim)
+    shape = (*lookup_of(ids, *rest[:4]).shape, embedding.dim)
     return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 
 

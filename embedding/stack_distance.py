@@ -145,7 +145,7 @@ class Model:
         """
         groups = lines / GROUP
         load = self._rows / groups
-        stays = _fits(self._newer / groups + self._ties * _at_most(load))
+        stays = _between(self._newer / groups + self._ties * _between(load, _AT_MOST), _FITS)
         stays[self._newer == 0] = 1.0
         chances = np.zeros(self._uses)
         chances[self._again] = stays
@@ -153,7 +153,7 @@ class Model:
             return chances
         for _ in range(ROUNDS):  # what a batch keeps depends on what it hits, and its hits on what the last batch kept
             hit, rate = chances[self._before], float(chances.mean())
-            kept = _fits(load * (rate + (1 - rate) * self._arrival))
+            kept = _between(load * (rate + (1 - rate) * self._arrival), _FITS)
             chances[self._again] = stays * (hit + (1 - hit) * kept)
             chances[self._again[self._newer == 0]] = 1.0
         return chances
@@ -182,18 +182,10 @@ def _poisson(loads: F64) -> F64:
 
 
 _SHARES = _poisson(_LOADS)
+# where a number of rows are ahead of a row in its group on average: the chance that fewer than GROUP are
 _FITS = _SHARES.sum(1)
+# where a batch has a number of rows for each group on average: the expected number that a group keeps
 _AT_MOST = GROUP - _SHARES @ (GROUP - np.arange(GROUP))
-
-
-def _fits(load: F64) -> F64:
-    """The chance that fewer than GROUP rows are ahead of a row in its group, where `load` are ahead on average."""
-    return _between(load, _FITS)
-
-
-def _at_most(load: F64) -> F64:
-    """The expected number of rows that a group keeps, where a batch has `load` rows for each group on average."""
-    return _between(load, _AT_MOST)
 
 
 def _between(load: F64, values: F64) -> F64:
