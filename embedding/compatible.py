@@ -8,7 +8,6 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..engine.checks import fits
 from ..engine.errors import InputError, OptimizerError, SnapshotError, StoreError
@@ -199,8 +198,9 @@ def _selected(spec: TableSpec, names: Names, given: Any, where: str) -> int:
 class LoadedIds:
     """Counts ids of tables that take a known number of them, while their rows are loaded."""
 
-    def __init__(self, spec: TableSpec, last_ids: NDArray[np.uint64]) -> None:
-        self._spec, self._last = spec, last_ids
+    def __init__(self, spec: TableSpec, counts: bool = True) -> None:
+        """counts: False for rows that are about to be replaced, on which it has no remarks."""
+        self._spec, self._last = spec, spec.last_ids if counts else None
         self._rows, self._beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
         self._largest = np.zeros(spec.num_tables, np.uint64)
         self._with_padding: set[int] = set()
@@ -208,17 +208,18 @@ class LoadedIds:
     def stored(self, chunks: Chunks) -> Chunks:
         """The same chunks, of all that is stored: which tables have a row of padding, that no load takes."""
         for bucket, rows in chunks:
-            if self._spec.padding_key is not None:
+            if self._last is not None and self._spec.padding_key is not None:
                 self._with_padding.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
             yield bucket, rows
 
     def counted(self, chunks: Chunks) -> Chunks:
         """The same chunks, counted as they pass."""
         for bucket, rows in chunks:
-            tables, keys = rows["table"], rows["key"]
-            self._rows += np.bincount(tables, minlength=len(self._rows))
-            self._beyond += np.bincount(tables[keys > self._last[tables]], minlength=len(self._rows))
-            np.maximum.at(self._largest, tables, keys)
+            if self._last is not None:
+                tables, keys = rows["table"], rows["key"]
+                self._rows += np.bincount(tables, minlength=len(self._rows))
+                self._beyond += np.bincount(tables[keys > self._last[tables]], minlength=len(self._rows))
+                np.maximum.at(self._largest, tables, keys)
             yield bucket, rows
 
     def remarks(self, what: str, of_dense: bool, stored_padding: int | None) -> list[str]:

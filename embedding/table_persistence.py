@@ -326,7 +326,7 @@ class TablePersistence:
         table = self._live_table(optimizer, marker, folder, where)
         own = self.spec.reach(None)
         if self.spec.last_ids is not None and table.reach != own and not for_load:
-            ids = LoadedIds(self.spec, self.spec.last_ids)
+            ids = LoadedIds(self.spec)
             for _ in ids.counted(checked_rows(table.scan(), self.spec.num_tables)):
                 pass
             if not self._remark(ids.remarks(where, False, None)):
@@ -379,19 +379,16 @@ class TablePersistence:
         durable. verified: called once the rows are verified; if it raises, nothing has changed.
         replaced: whether another load is about to replace the rows, so that no remark is made about their ids.
         """
-        report, last_ids = LoadReport(), self.spec.last_ids
-        ids = None if replaced or last_ids is None else LoadedIds(self.spec, last_ids)
+        report, ids = LoadReport(), LoadedIds(self.spec, counts=not replaced)
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.shard is None:
             report.rows = snapshot.manifest.rows
         else:
-            chunks = snapshot.chunks() if ids is None else ids.stored(snapshot.chunks())
+            chunks = ids.stored(snapshot.chunks())
             for _ in selection.chunks(chunks, described, report):  # counted first, for `capacity`
                 pass
         stored = {**selection.description(described), "rows": report.rows}
-        selected = selection.rows_of(snapshot, LoadReport())
-        if ids is not None:
-            selected = ids.counted(selected)
+        selected = ids.counted(selection.rows_of(snapshot, LoadReport()))
         with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
             base = snapshot.name if selection.is_whole and self.life is None else None
             by = "load" if running is not None else "open" if self.unsettled else "recovery"
@@ -407,10 +404,9 @@ class TablePersistence:
                 table.step,
                 snapshot.name,
             )
-        if ids is not None:
-            untrained = not described["states"] and not described["step"]
-            report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"])
-            self._remark(report.remarks)
+        untrained = not described["states"] and not described["step"]
+        report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"])
+        self._remark(report.remarks)
         return table, report
 
     def _remark(self, remarks: list[str]) -> list[str]:
@@ -422,13 +418,10 @@ class TablePersistence:
         """The table with rows that are in memory; closes `running`. The recovery snapshot stays the same."""
         with self._with_seed_of(given.description), running.lock:
             check_stored(self.spec, given.stored(), optimizer, SnapshotError, "the state")
-            chunks, ids = given.chunks(), None
-            if self.spec.last_ids is not None:
-                ids = LoadedIds(self.spec, self.spec.last_ids)
-                chunks = ids.counted(checked_rows(chunks, self.spec.num_tables))
+            ids = LoadedIds(self.spec)
+            chunks = ids.counted(checked_rows(given.chunks(), self.spec.num_tables))
             table = self._restore(optimizer, given.stored(), contextlib.nullcontext(chunks), running)
-            if ids is not None:
-                self._remark(ids.remarks("the state", False, None))
+            self._remark(ids.remarks("the state", False, None))
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
             return table
