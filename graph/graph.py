@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable
@@ -33,7 +34,7 @@ from .run.compiled_step import CompiledStep, Forward, compile_step
 from .run.loop import Run, RunProgress, forget_announced, iterate
 from .run.rank_step import RankStepState, raise_on_ranks
 from .run.rollback import DynamicStepFailed
-from .run.step_cache import StepCache, warn_uncompiled
+from .run.step_cache import StepCache
 from .show.listing import draw
 from .show.profile import Profile, Timer, profile
 from .show.why import RecompileLog, guard_facts
@@ -47,8 +48,7 @@ from .state.extra_state import (
     without_rows,
 )
 from .state.optimizer_set import OptimizerSet
-from .trace.built import HasBuild
-from .trace.names import path_of
+from .trace.names import HasBuild, path_of
 from .trace.signature import (
     NO_DYNAMIC,
     Call,
@@ -67,6 +67,7 @@ from .trace.values import ValueGuards
 
 MAX_CACHED_STEPS = 64
 _TENSORS = {Tensor}
+log = logging.getLogger("tierbed")
 
 
 class Graph(ModelSnapshots, HasBuild):
@@ -459,7 +460,11 @@ class Graph(ModelSnapshots, HasBuild):
         is_dynamic = step.guard is not None
         if self.__inductor is not None and is_dynamic and not step.compiles_dense and not self.__has_warned:
             self.__has_warned = True
-            warn_uncompiled(name)
+            log.warning(
+                "%s: compile_dense compiles ops of static shapes, and the dynamic-shape step of further sizes runs "
+                "without it: pad inputs to few sizes, such as powers of two",
+                name,
+            )
         if is_new:
             why = guard_facts(
                 self,
