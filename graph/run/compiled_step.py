@@ -37,8 +37,7 @@ from ..passes.rewrite import (
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import listing
 from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow, embeddings_of
-from ..trace.built import HasBuild
-from ..trace.names import identifiers, tensor_names
+from ..trace.names import HasBuild, identifiers, tensor_names
 from ..trace.trace import ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..passes.step_epilogue import StepEpilogue
-from ..trace.built import HasBuild
-from ..trace.names import tensor_names
-from ..trace.signature import Call, Dims, argument_names
+from ..trace.names import HasBuild, tensor_names
+from ..trace.signature import MODULE_HOOKS, Call, Dims, argument_names
 
 _MAX_SHOWN = 6  # differences of one step
 _NO_TENSOR = "no tensor"
@@ -26,7 +25,6 @@ _ABSENT = "missing"
 _VALUE = "value"  # traces that read others differ in something else
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _OF_MODULES = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 log = logging.getLogger("tierbed")
 
@@ -132,7 +130,7 @@ def guard_facts(
 
 
 def _module_facts(path: str, module: nn.Module) -> Facts:
-    hooks = [number for name in _HOOKS for number in getattr(module, name)]
+    hooks = [number for hooks in MODULE_HOOKS(module) for number in hooks]
     found: Facts = {
         ("module", path): _Object(type(module).__name__, id(module)),
         ("training flag of", path): module.training,

@@ -22,8 +22,7 @@ from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
 from ..passes.step_epilogue import check_schedule
-from ..trace.built import HasBuild
-from ..trace.names import name_of
+from ..trace.names import HasBuild, name_of
 
 log = logging.getLogger("tierbed")
 

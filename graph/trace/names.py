@@ -1,4 +1,4 @@
-"""Names of tensors in errors, in the printed graph and in checkpoints, and paths that users give."""
+"""What a trace needs of a graph: its `build`, names of tensors for errors and files, and paths that users give."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...engine.errors import InputError
-from .built import HasBuild
+from ...engine.ops.rows_contract import NoTorchScript
 
 # classes whose modules wrap one other, and what they call it
 _WRAPPERS = {
     "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
 }  # fmt: skip
+
+
+class HasBuild(NoTorchScript, nn.Module):
+    """A module whose `build` is one step, such as a subclass of `Graph`."""
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, written by the subclass."""
+        raise NotImplementedError(f"{type(self).__name__} defines no build(self, ...)")
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
-from .built import HasBuild
+from .names import HasBuild
 from .signature import MODULE_HOOKS, is_plain
 
 MAX_ITEMS = 64  # of a list, dict or tuple whose items have places

@@ -36,8 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import TRACED
 from .alias import is_random
-from .built import HasBuild
-from .names import name_of, tensor_names
+from .names import HasBuild, name_of, tensor_names
 from .reads import Reads
 from .signature import Call, Dims, argument_names, is_plain, registered
 from .swap import changed_setting, swapped, unused_grads
