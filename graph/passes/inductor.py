@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import GraphError
 from ..trace.alias import is_random, memory, written
+from .lookups import sources_of
 
 
 class Compiled(nn.Module):
@@ -53,7 +54,8 @@ def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.Grap
 class _Pure(OperatorSupportBase):
     def __init__(self, graph: fx.Graph) -> None:
         changed: set[int] = set().union(*map(written, graph.nodes))
-        ids = _sources_of_ids(graph)
+        lookups = [node for method in ("pin", "read") for node in graph.find_nodes(op="call_method", target=method)]
+        ids = set().union(*(sources_of(node, node.args) for node in lookups))
         self._pure = {
             node
             for node in graph.nodes
@@ -74,14 +76,3 @@ def _has_static_shape(node: fx.Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("val"))
     sizes = (size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,)))
     return not any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-def _sources_of_ids(graph: fx.Graph) -> set[fx.Node]:
-    sources: set[fx.Node] = set()
-    pending = [n for method in ("pin", "read") for n in graph.find_nodes(op="call_method", target=method)]
-    while pending:
-        for node in pending.pop().all_input_nodes:
-            if node not in sources:
-                sources.add(node)
-                pending.append(node)
-    return sources

@@ -161,7 +161,8 @@ def sizes_from_inputs(module: fx.GraphModule) -> None:
     graph = module.graph
     if any(is_reshape(node) and node.args[0].op != "call_function" for node in graph.nodes):
         raise GraphError("build changes the shape of an argument, a parameter or a buffer in place")
-    read = [node for node in graph.nodes if _is_size(node) and _reads_tensor(node)]
+    sizes = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.SymInt)]
+    read = [n for n in sizes if any(isinstance(source.meta.get("val"), Tensor) for source in n.all_input_nodes)]
     before = set(graph.nodes)
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         known = _dynamic_sizes(graph)
@@ -191,14 +192,6 @@ def _dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
                 read.meta["val"] = size
                 found[size.node.expr] = fx.Proxy(read, tracer)
     return found
-
-
-def _is_size(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
-
-
-def _reads_tensor(node: fx.Node) -> bool:
-    return any(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes)
 
 
 def bind_ops(module: fx.GraphModule) -> None:
