@@ -54,17 +54,15 @@ from ...engine.durable import (
     atomic_folder,
     check_exchange,
     fsync_file,
-    read_record,
     seal,
     temporary_path,
-    unseal,
 )
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import refuse_worlds
 from ..trace.names import bare_name, path_of, plain_names
-from .kept import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, read_format
+from .kept import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, kept, read_format
 from .optimizer_set import embeddings_of
 
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
@@ -318,9 +316,8 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             save_rows([*embeddings.values()], _row_folders(temporary, name, embeddings))
         is_complete = True
     finally:
-        if (
-            not is_complete and _record_of(folder).get("snapshot") != name
-        ):  # Ctrl-C may come once the checkpoint is in place
+        # Ctrl-C may come once the checkpoint is in place
+        if not is_complete and all(snapshot.name != name for snapshot in _rows_in(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # the first error is the one to raise
                     embedding.table_handle().discard_rows(name)
@@ -524,21 +521,8 @@ def _saved(root: nn.Module) -> dict[str, SavedRows]:
 
 def _rows_in(folder: Path) -> dict[str, Snapshot]:
     """The snapshots in a checkpoint, by the paths of their embeddings; none if they cannot be read."""
-    record = _record_of(folder)
-    with contextlib.suppress(KeyError, TypeError, SnapshotError):
-        return {
-            path: Snapshot.open(folder / ROWS / str(number) / record["snapshot"])
-            for number, path in enumerate(record["embeddings"])
-        }
-    return {}
-
-
-def _record_of(folder: Path) -> dict[str, Any]:
-    """The record of a checkpoint; empty if there is no checkpoint, or it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        record = unseal(read_record(folder / STATE))
-        if isinstance(record, dict):
-            return record
+    with contextlib.suppress(SnapshotError):
+        return kept(folder).rows
     return {}
 
 
