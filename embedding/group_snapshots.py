@@ -145,9 +145,8 @@ class SavingAll:
             self._look(self.saves[:1])
 
     def _look(self, saves: Sequence[BackgroundSave]) -> None:
-        if self.given_up or any(
-            save.done for save in saves
-        ):  # none ends without an error before the first has its name
+        # none ends without an error before the first has its name
+        if self.given_up or any(save.done for save in saves):
             if snapshot_id(self.first) == self.id:
                 return
             for save in saves:

@@ -367,9 +367,7 @@ class LocalTableHandle(LocalSnapshots):
             with _disable_current_modes():  # a trace may be running, and would record what this does
                 unsaved = self._table.observers.finish_saving()
                 self._service.stop()
-                deferred = (
-                    self._table.deferred_error(wait=True) or unsaved
-                )  # raised at the end, after the rows are kept
+                deferred = self._table.deferred_error(wait=True) or unsaved  # raised once the rows are kept
                 try:
                     with self._table.observers.between_saves():
                         self._persistence.close(self._table)

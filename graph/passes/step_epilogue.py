@@ -199,9 +199,8 @@ class StepEpilogue:
             for optimizer, params, grads in dense:
                 sums = self._dense.setdefault(optimizer, {})
                 for param, grad in zip(params, grads, strict=True):
-                    sums[param] = (
-                        sums[param] + grad if param in sums else grad.clone()
-                    )  # it may be a view of an argument
+                    # cloned: it may be a view of an argument
+                    sums[param] = sums[param] + grad if param in sums else grad.clone()
             self.waiting_calls += 1
 
     def pinned_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:

@@ -93,12 +93,8 @@ class CudaGraphStep:
         if None in state:
             return None
         live = [*(tensors[index] for index in self._used), *self._constants]
-        seen = (
-            get_ident(),
-            tables,
-            state,
-            [tensor.data_ptr() for tensor in live],
-        )  # libraries allocate memory for each thread
+        # by thread: libraries allocate memory for each
+        seen = get_ident(), tables, state, [tensor.data_ptr() for tensor in live]
         if seen != self._seen:
             self._check(tables)
             self._seen, self._calls, self.captured_graph, self._refused = seen, 0, None, None

@@ -15,7 +15,7 @@ import logging
 import operator
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any
 
@@ -253,7 +253,7 @@ class Run(Iterator[Any]):
         if self._has_ended:
             raise StopIteration
         if not self._has_started:
-            self._raise_on_ranks(None, same={"ahead": self._num_ahead, "uneven": self._uneven})
+            self._world.handshake(self._op, same={"ahead": self._num_ahead, "uneven": self._uneven})
             self._has_started = True
         if self._has_mismatch or self._is_kept:  # some reports reached no rank, or a batch is planned again
             self._mismatches = self._world.mismatches
@@ -284,10 +284,6 @@ class Run(Iterator[Any]):
     def _has_mismatch(self) -> bool:
         """Whether ranks were in different calls since this run last checked."""
         return self._mismatches != self._world.mismatches
-
-    @property
-    def _may_announce(self) -> bool:
-        return not self._has_mismatch and self._world.failure is None
 
     def _judge(self) -> None:
         """Look ahead only while caches miss rows: if they have all, it takes time and saves none."""
@@ -335,7 +331,8 @@ class Run(Iterator[Any]):
         """Announce the steps that all ranks have reported, on all ranks alike. RuntimeError if no thread starts."""
         with uninterrupted():
             for index, planned in enumerate(self._planned):
-                if planned.is_announced or not self._num_ahead or not self._may_announce:
+                can_reach = not self._has_mismatch and self._world.failure is None
+                if planned.is_announced or not self._num_ahead or not can_reach:
                     continue
                 reports, planned.is_announced = planned.wait(), True
                 runs = any(reports) if self._uneven == "join" else all(has & _BATCH for has in reports)
@@ -350,7 +347,7 @@ class Run(Iterator[Any]):
             if self._world.size == 1:
                 self._planned.clear()
                 self._loader_ended_by = StopIteration()
-            self._raise_on_ranks(error)
+            self._world.handshake(self._op, error)
         with uninterrupted():  # at Ctrl-C a batch and its plan are in the window, or its step has ended
             batch, tensors = self._window.popleft(), [self._tensors.popleft()] if self._tensors else []
             with self._keeping_batch([batch], tensors):
@@ -421,11 +418,7 @@ class Run(Iterator[Any]):
         if error is not None:
             self._loader_ended_by = None
         self._forget_planned()
-        self._raise_on_ranks(error)
-
-    def _raise_on_ranks(self, error: Exception | None, same: Mapping[str, Any] | None = None) -> None:
-        """Raise the error of a rank on all ranks. same: by name, what has to be equal on all of them."""
-        self._world.handshake(self._op, error, same)
+        self._world.handshake(self._op, error)
 
     def _stop(self, missing: list[int]) -> None:
         self._forget_planned()

@@ -43,9 +43,8 @@ class RankStepState:
     """What a graph knows of its steps with other ranks."""
 
     def __init__(self) -> None:
-        self.synced_at_start: set[bool] = (
-            set()
-        )  # False, True once steps that do not train, or do, have tensors of rank 0
+        # has False, True once steps that do not train, or do, have tensors of rank 0
+        self.synced_at_start: set[bool] = set()
         # by mode and whether steps train, how to join the last step. Weak: the step holds this object
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
         self.partial_update = ""  # what this rank alone raised during the updates of a step
@@ -212,9 +211,7 @@ class StepCollectives:
         try:
             assert error.__cause__ is not None
             self._finish_collectives(error.__cause__)
-            if (
-                self._world.step_collectives > self._first
-            ):  # other ranks have finished the step, and do not run it again
+            if self._world.step_collectives > self._first:  # others have finished the step, and do not run it again
                 error.shared_error = error.__cause__
         except BaseException as shared:
             error.shared_error = shared
@@ -262,9 +259,8 @@ class StepCollectives:
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
     """Raise on all ranks an error that prevents a step on this one: they wait in the first collective of theirs."""
     world = world_of(root)
-    if (
-        world is not None and world.failure is None and detect_fake_mode() is None
-    ):  # else a graph around this one does it
+    is_traced = detect_fake_mode() is not None  # a graph around this one does it
+    if world is not None and world.failure is None and not is_traced:
         world.handshake(f"a step of {type(root).__name__}", error)
 
 

@@ -125,9 +125,8 @@ def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> 
     """The row of a tier, or of a stack of tiers, with rows of that form; None if it was never written."""
     row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key
-    line = np.zeros(
-        -(-row.dtype.itemsize // 16) * 2, np.uint64
-    )  # at least as long as a line, which lacks table and key
+    # at least as long as a line, which lacks table and key
+    line = np.zeros(-(-row.dtype.itemsize // 16) * 2, np.uint64)
     address = np.array([line.ctypes.data], np.uint64)
     if not tier.read(row["table"].copy(), row["key"].copy(), address, touch=False)[0]:
         return None

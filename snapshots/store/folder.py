@@ -8,7 +8,6 @@ import os
 import secrets
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ...engine.durable import (
@@ -162,9 +161,7 @@ class StoreFolder(FolderState):
     def __enter__(self) -> StoreFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def clear_incoming(self) -> None:
@@ -182,9 +179,8 @@ class StoreFolder(FolderState):
         for place in self.snapshots.glob(f"{TEMPORARY}[!.]*/"):
             folder = self.snapshots / place.name.removeprefix(TEMPORARY)
             saved, sequence = saved_with(place)
-            if (
-                saved is None or saved.first is None or sequence <= saved_with(folder)[1]
-            ):  # of one store, or replaced meanwhile
+            # of one store, or replaced meanwhile
+            if saved is None or saved.first is None or sequence <= saved_with(folder)[1]:
                 remove_temporary([place])
                 continue
             peer, name, identity = saved.first
