@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,6 @@ from ...engine import _core
 from ...engine.row_format import BUCKETS, Change, Chunks, RowArray, keys_of
 
 _NONE: Any = np.empty(0, np.uint8)
-_NEW = 2  # a code of `_core.join_rows`
 
 
 class RowCursor:
@@ -108,40 +107,25 @@ def among(keys: NDArray[np.bytes_], others: NDArray[np.bytes_]) -> NDArray[np.bo
     return found
 
 
-class BucketDiff(NamedTuple):
-    """Rows of one bucket, each part in ascending order of (table, key)."""
+def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
+    """The changes that make the table `after` from the table `before`, of one row type.
 
-    bucket: int
-    rows: RowArray  # [n], rows that are new or differ in any byte, as of `after`
-    new: NDArray[np.bool_]  # [n], whether `before` lacks the row
-    gone: RowArray  # rows that `after` lacks
-
-
-def difference(before: Chunks, after: Chunks) -> Iterator[BucketDiff]:
-    """The rows in which two tables of one row type differ. Both are streams as `Tier.scan` yields them.
-
-    Buckets ascend, and within a bucket (table, key) of each part ascends, over all items. One chunk of each table is
-    in memory at a time. Raises what the chunks raise.
+    Both are streams as `Tier.scan` yields them. Buckets ascend, and within a bucket (table, key) of rows and of keys of
+    deleted rows. One chunk of each table is in memory at a time. Raises what the chunks raise.
     """
     old, now = RowCursor(before), RowCursor(after)
     while (bucket := min(old.bucket, now.bucket)) < BUCKETS:
         if now.bucket > bucket:
             was = old.take()
-            yield BucketDiff(bucket, was[:0], np.zeros(0, np.bool_), was)
+            yield bucket, was[:0], keys_of(was)
         elif old.bucket > bucket:
             rows = now.take()
-            yield BucketDiff(bucket, rows, np.ones(len(rows), np.bool_), rows[:0])
+            yield bucket, rows, keys_of(rows[:0])
         else:
-            gone, state = _core.join_rows(_bytes(old.rows), _bytes(now.rows), now.rows.dtype.itemsize)
-            was, rows, differs = old.take(len(gone)), now.take(len(state)), state > 0
+            gone, differs = _core.join_rows(_bytes(old.rows), _bytes(now.rows), now.rows.dtype.itemsize)
+            was, rows = old.take(len(gone)), now.take(len(differs))
             if differs.any() or gone.any():
-                yield BucketDiff(bucket, rows[differs], state[differs] == _NEW, was[gone > 0])
-
-
-def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
-    """The changes that make the table `after` from the table `before`, as `difference` finds them."""
-    for bucket, rows, _, gone in difference(before, after):
-        yield bucket, rows, keys_of(gone)
+                yield bucket, rows[differs > 0], keys_of(was[gone > 0])
 
 
 def _bytes(rows: RowArray) -> NDArray[np.uint8]:
