@@ -311,7 +311,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self._table().read_weights_grad(lookup, grad)
 
     def is_reached(self) -> bool:
-        """Whether the backward pass under way reaches `shadow`, as `EmbeddingBase.is_reached`."""
         return is_reached(self)
 
     def check_trained_lookup(self) -> None:
@@ -327,21 +326,17 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             accumulate(self, lookup, grad, weights, order)
 
     def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Pinned:
-        """Pin the rows of all lookups of a training step, as `EmbeddingBase.pin`."""
         return self._trained().pin(lookups, dtype or self.output_dtype, dedup_from)
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:
-        """The rows of one call's lookups, as `EmbeddingBase.unique_rows`."""
         return unique_rows(self._local_table(), lookups)
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
     ) -> tuple[Lookup, Tensor]:
-        """The rows of one call's lookups and their gradients, as `EmbeddingBase.sum_gradients`."""
         return sum_gradients(self._local_table(), lookups, grads, weights, self.output_dtype)
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
-        """The sum of the squares of the gradients of rows, as `EmbeddingBase.square_gradients`."""
         return square_gradients(self._local_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
@@ -380,12 +375,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if table.optimizer is None and self._refused is not None:
             raise self._refused
         return table
-
-    def _table(self) -> OpenTable | ShardedTable:
-        return self.table_handle().table
-
-    def _local_table(self) -> OpenTable:
-        return self.table_handle().local_table
 
     def table_handle(self, for_load: bool = False) -> TableHandle:
         """The handle of the table, which is opened at the first use, for checkpoints and captured steps of a graph."""

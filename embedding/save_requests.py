@@ -81,7 +81,6 @@ class SaveRequests:
         overwrite: bool = False,
         stores: Sequence[str] = (),
     ) -> Manifest | None:
-        """Let the ranks save at their next step, as `SaveTarget.save_between_steps` says."""
         several = list(stores) if len(stores) > 1 else []
         tables = [self._find(store) for store in several] or [self._handle]
         for one in tables:
@@ -91,7 +90,6 @@ class SaveRequests:
         return Snapshot.open(self._handle.folder / name).manifest
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune on rank 0, which has the folder of the snapshots, as `SaveTarget.prune_between_steps` says."""
         pruned: tuple[list[str], list[str]] = self._handle.prune_between_steps(keep_last, keep_every)
         return pruned
 

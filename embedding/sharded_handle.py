@@ -52,8 +52,8 @@ _by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakV
 class ShardedTableHandle(ShardedSnapshots):
     """A `TableHandle` of rows of all ranks. `own` holds the rows of this rank, in its own tiers and store folder.
 
-    `home` is the store folder of all of them, None if they are not on a disk. As with `LocalTableHandle`, a second
-    handle of a folder closes the first.
+    `home` is the store folder of all of them, None if they are not on a disk. Methods are those of `LocalTableHandle`:
+    every rank calls them, or they are about the rows of this rank. A second handle of a folder closes the first.
     """
 
     def __init__(
@@ -188,18 +188,15 @@ class ShardedTableHandle(ShardedSnapshots):
         return self.own.resumed_step
 
     def keep_rows(self) -> None:
-        """As `LocalTableHandle.keep_rows`. Every rank calls it."""
         if self.own.is_open:
             op = f"keep_rows() of embedding {self.name!r}"
             self.world.call_on_all_ranks(op, (lambda: None) if self.membership is None else self.membership.keep)
 
     @property
     def own_open(self) -> OpenTable | None:
-        """As `LocalTableHandle.own_open`, of this rank's rows."""
         return self.own.own_open
 
     def join(self, group: TrainingGroup) -> None:
-        """As `LocalTableHandle.join`. Every rank calls it."""
         if self.own.is_open:
             self.world.call_on_all_ranks(f"group of embedding {self.name!r}", lambda: self._join(group))
 
@@ -209,7 +206,6 @@ class ShardedTableHandle(ShardedSnapshots):
             self.membership.enlist()
 
     def note_torn(self) -> None:
-        """As `LocalTableHandle.note_torn`."""
         self.own.note_torn()
 
     def tensors(self) -> RowTensors:
@@ -266,7 +262,6 @@ class ShardedTableHandle(ShardedSnapshots):
             self.world.handshake(f"{op}: done", error)
 
     def move(self, device: torch.device) -> None:
-        """As `LocalTableHandle.move`, for the rows of this rank."""
         self.own.move(device)
 
     def forget_announced(self) -> None:
@@ -275,7 +270,6 @@ class ShardedTableHandle(ShardedSnapshots):
         self.own.forget_announced()
 
     def release(self) -> None:
-        """Drop the pin that a failed step left."""
         self.table.release()
 
     def close(self) -> None:

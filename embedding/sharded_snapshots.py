@@ -68,7 +68,6 @@ class ShardedSnapshots(TableSnapshots):
         self._on_rank_0(op, lambda store: check_save(store, name, kind, self._source(), overwrite))
 
     def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: ProgressCallback | None = None) -> None:
-        """As `LocalTableHandle.save_snapshot`."""
         op = self._op(f"saving snapshot {name!r}")
         self._agree(name, kind, overwrite)
         self.at_step()
@@ -106,7 +105,6 @@ class ShardedSnapshots(TableSnapshots):
             self._saving.drop()
 
     def save_for_state(self, keep: int | None) -> RowsReference:
-        """As `LocalTableHandle.save_for_state`."""
         op = self._op("saving rows for a state_dict")
         self.world.handshake(op, same={"state_dict_snapshots": keep})
         self.at_step()
@@ -179,7 +177,6 @@ class ShardedSnapshots(TableSnapshots):
             save.commit(error)
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
-        """As `LocalTableHandle.load_rows`."""
         with ExitStack() as linking:
             read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
             self._open_and_load(place.name, lambda: open_snapshot(read), selection, True)

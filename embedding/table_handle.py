@@ -294,7 +294,6 @@ class LocalTableHandle(LocalSnapshots):
         overwrite: bool = False,
         stores: Sequence[str] = (),
     ) -> Manifest | None:
-        """Save a snapshot for another process, as `SaveTarget.save_between_steps` says."""
         others = [open_handle(_by_folder, store) for store in stores]
 
         def save() -> Manifest:
@@ -309,7 +308,6 @@ class LocalTableHandle(LocalSnapshots):
         return self._visit(save, give_up, others)
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """A row for another process, as `SaveTarget.row_between_steps` says."""
         return self._visit(lambda: self.row(table, key), give_up)
 
     def row(self, label: int | str, key: int) -> dict[str, Any]:
@@ -341,7 +339,6 @@ class LocalTableHandle(LocalSnapshots):
         return list({id(table): table for table in tables}.values())
 
     def status(self) -> dict[str, Any]:
-        """The name, step and rows for another process, as `SaveTarget.status` says."""
         table = self.table
         return {"name": self.name, "step": table.step, "rows": table.counts.rows}
 
