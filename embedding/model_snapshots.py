@@ -27,7 +27,7 @@ class ModelSnapshots:
         assert isinstance(self, nn.Module)
         return [module for module in self.modules() if isinstance(module, SavedRows)]
 
-    @checked_arguments("kind")
+    @checked_arguments("kind", "background", "overwrite")
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
@@ -37,9 +37,6 @@ class ModelSnapshots:
         incremental snapshot is saved full. SnapshotError, also if an embedding has no persistent_path;
         StoreError, OptionError.
         """
-        for argument, value in (("background", background), ("overwrite", overwrite)):
-            if not isinstance(value, bool):
-                raise OptionError(f"{argument}={value!r}: give True or False")
         tables, world = self._handles(), _world_of(self._stored())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 

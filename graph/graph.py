@@ -183,6 +183,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__refuse_captured("compile_dense", True)
         self.__inductor = options
 
+    @checked_arguments("enabled")
     def cuda_graph(self, enabled: bool = True) -> None:
         """Capture each training step as a CUDA graph after its first 3 calls, and replay the graph from then on.
 
@@ -191,8 +192,6 @@ class Graph(ModelSnapshots, HasBuild):
         replaying. A call raises GraphError or OptionError for what cannot be captured. Raises OptionError together with
         `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` and `compile_dense`.
         """
-        if not isinstance(enabled, bool):
-            raise OptionError(f"enabled={enabled!r}: give True or False")
         self.__captures = enabled
         try:
             self.__refuse_captured("clip_grad_norm", self.__end.max_norm is not None)
