@@ -49,7 +49,8 @@ class DensePart:
         """
         self._owner, self._has_warned = owner, False
         trained = [one for one in parameters or () if one.requires_grad and one.numel()]
-        self._before = [(one, {*_runs.get(one, ())}, _is_written(one) or bool(states.get(one))) for one in trained]
+        written = {id(one) for one in trained if _versions.get(one, one._version) != one._version or states.get(one)}
+        self._before = [(one, {*_runs.get(one, ())}, id(one) in written) for one in trained]
         self._is_known = parameters is not None
 
     def meet(self, embedding: SavedRows) -> None:
@@ -75,7 +76,3 @@ class DensePart:
         _own_runs.add(run)
         for parameter, *_ in self._before:
             _runs.setdefault(parameter, set()).add(run)
-
-
-def _is_written(parameter: Tensor) -> bool:
-    return parameter in _versions and parameter._version != _versions[parameter]

@@ -123,13 +123,8 @@ class StepCollectives:
         kinds = [*(("pin", e) for e in embeddings), *((k, e) for e in embeddings for k in ("rows", "send"))]
         update = StepCollectives(self._world, self._rank_state, self._owner, end, trains=True)
         parameters = [("accumulated", parameter) for parameter in end.parameters]
-        update.set_sequence(
-            [*(CollectiveCall(kind, e) for kind, e in kinds), CollectiveCall("vote", None)],
-            parameters,
-            embeddings,
-            [],
-            [],
-        )
+        calls = [*(CollectiveCall(kind, e) for kind, e in kinds), CollectiveCall("vote", None)]
+        update.set_sequence(calls, parameters, embeddings, [], [])
         with update.step(tuple, nested=True):
             rows, dense = end.pinned_gradients()
             for batch, grads, weights in rows:

@@ -22,11 +22,13 @@ T = TypeVar("T")
 Task = Callable[[], Any]
 
 _END = object()
+_AHEAD = 3  # items of a source that are taken ahead
+_WAITING = 2  # tasks that may wait before another is done
 
 
 @contextmanager
-def read_ahead(source: Generator[T, None, None], items: int = 3) -> Iterator[Iterator[T]]:
-    """The items of `source`. A thread takes `items` of them ahead; it ends when the block ends.
+def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
+    """The items of `source`. A thread takes some of them ahead; it ends when the block ends.
 
     An exception of the source is raised instead of the item that it prevented.
     """
@@ -38,7 +40,7 @@ def read_ahead(source: Generator[T, None, None], items: int = 3) -> Iterator[Ite
             yield item
 
     try:
-        for _ in range(items):
+        for _ in range(_AHEAD):
             thread.add(take)
         yield take_items()
     finally:
@@ -53,9 +55,7 @@ class TaskThread:
     An executor of one thread, but no wait for it hangs if the thread dies, as it may if memory runs out.
     """
 
-    def __init__(self, name: str, waiting: int = 2) -> None:
-        """waiting: how many tasks wait at most before `do` waits for one."""
-        self._waiting = waiting
+    def __init__(self, name: str) -> None:
         self._pending: deque[Future[Any]] = deque()
         self._errors: list[BaseException] = []
         self._queue: SimpleQueue[tuple[Task, Future[Any]] | None] = SimpleQueue()  # may be used by a finalizer
@@ -85,7 +85,7 @@ class TaskThread:
 
     def do(self, task: Task) -> None:
         """Add a task that has no result. Raises what an earlier one did."""
-        if len(self._pending) > self._waiting:
+        if len(self._pending) > _WAITING:
             self.next_result()
         self.add(task)
 

@@ -58,7 +58,12 @@ class RowReader:
     @property
     def files(self) -> dict[str, RowFile]:
         """The files that may have rows of the shard."""
-        return {name: file for name, file in self._manifest.files.items() if self._meets(self._shard_of(name))}
+        mine, files = self._shard, self._manifest.files
+        return {
+            name: file
+            for name, file in files.items()
+            if mine is None or (shard := self._shard_of(name)) is None or mine.meets(shard)
+        }
 
     def read(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         """The rows in some of the manifest's files, as `Snapshot.chunks` yields them."""
@@ -146,9 +151,6 @@ class RowReader:
         """The shard that a file is of; None without shards."""
         number, of = shard_number(name), self._manifest.parts
         return None if number is None or of is None else HashShard(number, of)
-
-    def _meets(self, shard: HashShard | None) -> bool:
-        return shard is None or self._shard is None or self._shard.meets(shard)
 
     def _damaged(self, name: str, problem: str) -> SnapshotError:
         return damaged(self._folder / name, problem, self._folder)

@@ -109,7 +109,9 @@ def save_closed_store(
 @contextmanager
 def locked_source(store: StoreFolder, of_all: OfAll | None) -> Iterator[SaveSource]:
     """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it has no clean marker."""
-    _check_not_shard(store)
+    if store.path.parent.name == RANKS:
+        place = str(store.path.parent.parent)
+        raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {place!r}")
     marker = require_clean_marker(store)
     together, record = together_with(store, of_all)
     with _live(store, marker) as (scan, tier):
@@ -163,7 +165,12 @@ def load_into_store(
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
     """The selection that `load_into_store` loads, with the types to convert to. Raises its errors that need no row."""
     marker = store.read_clean_marker()
-    _check_has_live_rows(store)
+    others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
+    if others:
+        raise StoreError(
+            f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give the store "
+            f"folder, {' or '.join(repr(str(other)) for other in others)}, on the host that has it"
+        )
     theirs = snapshot.description
     for field in ("key_type", "columns"):
         if marker is not None and marker.get(field) != theirs[field]:
@@ -264,25 +271,6 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
         f"{store.live}{wrong[0]} does not have the rows of the last close: a file in it was cut, or is of another "
         "time; load the last snapshot"
     )
-
-
-def _check_not_shard(store: StoreFolder) -> None:
-    """Raises StoreError for the shard of a rank, which does not have all rows."""
-    if store.path.parent.name == RANKS:
-        raise StoreError(
-            f"{str(store.path)!r} has only the shard of one rank: give the store folder, "
-            f"{str(store.path.parent.parent)!r}"
-        )
-
-
-def _check_has_live_rows(store: StoreFolder) -> None:
-    """Raises StoreError for a folder that has only the snapshots of other stores."""
-    others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
-    if others:
-        raise StoreError(
-            f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give the store "
-            f"folder, {' or '.join(repr(str(other)) for other in others)}, on the host that has it"
-        )
 
 
 def described(marker: dict[str, Any]) -> dict[str, Any]:

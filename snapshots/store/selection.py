@@ -118,14 +118,8 @@ class Selection:
             description = converted_description(description, self.types)
         if self.state:
             return description
-        bare: dict[str, Any] = {
-            "optimizer": None,
-            "states": [],
-            "state_widths": [],
-            "initial": [],
-            "hyper": [],
-            "step": 0,
-        }
+        bare: dict[str, Any] = {"optimizer": None, "step": 0}
+        bare |= {name: [] for name in ("states", "state_widths", "initial", "hyper")}
         if description["dtype"] != "float32":
             bare[STATE_TYPES] = []
         kept = {name: value for name, value in description.items() if name != STATE_TYPES}
