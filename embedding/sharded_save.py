@@ -246,9 +246,8 @@ class BackgroundShardedSave:
         if any(self._world.handshake(f"{self._op}: written", note=is_writing).notes):
             return
         self._has_ended = True
-        made, self._error = catch(
-            lambda: commit_together(self._world, self._op, self._saves, self._failures(), self._then)
-        )
+        failures = [catch(partial(thread.wait, 0))[1] for thread in self._threads]
+        made, self._error = catch(lambda: commit_together(self._world, self._op, self._saves, failures, self._then))
         if self._error is None:
             for watch, id in zip(self._watches, made, strict=True):
                 watch.changes_saved(id)
@@ -269,6 +268,3 @@ class BackgroundShardedSave:
         for save in self._saves:
             save.drop()
         log.error("%s", self._error)
-
-    def _failures(self) -> list[BaseException | None]:
-        return [catch(partial(thread.wait, 0))[1] for thread in self._threads]

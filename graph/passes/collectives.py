@@ -122,8 +122,13 @@ def schedule_collectives(
         end, rows, dense = arguments
         for _, params, grads in dense:
             for param, grad in zip(params, grads, strict=True):
-                _refuse_sparse(str(param.target), grad.meta["val"])
-                trained.append((str(param.target), param.meta["val"]))
+                name = str(param.target)
+                if grad.meta["val"].layout is not torch.strided:
+                    raise GraphError(
+                        f"the gradient of parameter {name!r} is sparse, and ranks sum dense gradients; leave "
+                        "sparse=True out, or use an embedding of tierbed with a world"
+                    )
+                trained.append((name, param.meta["val"]))
         setattr(module, _COLLECTIVES, collectives)
         with graph.inserting_before(node):
             own = graph.create_node("get_attr", _COLLECTIVES)
@@ -177,11 +182,3 @@ def describe_collectives(calls: list[CollectiveCall], trained: list[tuple[str, T
         for kind, embedding, like in calls
     ]
     return CollectiveSequence(described_calls, described(trained))
-
-
-def _refuse_sparse(name: str, grad: Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise GraphError(
-            f"the gradient of parameter {name!r} is sparse, and ranks sum dense gradients; leave sparse=True out, or "
-            "use an embedding of tierbed with a world"
-        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
 WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
 # ops by which autograd adds up and copies the gradients of one parameter, and the argument that an op copies
-_SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
+_ADD = torch.ops.aten.add.Tensor
+_SUMS = {_ADD, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 
 
@@ -191,7 +193,7 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
             _replace(node, graph.call_method("gather", (batch, shared.index(one), *_weights_argument(one.weights))))
     with graph.inserting_before(graph.output_node()):
         used = [weights[one] for one in shared]
-        totals = [_total(graph, grads[one]) for one in shared]
+        totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads[one]) for one in shared]
         graph.call_method("update", (batch, totals, *([used] if any(used) else [])))
 
 
@@ -294,13 +296,6 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
     by.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
-
-
-def _total(graph: fx.Graph, grads: list[fx.Node]) -> fx.Node:
-    total = grads[0]
-    for grad in grads[1:]:
-        total = graph.call_function(torch.ops.aten.add.Tensor, (total, grad))
-    return total
 
 
 def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:

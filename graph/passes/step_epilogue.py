@@ -163,11 +163,6 @@ class StepEpilogue:
             )
         self.accumulate_steps, self.mean = count, mean
 
-    @property
-    def grad_scale(self) -> float:
-        """The factor on the sum of all gradients."""
-        return 1.0 / self.accumulate_steps if self.mean else 1.0
-
     def scaling(self) -> Hashable:
         """A key that changes with the tensor that a compiled step multiplies its loss by."""
         scale = self._scale
@@ -248,9 +243,11 @@ def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGr
 
     vote: over ranks, which train the mean of their gradients; the gradients of rows have been sent.
     """
-    scale, finite = end.grad_scale, True
+    scale, finite = 1.0 / end.accumulate_steps if end.mean else 1.0, True
     if vote is not None:
-        scale, finite, dense = scale / vote.present, vote.finite, _with_grads(dense, vote.sums)
+        sums = iter(vote.sums)
+        dense = [part._replace(grads=list(islice(sums, len(part.grads)))) for part in dense]
+        scale, finite = scale / vote.present, vote.finite
     scaler = end.scaler if end.scaler is not None and end.scaler.is_enabled() else None
     grads = [grad for part in dense for grad in part.grads]
     if scaler is not None:
@@ -274,11 +271,6 @@ def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGr
 def are_finite(grads: list[Tensor]) -> bool:
     """Whether no element is infinite or NaN."""
     return bool(get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite())
-
-
-def _with_grads(dense: list[DenseGrads], grads: list[Tensor]) -> list[DenseGrads]:
-    following = iter(grads)
-    return [part._replace(grads=list(islice(following, len(part.grads)))) for part in dense]
 
 
 def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:

@@ -38,7 +38,7 @@ from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import listing
 from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow, embeddings_of
 from ..trace.names import HasBuild, identifiers, tensor_names
-from ..trace.trace import ShapeGuard, Trace
+from ..trace.trace import Returned, ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
@@ -55,9 +55,7 @@ class CompiledStep:
     module: fx.GraphModule
     lookups: fx.GraphModule | None  # made by `extract_id_graph`
     trained: list[tuple[EmbeddingBase, RowOptimizer]]
-    spec: pytree.TreeSpec
-    constants: list[Any]
-    is_tensor: list[bool]
+    returned: Returned  # by build
     captured: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
     rollback: RollbackStep | None = None  # set in a dynamic-shape step
     guard: ShapeGuard | None = None  # set with it: whether the step accepts inputs of these sizes
@@ -97,9 +95,9 @@ class CompiledStep:
         following = iter(outputs)
         leaves = [
             next(following) if tensor else constant
-            for tensor, constant in zip(self.is_tensor, self.constants, strict=True)
+            for tensor, constant in zip(self.returned.is_tensor, self.returned.constants, strict=True)
         ]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return pytree.tree_unflatten(leaves, self.returned.spec)
 
     def _train(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         for embedding, rows in self.trained:
@@ -260,18 +258,8 @@ def compile_step(
     )
     rollback = None if traced.guard is None else RollbackStep(module)
     bind_ops(module)
-    step = CompiledStep(
-        type(root).__name__,
-        module,
-        lookups,
-        trained,
-        returned.spec,
-        returned.constants,
-        returned.is_tensor,
-        captured,
-        rollback,
-        traced.guard,
-    )
+    name, guard = type(root).__name__, traced.guard
+    step = CompiledStep(name, module, lookups, trained, returned, captured, rollback, guard)
     if collectives is None:
         return step
     first = {id(t): (paths[id(t)], i) for i, t in reversed([*enumerate(tensors)]) if id(t) not in by_shadow}

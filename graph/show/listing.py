@@ -146,15 +146,12 @@ def _names_without_box(module: fx.GraphModule) -> dict[fx.Node, str]:
 
 def _continues(source: fx.Node, node: fx.Node) -> bool:
     """Whether both nodes belong to one chain of ops, drawn as one box."""
-    return len(source.users) == 1 and all(_is_view(op) or _is_elementwise(op) for op in (source, node))
+    are_simple = all(_is_view(op) or torch.Tag.pointwise in getattr(op.target, "tags", ()) for op in (source, node))
+    return len(source.users) == 1 and are_simple
 
 
 def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _lines(module: fx.GraphModule, nodes: list[fx.Node], named: dict[fx.Node, str]) -> Iterator[str]:

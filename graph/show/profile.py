@@ -266,15 +266,12 @@ def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list
         if node.op.startswith("call"):
             graph.call_function(stamp, (read,))
             stage = stage_of[node]
-            fuses = stage in ("forward", "backward") and _fuses(node)
+            is_of_torch = stage in ("forward", "backward") and isinstance(node.target, OpOverload)
+            fuses = is_of_torch and node.target.overloadpacket.__name__ not in _PRODUCTS
             ops.append(Op(node.name, stage, describe(module, node), fuses))
     names = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
     attributes = {name: getattr(module, name) for name in names}
     return fx.GraphModule({_CLOCK: clock, **attributes}, graph), clock, ops
-
-
-def _fuses(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ not in _PRODUCTS
 
 
 def _stamp(clock: list[int]) -> None:

@@ -112,7 +112,8 @@ def swapped(
         leaked = next((where for where, value in _reachable(root) if isinstance(value, _TRACED)), None)
         if leaked is not None or rebound is not None:
             for container, copy in before:
-                _restore(container, copy)
+                container.clear()
+                (container.update if isinstance(container, dict | set) else container.extend)(copy)
     if rebound is not None:
         raise GraphError(f"build replaces {names[id(rebound)]} by another tensor; change it in place (copy_, add_)")
     if leaked is not None:
@@ -146,8 +147,3 @@ def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
                 for key, item in items
                 if isinstance(item, _WALKED)  # a vocabulary may have millions of words
             )
-
-
-def _restore(container: Any, copy: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, dict | set) else container.extend)(copy)

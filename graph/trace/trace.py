@@ -156,7 +156,9 @@ def trace(
             grads[live] for live in with_grad
         ]
 
-    shapes = None if dynamic is None else _dynamic_shape_env()
+    shapes: ShapeEnv | None = None
+    if dynamic is not None:  # what depends on values raises, as in a static-shape trace
+        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
     from_start = call.dynamic_dims if dynamic else Dims()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns gradients on
@@ -199,11 +201,6 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None
     sizes = [DimDynamic.DYNAMIC if (index, d) in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
-
-
-def _dynamic_shape_env() -> ShapeEnv:
-    """An environment for dynamic sizes. What depends on values raises, as in a static-shape trace."""
-    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
 
 
 def _shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:

@@ -200,7 +200,7 @@ def _check_counts(snapshot: Snapshot, chunks: Chunks) -> Chunks:
         snapshot.check_count(count)
 
 
-def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool) -> Chunks:
+def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
     """The chunks. `progress` is called with the rows of each; then, if `keys_only`, the chunks are keys."""
     for bucket, rows in chunks:
         if progress is None:

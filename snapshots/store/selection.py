@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,7 @@ from numpy.typing import NDArray
 from ...engine.errors import InputError
 from ...engine.optim.kernel import kernels
 from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, overflows
-
-if TYPE_CHECKING:
-    from ..files.reader import Snapshot
-
+from ..files.reader import Snapshot, count_progress
 
 Types = tuple[str, str]  # of the embedding, and of states with one number for each element
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
@@ -135,7 +132,7 @@ class Selection:
             from ...engine.table.row_scan import caught_up  # loads torch
 
             chunks = caught_up(snapshot.description, chunks)
-        return self.chunks(_count_progress(chunks, progress), snapshot.description, report)
+        return self.chunks(count_progress(chunks, progress), snapshot.description, report)
 
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """The selected rows of a snapshot, counted in `report`."""
@@ -170,10 +167,3 @@ class Selection:
 
 
 ALL = Selection()
-
-
-def _count_progress(chunks: Chunks, progress: Callable[[int], None] | None) -> Chunks:
-    for bucket, rows in chunks:
-        yield bucket, rows
-        if progress is not None:
-            progress(len(rows))
