@@ -23,7 +23,7 @@ from ..snapshots.files.writer import (
     Files,
     ProgressCallback,
     Together,
-    commit,
+    finish,
     new_snapshot,
     write_changes,
     write_shard,
@@ -120,9 +120,13 @@ class ShardedSave:
     def write_manifest(self) -> None:
         """On rank 0, write the manifest: the snapshot is complete but for its name."""
         if self._world.rank == 0:
-            files = [{name: RowFile(*entry) for name, entry in part.items()} for _, part in self._parts]
-            rows = sum(rows for rows, _ in self._parts)
-            self._id = commit(self._place, self._description, rows, files, self._parent, self._saved_with).id
+            entries = sorted((name, entry) for _, part in self._parts for name, entry in part.items())
+            files = {name: RowFile(*entry) for name, entry in entries}
+            rows, parts, own = sum(rows for rows, _ in self._parts), len(self._parts), self._saved_with
+            made = finish(
+                self._place, self._description, rows, files=files, parent=self._parent, parts=parts, together=own
+            )
+            self._id = made.id
             fsync_dir(self._place)
             if self._saved_with is not None:
                 fsync_dir(self._folder.parent)  # the name by which it is found when another has committed it
@@ -180,10 +184,7 @@ class BackgroundShardedSave:
         then: Sequence[Callable[[], None]],
         what: str,
     ) -> None:
-        """parts: the observers of this rank's rows of each table, and its save.
-
-        then: for each, called on rank 0 when its snapshot is complete.
-        """
+        """parts: of each table, this rank's observers and save. then: called on rank 0 once it is complete."""
         self.what = what
         self._world, self._op, self._then = world, op, then
         self._saves = [save for _, save in parts]

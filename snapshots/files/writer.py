@@ -2,7 +2,7 @@
 
 Several writers can write one snapshot, each its shard of the rows, in a folder that all of them see. One of them enters
 `new_snapshot`, and each calls `write_shard` in the `temporary_path` of the snapshot. When all have returned, the first
-calls `commit` and leaves the block. If a writer fails, the block has to raise, which removes all files.
+calls `finish` and leaves the block. If a writer fails, the block has to raise, which removes all files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import groupby
@@ -350,7 +350,7 @@ def write_shard(
     progress: ProgressCallback | None = None,
     write: Callable[..., Files] = write_rows,
 ) -> Files:
-    """Write the rows of a shard durably, or its changes by `write_changes`. Returns the files for `commit`.
+    """Write the rows of a shard durably, or its changes by `write_changes`. Returns the files for `finish`.
 
     Raises SnapshotError, also for rows of another shard; and what `rows` raises.
     """
@@ -362,19 +362,3 @@ def write_shard(
         raise SnapshotError(
             f"shard {shard.number} of {shard.of} of a snapshot was not written to {str(place.parent)!r}: {error}"
         ) from error
-
-
-def commit(
-    place: Path,
-    description: dict[str, Any],
-    rows: int,
-    parts: Sequence[Files],
-    parent: Snapshot | None = None,
-    together: Together | None = None,
-) -> Manifest:
-    """Write the manifest of a snapshot whose shards are all durable. It is full if `parent` is None.
-
-    rows: of the whole table. parts: the files of each shard, in order. Raises OSError, SnapshotError.
-    """
-    files = dict(sorted((name, file) for part in parts for name, file in part.items()))
-    return finish(place, description, rows, files=files, parent=parent, parts=len(parts), together=together)

@@ -10,8 +10,9 @@ from tierbed.engine.row_format import Change
 from tierbed.snapshots import Manifest, Snapshot
 from tierbed.snapshots.files.format import HashShard
 from tierbed.snapshots.files.writer import (
+    Files,
     check_parent,
-    commit,
+    finish,
     new_snapshot,
     write_changes,
     write_shard,
@@ -29,7 +30,8 @@ def save_in_parts(
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
             files.append(write_shard(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in kept]))
-        return commit(place, description, sum(len(rows) for _, rows in kept), files)
+        count = sum(len(rows) for _, rows in kept)
+        return finish(place, description, count, files=_merged(files), parts=parts)
 
 
 def save_changes_in_parts(
@@ -43,7 +45,11 @@ def save_changes_in_parts(
         for part in (HashShard(number, parts) for number in range(parts)):
             own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
             files.append(write_shard(place, description, part, own, write=write_changes))
-        return commit(place, description, rows, files, parent)
+        return finish(place, description, rows, files=_merged(files), parent=parent, parts=parts)
+
+
+def _merged(files: list[Files]) -> Files:
+    return dict(sorted((name, file) for part in files for name, file in part.items()))
 
 
 def in_parts(snapshot: Snapshot, folder: Path, parts: int) -> Snapshot:
