@@ -192,15 +192,12 @@ class Graph(ModelSnapshots, HasBuild):
         replaying. A call raises GraphError or OptionError for what cannot be captured. Raises OptionError together with
         `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` and `compile_dense`.
         """
+        end = self.__end
+        self.__refuse_captured("clip_grad_norm", end.max_norm is not None, enabled)
+        self.__refuse_captured("accumulate_grads", end.accumulate_steps > 1, enabled)
+        self.__refuse_captured("set_grad_scaler", end.scaler is not None and end.scaler.is_enabled(), enabled)
+        self.__refuse_captured("compile_dense", self.__inductor is not None, enabled)
         self.__captures = enabled
-        try:
-            self.__refuse_captured("clip_grad_norm", self.__end.max_norm is not None)
-            self.__refuse_captured("accumulate_grads", self.__end.accumulate_steps > 1)
-            self.__refuse_captured("set_grad_scaler", self.__end.scaler is not None and self.__end.scaler.is_enabled())
-            self.__refuse_captured("compile_dense", self.__inductor is not None)
-        except OptionError:
-            self.__captures = False
-            raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return what `build` returns, tensors detached.
@@ -340,9 +337,9 @@ class Graph(ModelSnapshots, HasBuild):
         """
         return list(self.__compiles.reasons)
 
-    def __refuse_captured(self, method: str, is_used: bool) -> None:
-        """OptionError for `method` together with `cuda_graph`."""
-        if self.__captures and is_used:
+    def __refuse_captured(self, method: str, is_used: bool, captures: bool | None = None) -> None:
+        """OptionError for `method` together with `cuda_graph`. captures: whether that is used, as now by default."""
+        if is_used and (self.__captures if captures is None else captures):
             raise OptionError(
                 f"cuda_graph and {method}: a step with {method} cannot be captured; leave out one of them: "
                 f"cuda_graph(False), or no call of {method} (clip_grad_value goes with both)"
