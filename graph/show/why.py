@@ -74,7 +74,10 @@ class RecompileLog:
         """Add a step of the graph `name`. From the second on it has a reason, which is logged."""
         if self._facts:
             nearest = min((_differences(new, old) for old in reversed(self._facts)), key=len)
-            self.reasons.append(f"step {self.count}: {_joined(nearest)}")
+            more = [f"and {len(nearest) - _MAX_SHOWN} more"] * (len(nearest) > _MAX_SHOWN)
+            shown = "; ".join([*nearest[:_MAX_SHOWN], *more])
+            same = "an equal step was dropped, or tensors are tied in another way"
+            self.reasons.append(f"step {self.count}: {shown or same}")
             log.info("%s compiled %s", name, self.reasons[-1])
         self._facts.append(new)
         self.count += 1
@@ -161,12 +164,6 @@ def _differences(new: Facts, old: Facts) -> list[str]:
         for (kind, path), text in changed.items()
         if not _follows(kind, path, changed)
     ]
-
-
-def _joined(differences: list[str]) -> str:
-    more = len(differences) - _MAX_SHOWN
-    shown = differences[:_MAX_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-    return "; ".join(shown) or "an equal step was dropped, or tensors are tied in another way"
 
 
 def _difference(new: Any, old: Any) -> str:

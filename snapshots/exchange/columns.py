@@ -97,7 +97,9 @@ class Columns:
             _check(arrays[name], np.dtype(np.float32), (count, width), f"{where}: {name}")
         arrays = self._in_fields(arrays)
         self._check_range(keys, arrays, where)
-        self._check_keys(keys, where)
+        padding = self.description["padding_idx"]
+        if padding is not None and (keys == padding).any():
+            raise InputError(f"{where}: keys hold padding_idx={padding}, which is never a row; leave that key out")
         arrays = self._numbered(arrays)
         self._check_tables(arrays.get(TABLE), count, where)
         self._check_records(arrays, count, where)
@@ -134,11 +136,6 @@ class Columns:
                     f"{where}: {field.name} holds {arrays[field.name][row, column]!s} for key {keys[row]}, which "
                     f"overflows {field.type}; give smaller numbers, or dtype=torch.float32"
                 )
-
-    def _check_keys(self, keys: NDArray[Any], where: str) -> None:
-        padding = self.description["padding_idx"]
-        if padding is not None and (keys == padding).any():
-            raise InputError(f"{where}: keys hold padding_idx={padding}, which is never a row; leave that key out")
 
     def _numbered(self, arrays: Arrays) -> Arrays:
         """The arrays, with the number of a table that is given by name. An unknown name is kept, and refused later."""

@@ -29,10 +29,7 @@ Chunk = tuple[NDArray[Any], ...]
 
 
 class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Iterator[Chunk]):
-    """An iterator over the rows of a snapshot, and a context manager that closes its files.
-
-    `make_persistent_table_reader` makes it.
-    """
+    """Iterates over a snapshot's rows, as of `make_persistent_table_reader`. A context manager closes its files."""
 
     def __init__(self, snapshot: Snapshot, storage_dim: int, table_ids: bool) -> None:
         self._name, self._closed = snapshot.name, False
@@ -62,10 +59,7 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
 
 
 class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
-    """Writes rows as a snapshot: call `write` any number of times, then `close`, or leave the `with` block.
-
-    `make_persistent_table_writer` makes it.
-    """
+    """Writes a snapshot, as of `make_persistent_table_writer`: call `write` any number of times, then `close`."""
 
     def __init__(self, folder: StoreFolder, name: str, description: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -157,11 +151,9 @@ def make_persistent_table_writer(
 ) -> PersistentTableWriter:
     """A writer that makes snapshot `snapshot_name` of rows given as NumPy arrays, which `load` then makes live.
 
-    path: the store folder, `<persistent_path>/<embedding name>`, created if it is missing, and locked until the
-    writer is closed. value_type: torch.float32. storage_dim: how many floats of a row are written: those of the
-    embedding, or also those of the optimizer's states after them. physical_block_size: has no effect; for OneFlow's
-    signature. description: of the table, from `description_for`; None for that of the store, or for an empty store that
-    of an embedding of one table with defaults.
+    path: the store folder, created if it is missing, and locked until the writer is closed. The next arguments are as
+    of `make_persistent_table_reader`. description: of the table, from `description_for`; None for that of the store, or
+    for an empty store that of an embedding of one table with defaults.
 
     Rows count as written once, at the step of the description. They are stored in 64 temporary files and sorted one
     file at a time in memory, which takes a few times 1/64 of all rows. Leaving the `with` block by an exception makes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,11 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
             raise StoreError(f"rank {owner} of {ranks} owns that row: give its shard, {str(place)!r}")
     if marker["live"] == "rows":
         return _find(Snapshot.open(store.live), number, bits), marker
-    return _find_in_rocksdb(store.live, RowForm.described(marker), marker["shards"], number, bits), marker
+    from ...engine.store.rocksdb import RocksDB  # only if RocksDB has the rows
+
+    form = RowForm.described(marker)
+    with closing(RocksDB(store.live, form.width, marker["shards"], read_only=True)) as tier:
+        return read_row(tier, form, number, bits), marker
 
 
 def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
@@ -50,10 +53,7 @@ def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
 
 
 def row_key_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
-    """The number of a table, given by number or name, and the 64 bits of a key.
-
-    Raises InputError for a key that is not of the key type, or a table that does not exist.
-    """
+    """The number of a table, given by number or name, and the 64 bits of a key. InputError if there is no such one."""
     names = names_in(description)
     number = table_number(table, names)
     if number is None:
@@ -112,13 +112,6 @@ def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
         if len(matches):
             found = matches.copy()
     return found
-
-
-def _find_in_rocksdb(folder: Path, form: RowForm, shards: int, table: int, key: int) -> Row | None:
-    from ...engine.store.rocksdb import RocksDB  # only if RocksDB has the rows
-
-    with closing(RocksDB(folder, form.width, shards, read_only=True)) as tier:
-        return read_row(tier, form, table, key)
 
 
 def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> Row | None:

@@ -43,10 +43,7 @@ class Summary:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Plain values: rows by table id; smallest, lower median and largest `updates`; norms; `not_finite`.
-
-        Figures of no rows are None.
-        """
+        """Rows by table id; smallest, lower median and largest `updates`; norms; `not_finite`. None of no rows."""
         finite = int(self.norms.sum())
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
         return {
@@ -111,11 +108,9 @@ def check_plot(path: Path) -> None:
 
 
 def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
-    """Draw row norms, update counts and rows of each table. Raises OptionError if the file cannot be written.
-
-    names: of the tables.
-    """
+    """Draw row norms, update counts and the rows of each table, by its name. OptionError if it cannot be written."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     figure.suptitle(f"{title}: {summary.tables.total():,} rows")
@@ -126,7 +121,8 @@ def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
     if any(names) and len(names) <= _BARS:
         tables.set_xticks(range(len(names)), labels_of(names), rotation=45, ha="right")
     for axes in (norms, updates, tables):
-        _count_rows(axes)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
     try:
@@ -174,13 +170,6 @@ def _bars(axes: Any, counter: Any, label: str, title: str) -> None:
     else:
         axes.hist(values, np.linspace(low - 0.5, high + 0.5, _BARS + 1), weights=counts)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def _count_rows(axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def _say_empty(axes: Any) -> None:
