@@ -43,10 +43,7 @@ class DensePart:
     """The dense parameters of a graph or an optimizer, as they are before its first training step."""
 
     def __init__(self, owner: str, parameters: Iterable[Tensor] | None, states: Mapping[Any, Any]) -> None:
-        """owner: names the graph or the optimizer. parameters: None if they are not known.
-
-        states: those of the optimizer, by parameter.
-        """
+        """owner: names the graph or optimizer. parameters: None if unknown. states: the optimizer's, by parameter."""
         self._owner, self._has_warned = owner, False
         trained = [one for one in parameters or () if one.requires_grad and one.numel()]
         written = {id(one) for one in trained if _versions.get(one, one._version) != one._version or states.get(one)}

@@ -366,10 +366,7 @@ class InBackwardOptimizer(EagerOptimizer):
 
 
 def train_in_backward(embedding: EmbeddingBase) -> None:
-    """Let torch's `apply_optimizer_in_backward` update the rows of an embedding whose parameter it got.
-
-    OptimizerError for several optimizers, and for those that no rows can follow.
-    """
+    """Let torch's `apply_optimizer_in_backward` update the rows of an embedding. OptimizerError if none can follow."""
     follow_in_backward(embedding)
     if embedding.group is not None:
         embedding.group.check_passed()

@@ -61,7 +61,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     device of the module, and moves with the module. Raises OptionError.
     """
 
-    _has_columns = True  # False where embedding_dim is one width alone
+    _has_columns = True  # False if embedding_dim is one width
 
     def __init__(
         self,
@@ -340,10 +340,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return square_gradients(self._local_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """Announce a step of several checked lookups, in the order in which the step pins them.
-
-        Raises InputError for values on the CPU that are out of range.
-        """
+        """Announce a step of checked lookups, in the order in which it pins them. InputError for ids out of range."""
         table = self._trained()
         with self.raise_on_all_ranks():
             for lookup in lookups:

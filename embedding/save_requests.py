@@ -26,10 +26,7 @@ class SaveRequests:
     """
 
     def __init__(self, world: World, handle: Any, find: Callable[[str], Any]) -> None:
-        """handle: the `ShardedTableHandle`, whose file imports this one.
-
-        find: returns that of a store, by real path.
-        """
+        """handle: a `ShardedTableHandle`, whose file imports this one. find: returns that of a store, by real path."""
         self._world, self._handle, self._find = world, handle, find
         self._request: _SaveRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()

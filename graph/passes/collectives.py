@@ -29,10 +29,7 @@ _KINDS: dict[Any, str] = {
 
 
 class CollectiveCall(NamedTuple):
-    """One collective of a step: `pin`, `rows`, `read` or `send` of an embedding, or the `vote` of all ranks.
-
-    `rows` is the wait for the rows of a pin.
-    """
+    """One collective: `pin`, `rows` (the wait for those of a pin), `read` or `send` of an embedding, or the `vote`."""
 
     kind: str
     embedding: EmbeddingBase | None

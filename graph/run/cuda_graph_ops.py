@@ -67,10 +67,7 @@ def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
 
 @contextmanager
 def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
-    """A block around one replay, with the tables `locked`: does the host's part of a step on these tables.
-
-    Raises what the step would raise, before the replay.
-    """
+    """A block around one replay, with the tables `locked`: does the host's part of a step, and raises what it would."""
     for table in read:
         begin_replay(table, False, None)
     started = [(table, begin_replay(table, True, clip_value)) for table in trained]

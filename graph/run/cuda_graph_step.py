@@ -68,10 +68,7 @@ class CudaGraphStep:
         self.captured_graph: CapturedGraph | None = None
 
     def run(self, tensors: list[Tensor], plain: Callable[[], Any]) -> Any:
-        """The results of the step, in new tensors. `plain` runs it without a captured graph, with equal bits.
-
-        Raises GraphError and OptionError for what cannot be captured, before the step.
-        """
+        """The results, in new tensors. `plain` runs the step uncaptured, with equal bits. GraphError, OptionError."""
         trained, read = _tables(self._trained), _tables(self._read)
         for table in trained:
             table.yield_to_reader()

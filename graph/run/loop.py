@@ -48,10 +48,7 @@ log = logging.getLogger("tierbed")
 
 
 class RunProgress:
-    """The progress of a run: with a label, a bar with steps done and to do, time left, and samples per second.
-
-    The samples of a batch are the rows of its first tensor.
-    """
+    """The progress of a run: with a label, a bar of steps, time left, and samples (rows of a first tensor) a second."""
 
     def __init__(self, batches: Iterable[Any], label: str) -> None:
         """label: text before the bar; with an empty one there is no bar."""
@@ -208,9 +205,8 @@ class Run(Iterator[Any]):
     ) -> None:
         """ahead: None for `AHEAD` if a thread can hide reads of rows, else 0; over SSD `_judge` follows the misses.
 
-        known_lookups: returns what a call with these arguments looks up.
-
-        abandoned: gets an item if the run is collected before its end, which may be at any time, in any thread.
+        known_lookups: returns what a call with these arguments looks up. abandoned: gets an item if the run is
+        collected before its end, which may be at any time, in any thread.
         """
         if uneven not in UNEVEN:
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")

@@ -213,10 +213,7 @@ def profile(
     compiles: RecompileLog,
     may_compile: bool,
 ) -> Profile:
-    """The profile of `run` on all the batches. Its steps go through `timer`.
-
-    may_compile: whether TorchInductor could compile the dense part, and does not.
-    """
+    """The profile of `run` on all batches. may_compile: whether `compile_dense` is off and could be on."""
     drawn: list[Span] = []
     steps: list[Step] = []
     waiting = CpuWait()

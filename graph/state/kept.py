@@ -75,10 +75,7 @@ def kept(folder: Path) -> Kept:
 
 
 def read_format(folder: Path) -> dict[str, Any]:
-    """The record of a checkpoint of a known format, whose own fields have the types that a save gives them.
-
-    Raises OSError, ValueError.
-    """
+    """The record of a checkpoint of a known format, with fields of the types that a save gives. OSError, ValueError."""
     record: Any = unseal(read_record(folder / STATE))
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise ValueError(f"{STATE} is of another program")
@@ -111,10 +108,7 @@ def checksum(path: Path) -> int:
 
 
 def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
-    """The checkpoint `path`, or those in a folder, the oldest first; and the errors of damaged ones, by name.
-
-    Raises SnapshotError if there is none.
-    """
+    """The checkpoints at a path, or in it, the oldest first, and errors of damaged ones. SnapshotError for none."""
     found, damaged = [], {}
     for folder in _folders(path.resolve()):
         try:

@@ -118,10 +118,7 @@ class OptimizerSet:
         return tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers])
 
     def attach(self, root: HasBuild) -> None:
-        """Let the group that holds an embedding's shadow train its rows, once for each embedding under `root`.
-
-        OptimizerError for a parameter in two optimizers.
-        """
+        """Let the group of an embedding's shadow train its rows, once. OptimizerError for a parameter in two."""
         by_shadow = embeddings_by_shadow(root)
         if self._optimizers:
             train_together(embeddings_of(root).values())

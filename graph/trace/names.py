@@ -54,10 +54,7 @@ def _closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
 
 
 def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[str]:
-    """Each name as an identifier, made unique: `model.emb` becomes model_emb, a second `adam` becomes adam_1.
-
-    No identifier is one of the `reserved`.
-    """
+    """Each name as a unique identifier, none of `reserved`: `model.emb` becomes model_emb, a second `adam` adam_1."""
     taken, result = ["self", *(reserved or [])], []
     for name in wanted:
         base = "".join(c if c.isalnum() else "_" for c in name)

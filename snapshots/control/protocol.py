@@ -67,10 +67,7 @@ def remove(folder: int) -> None:
 
 
 def connect(path: Path, timeout: float) -> socket.socket | None:
-    """A connection to the process that listens in the folder `path`; None if no process does. Raises OSError.
-
-    timeout: seconds that each call on the connection may take.
-    """
+    """A connection to what listens in the folder `path`, or None. timeout: seconds for each call on it. OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout)
@@ -103,10 +100,7 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def receive(connection: socket.socket, packets: int = 1) -> Message | None:
-    """The next message, in at most that many packets; None at the end of the connection.
-
-    Raises OSError, TimeoutError, and ValueError for an invalid message.
-    """
+    """The next message, in at most that many packets; None at the end. OSError, TimeoutError, ValueError if invalid."""
     data = b""
     for _ in range(packets):
         packet, _, flags, _ = connection.recvmsg(LIMIT)

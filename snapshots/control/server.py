@@ -120,10 +120,7 @@ class StoreServer:
             raise
 
     def close(self) -> None:
-        """Remove the socket, undo a running save, and end every thread.
-
-        May be called in one of these threads, by the garbage collector.
-        """
+        """Remove the socket, undo a running save, and end every thread. One of them may call it, in a collection."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # this ends accept

@@ -135,10 +135,7 @@ def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowF
 
 
 def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowCheck:
-    """The check that finds rows of a bucket, or keys of deleted rows, that no table of a description can have.
-
-    With `shard`, rows of other shards as well.
-    """
+    """The check that finds rows, or keys of deleted rows, that a bucket of a table, or of its `shard`, cannot have."""
     number, of = shard or (0, 1)
     return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
 

@@ -325,10 +325,7 @@ class Snapshot:
         return table_of(self.chain, max_rows)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
-        """The rows in its own files, as `chunks` yields them, and keys [n] of deleted rows in the same order.
-
-        The checksums of both are known at their ends only.
-        """
+        """Rows in its own files, as of `chunks`, and keys [n] of deleted ones. Checksums are known at the ends only."""
         if self.manifest.rocksdb is not None:
             from .rocksdb_files import checkpoint_chunks  # only for snapshots of RocksDB
 

@@ -43,10 +43,7 @@ class SubprocessStartError(Exception):
 
 
 def scan_in_subprocess(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
-    """The rows of `form` in `folder`, as `RocksDB.scan` yields their 4-byte words, `max_rows` at a time.
-
-    Raises SubprocessError, SubprocessStartError, OSError.
-    """
+    """The rows of `form` in `folder`, `max_rows` at a time. Raises SubprocessError, SubprocessStartError, OSError."""
     dtype = form.dtype
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
     with _child(folder, form.width, shards, most) as (stdout, stderr, process):

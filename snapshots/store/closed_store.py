@@ -59,10 +59,7 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
 
 @contextmanager
 def locked_shards(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, Any], Chunks]]:
-    """The common version of the shards, their merged clean marker, and their rows in order. Locks all shards.
-
-    Raises StoreError if they are not all clean, or not all on this host.
-    """
+    """The common version of the shards, which are locked, their merged clean marker, and their rows. StoreError."""
     record = store.snapshot_store.of_ranks
     assert record is not None
     with ExitStack() as locks:

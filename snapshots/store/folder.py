@@ -131,10 +131,7 @@ class StoreFolder(FolderState):
             self._close_descriptor()
 
     def check(self) -> None:
-        """Raises StoreError if the folder was removed since it was opened, even if another one has its path.
-
-        ClosedError after `release`.
-        """
+        """StoreError if the folder was removed since it was opened, or replaced. ClosedError after `release`."""
         if self._lock is None:
             raise ClosedError(f"{self.user} was closed; create it again")
         with self._errors("find"):

@@ -165,10 +165,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
-    """Remove a snapshot, unless recovery or a child needs it. Raises SnapshotError.
-
-    A snapshot that has replaced it is kept.
-    """
+    """Remove a snapshot, unless recovery or a child needs it, or another has replaced it. Raises SnapshotError."""
     place = store.snapshots / saved.name
     is_needed = any(saved.name in one.recovery_snapshots for one in (store, *store.recovery_folders))
     if snapshot_id(place) == saved.manifest.id and not is_needed and not children_of(place):

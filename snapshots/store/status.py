@@ -71,10 +71,7 @@ class StoreStatus:
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new", "elsewhere"]:
-        """Whether a process has the store open, it was closed cleanly, it was not, or it was never written.
-
-        "elsewhere" if it has shards, and none of them is on this host.
-        """
+        """Whether it is open in a process, was closed cleanly or not, was never written, or is on other hosts alone."""
         if self.holder is not None:
             return "open"
         if self.restart.source == "elsewhere":
