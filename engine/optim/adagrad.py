@@ -9,11 +9,10 @@ If sqrt(s) + eps is 0 (eps = 0, and no gradient so far), w is unchanged; torch m
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed, quotient
+from .rule import Group, Rule
 
 ADAGRAD = Kernel(
     name="adagrad",
@@ -25,12 +24,6 @@ ADAGRAD = Kernel(
         w = w - lr * quotient(g, square_root(sum) + eps);
     """,
 )
-
-
-def adagrad(x: Row) -> None:
-    g = decayed(x.g, x.w, x.weight_decay, x.maximize)
-    x.sum += g * g
-    x.w -= x.lr * quotient(g, np.sqrt(x.sum) + x.eps)
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
@@ -46,4 +39,4 @@ def _initial(group: Group) -> dict[str, float]:
     return {"sum": float(group["initial_accumulator_value"])}
 
 
-RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, adagrad, _initial),)
+RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, _initial),)

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed, quotient
+from .rule import Group, Rule
 
 ADAM = Kernel(
     name="adam",
@@ -55,21 +54,6 @@ ADAMW = Kernel(
 )
 
 
-def adam(x: Row) -> None:
-    moments(x, decayed(x.g, x.w, x.weight_decay, x.maximize))
-
-
-def adamw(x: Row) -> None:
-    x.w *= x.decay
-    moments(x, decayed(x.g, x.w, np.float32(0), x.maximize))
-
-
-def moments(x: Row, g: np.ndarray) -> None:
-    x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
-    x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
-    x.w -= x.step_size * quotient(x.exp_avg, np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps)
-
-
 def hyper(group: Group, step: int) -> dict[str, float]:
     """The numbers of both rules. Coefficients that depend on the step are computed in double and rounded once."""
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
@@ -101,7 +85,7 @@ RULES = tuple(
     rule
     for optimizer in (torch.optim.Adam, torch.optim.AdamW)
     for rule in (
-        Rule(ADAM, optimizer, hyper, adam, when=_coupled),
-        Rule(ADAMW, optimizer, hyper, adamw, when=_decoupled),
+        Rule(ADAM, optimizer, hyper, when=_coupled),
+        Rule(ADAMW, optimizer, hyper, when=_decoupled),
     )
 )

@@ -22,17 +22,14 @@ import math
 from bisect import bisect_left
 from functools import cache
 
-import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
 from ..errors import OptimizerError
 from .adam import hyper as adam_hyper
-from .adam import moments
-from .arithmetic import power_by_squaring
 from .base import SMALLEST, number
 from .kernel import CatchUp, Kernel
-from .rule import Group, Row, Rule, decayed
+from .rule import Group, Rule
 
 ALL = 2**32 - 2**8  # missed steps: the largest number of them that float32 holds
 
@@ -99,24 +96,6 @@ class CatchUpAdam(torch.optim.Adam):
             _hyper(group, 1)
 
 
-def catch_up_adam(x: Row) -> None:
-    moments(x, decayed(x.g, x.w, np.float32(0), x.maximize))
-
-
-def missed_steps(x: Row) -> None:
-    power1, power2 = power_by_squaring(x.decay1, x.last), power_by_squaring(x.decay2, x.last)
-    applied = min(x.missed, int(x.terms))
-    for _ in range(applied):
-        power1, power2 = power1 * x.decay1, power2 * x.decay2
-        size, correction2 = np.float32(x.lr / (1.0 - power1)), np.float32(math.sqrt(1.0 - power2))
-        x.exp_avg -= x.exp_avg * x.one_minus_beta1
-        x.exp_avg_sq *= x.beta2
-        x.w -= size * (x.exp_avg / (np.sqrt(x.exp_avg_sq) / correction2 + x.eps))
-    if applied < x.missed:
-        x.exp_avg *= np.float32(power_by_squaring(x.decay1, x.missed - applied))
-        x.exp_avg_sq *= np.float32(power_by_squaring(x.decay2, x.missed - applied))
-
-
 @cache
 def terms(beta1: float, beta2: float) -> int:
     """How many missed steps are applied one by one: all, if their sum need not vanish."""
@@ -147,4 +126,4 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     }
 
 
-RULES = (Rule(CATCH_UP_ADAM, CatchUpAdam, _hyper, catch_up_adam, catch_up=missed_steps),)
+RULES = (Rule(CATCH_UP_ADAM, CatchUpAdam, _hyper),)

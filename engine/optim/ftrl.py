@@ -15,15 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .arithmetic import power
 from .base import SMALLEST, OwnOptimizer, choice, number
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed
+from .rule import Group, Rule
 
 FTRL = Kernel(
     name="ftrl",
@@ -98,18 +96,6 @@ class Ftrl(OwnOptimizer):
         w.copy_(torch.where(z.abs() <= x["lambda1"], 0, updated))
 
 
-def ftrl(x: Row) -> None:
-    g = decayed(x.g, x.w, x.weight_decay, np.float32(0))
-    before = power(x.sum, x.power_of_sum)
-    x.sum += g * g
-    after = power(x.sum, x.power_of_sum)
-    x.z += g - (after - before) / x.lr * x.w
-    shrunk = np.where(x.z > 0, x.z - x.lambda1, x.z + x.lambda1)
-    scale = (x.beta + after) / x.lr + x.lambda2
-    updated = np.where(scale == 0, x.w, -shrunk / scale)
-    x.w[:] = np.where(np.abs(x.z) <= x.lambda1, np.float32(0), updated)
-
-
 def _hyper(group: Group, step: int) -> dict[str, float]:
     lr_power = number(group, "lr_power", low=-8.0, high=8.0)
     return {
@@ -129,4 +115,4 @@ def _initial(group: Group) -> dict[str, float]:
     return {"sum": number(group, "initial_accumulator_value", low=low)}
 
 
-RULES = (Rule(FTRL, Ftrl, _hyper, ftrl, _initial),)
+RULES = (Rule(FTRL, Ftrl, _hyper, _initial),)

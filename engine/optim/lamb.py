@@ -17,14 +17,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .arithmetic import row_sum
 from .base import OwnAdam, hyper, row_mean
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed, quotient
+from .rule import Group, Rule
 
 LAMB_KERNEL = Kernel(
     name="lamb",
@@ -107,29 +105,7 @@ class PartialRowWiseLAMB(LAMB):
     second_moment_input = staticmethod(row_mean)
 
 
-def lamb(x: Row) -> None:
-    g = decayed(x.g, x.w, np.float32(0), x.maximize)
-    x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
-    x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
-    _take(x)
-
-
-def partial_rowwise_lamb(x: Row) -> None:
-    x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + x.one_minus_beta2 * (row_sum(x.g * x.g) / x.dim)
-    g = decayed(x.g, x.w, np.float32(0), x.maximize)
-    x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
-    _take(x)
-
-
-def _take(x: Row) -> None:
-    """The step of a row, given its moments."""
-    r = quotient(x.exp_avg / x.correction1, np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps) + x.weight_decay * x.w
-    weights, steps = row_sum(x.w * x.w), row_sum(r * r)
-    trust = np.sqrt(weights) / np.sqrt(steps)
-    x.w -= np.where((weights == 0) | (steps == 0), x.lr, x.lr * trust) * r
-
-
 RULES = (
-    Rule(LAMB_KERNEL, LAMB, hyper, lamb),
-    Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, hyper, partial_rowwise_lamb),
+    Rule(LAMB_KERNEL, LAMB, hyper),
+    Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, hyper),
 )

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .arithmetic import row_sum
 from .base import OwnOptimizer, number
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed
+from .rule import Group, Rule
 
 LARS_SGD = Kernel(
     name="lars_sgd",
@@ -77,19 +75,9 @@ class LarsSGD(OwnOptimizer):
         w.sub_(b)
 
 
-def lars_sgd(x: Row) -> None:
-    g = decayed(x.g, x.w, np.float32(0), x.maximize)
-    weights = row_sum(x.w * x.w)
-    norm = np.sqrt(weights)
-    divisor = np.sqrt(row_sum(g * g)) + x.weight_decay * norm
-    size = np.where((weights == 0) | (divisor == 0), x.lr, x.lr * x.eta * norm / divisor)
-    x.momentum_buffer[:] = x.momentum * x.momentum_buffer + size * (g + x.weight_decay * x.w)
-    x.w -= x.momentum_buffer
-
-
 def _hyper(group: Group, step: int) -> dict[str, float]:
     numbers = {name: number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
     return {**numbers, "maximize": float(bool(group["maximize"]))}
 
 
-RULES = (Rule(LARS_SGD, LarsSGD, _hyper, lars_sgd),)
+RULES = (Rule(LARS_SGD, LarsSGD, _hyper),)

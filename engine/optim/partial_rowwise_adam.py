@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .arithmetic import row_sum
 from .base import OwnAdam, hyper, row_mean
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed, quotient
+from .rule import Group, Rule
 
 PARTIAL_ROWWISE_ADAM = Kernel(
     name="partial_rowwise_adam",
@@ -52,12 +50,4 @@ class PartialRowWiseAdam(OwnAdam):
         w.mul_(x["decay"]).sub_(size * m)
 
 
-def partial_rowwise_adam(x: Row) -> None:
-    x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + x.one_minus_beta2 * (row_sum(x.g * x.g) / x.dim)
-    size = quotient(x.step_size, np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps)
-    g = decayed(x.g, x.w, np.float32(0), x.maximize)
-    x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
-    x.w[:] = x.w * x.decay - size * x.exp_avg
-
-
-RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, hyper, partial_rowwise_adam),)
+RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, hyper),)

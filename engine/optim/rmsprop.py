@@ -11,13 +11,12 @@ NaN.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from ..errors import OptimizerError
 from .base import number
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed, quotient
+from .rule import Group, Rule
 
 RMSPROP = Kernel(
     name="rmsprop",
@@ -29,12 +28,6 @@ RMSPROP = Kernel(
         w = w - lr * quotient(g, square_root(square_avg) + eps);
     """,
 )
-
-
-def rmsprop(x: Row) -> None:
-    g = decayed(x.g, x.w, x.weight_decay, x.maximize)
-    x.square_avg[:] = x.alpha * x.square_avg + (x.one_minus_alpha * g) * g
-    x.w -= x.lr * quotient(g, np.sqrt(x.square_avg) + x.eps)
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
@@ -53,4 +46,4 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     }
 
 
-RULES = (Rule(RMSPROP, torch.optim.RMSprop, _hyper, rmsprop),)
+RULES = (Rule(RMSPROP, torch.optim.RMSprop, _hyper),)

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..errors import OptimizerError
-from .arithmetic import row_sum
 from .base import OwnOptimizer, choice, number
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed
+from .rule import Group, Rule
 
 ROWWISE_ADAGRAD = Kernel(
     name="rowwise_adagrad",
@@ -81,14 +79,6 @@ class RowWiseAdagrad(OwnOptimizer):
         w.mul_(x["decay"]).sub_(multiplier * g)
 
 
-def rowwise_adagrad(x: Row) -> None:
-    g = decayed(x.g, x.w, x.weight_decay, np.float32(0))
-    x.sum += row_sum(g * g) / x.dim
-    root = np.sqrt(x.sum) + x.eps
-    multiplier = np.where(root == 0, np.float32(0), x.lr / root)
-    x.w[:] = x.w * x.decay - multiplier * g
-
-
 def _hyper(group: Group, step: int) -> dict[str, float]:
     lr, weight_decay = number(group, "lr"), number(group, "weight_decay")
     if "weight_decay_mode" in group:
@@ -110,4 +100,4 @@ def _initial(group: Group) -> dict[str, float]:
 
 
 THEIRS = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
-RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _hyper, rowwise_adagrad, _initial, theirs=THEIRS),)
+RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _hyper, _initial, theirs=THEIRS),)

@@ -10,11 +10,10 @@ that touch it.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed
+from .rule import Group, Rule
 
 SGD = Kernel(
     name="sgd",
@@ -34,16 +33,6 @@ SGD_MOMENTUM = Kernel(
 )
 
 
-def sgd(x: Row) -> None:
-    x.w -= x.lr * decayed(x.g, x.w, x.weight_decay, x.maximize)
-
-
-def sgd_momentum(x: Row) -> None:
-    g = decayed(x.g, x.w, x.weight_decay, x.maximize)
-    x.momentum_buffer[:] = np.where(x.first, g, x.momentum * x.momentum_buffer + x.one_minus_dampening * g)
-    x.w -= x.lr * (g + x.momentum * x.momentum_buffer if x.nesterov else x.momentum_buffer)
-
-
 def _hyper(group: Group, step: int) -> dict[str, float]:
     return {
         "lr": float(group["lr"]),
@@ -56,6 +45,6 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
 
 
 RULES = (
-    Rule(SGD, torch.optim.SGD, _hyper, sgd, when=lambda group: not float(group["momentum"])),
-    Rule(SGD_MOMENTUM, torch.optim.SGD, _hyper, sgd_momentum, when=lambda group: bool(float(group["momentum"]))),
+    Rule(SGD, torch.optim.SGD, _hyper, when=lambda group: not float(group["momentum"])),
+    Rule(SGD_MOMENTUM, torch.optim.SGD, _hyper, when=lambda group: bool(float(group["momentum"]))),
 )

@@ -11,28 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import _core
 from ..checks import checked_arguments, int_option
 from ..errors import OptionError
-from ..optim.arithmetic import log_unit
 from .store_options import PlainDict, options_class
 from .table_names import check_table_name
 
 MASK64 = 0xFFFFFFFFFFFFFFFF
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
-
-# numerators and denominators of AS 241 (PPND16), highest power first: the middle, the tails, the far tails
-_A = (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457,
-      13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080)  # fmt: skip
-_B = (5226.4952788528545610, 28729.085735721942674, 39307.895800092710610, 21213.794301586595867,
-      5394.1960214247511077, 687.18700749205790830, 42.313330701600911252, 1.0)  # fmt: skip
-_C = (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258,
-      3.64784832476320460504, 5.76949722146069140550, 4.63033784615654529590, 1.42343711074968357734)  # fmt: skip
-_D = (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
-      6.89767334985100004550e-1, 1.67638483018380384940, 2.05319162663775882187, 1.0)  # fmt: skip
-_E = (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 2.65321895265761230930e-2,
-      2.96560571828504891230e-1, 1.78482653991729133580, 5.46378491116411436990, 6.65790464350110377720)  # fmt: skip
-_F = (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
-      1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0)  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MIN_MASS = 1e-6  # of a distribution that a truncation must leave
 MAX_DEVIATIONS = 7.0  # standard deviations from the mean that no normal draw exceeds
@@ -40,27 +26,6 @@ Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters
 TABLE_FACTS = ("name", "ids", "bad_ids")  # table options that do not change initial values
 BAD_IDS = ("raise", "drop")
 _DEFAULT = {"name": None, "ids": None, "bad_ids": "raise"}
-
-
-def _polynomial(coefficients: Sequence[float], x: float) -> float:
-    value = coefficients[0]
-    for coefficient in coefficients[1:]:
-        value = value * x + coefficient
-    return value
-
-
-def normal_quantile(p: float) -> float:
-    """The inverse of the standard normal distribution function, 0 < p < 1: Wichura 1988, algorithm AS 241, PPND16."""
-    q = p - 0.5
-    if abs(q) <= 0.425:
-        r = 0.180625 - q * q
-        return _polynomial(_A, r) * q / _polynomial(_B, r)
-    r = math.sqrt(-log_unit(p if q <= 0.0 else 1.0 - p))
-    if r <= 5.0:
-        x = _polynomial(_C, r - 1.6) / _polynomial(_D, r - 1.6)
-    else:
-        x = _polynomial(_E, r - 5.0) / _polynomial(_F, r - 5.0)
-    return -x if q < 0.0 else x
 
 
 @options_class
@@ -198,8 +163,8 @@ def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, flo
     if std == 0.0:
         return (0.0, 1.0) if a <= mean <= b else (0.0, 0.0)
     return (
-        _bisect(lambda p: mean + std * normal_quantile(p) >= a)[1],
-        _bisect(lambda p: mean + std * normal_quantile(p) > b)[0],
+        _bisect(lambda p: mean + std * _core.normal_quantile(p) >= a)[1],
+        _bisect(lambda p: mean + std * _core.normal_quantile(p) > b)[0],
     )
 
 

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 import tierbed
+from support import naive
 from support.embeddings import train
 from support.lifecycle_model import Model, Row, Written
+from support.naive import hash_row
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.distributed import World
-from tierbed.engine.ops import naive
-from tierbed.engine.ops.naive import hash_row
 from tierbed.engine.row_format import EMBEDDING, RowForm
 
 Types = tuple[str, str]

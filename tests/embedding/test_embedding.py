@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierbed
+from support import naive
 from support.embeddings import DIM, TABLES, attach, contents, make, rows_by_key, train
 from support.optimizers import OPTIMIZERS
 from support.rows import INITIALIZERS, SPECIAL_KEYS, same_bits
@@ -27,7 +28,6 @@ from tierbed import (
     OptimizerError,
 )
 from tierbed.embedding.rows_in_tensors import FIELDS
-from tierbed.engine.ops import naive
 from tierbed.engine.options.initializers import as_arrays, make_column_options, make_table_options
 from tierbed.engine.options.lookup import Lookup
 

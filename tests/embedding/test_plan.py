@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support import naive
 from tierbed import InputError, OptionError, plan
 from tierbed.embedding.plan import Plan
 from tierbed.embedding.stack_distance import Sample, depths, hash_rows
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.options.table_spec import table_spec

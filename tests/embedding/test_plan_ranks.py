@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support import naive
 from tierbed import InputError, OptionError, plan
 from tierbed.embedding.plan import RankPlan
-from tierbed.engine.ops import naive
 
 Row = tuple[int, int]  # table, key
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from support import naive
 from support.embeddings import DIM, make
 from support.graphs import embedding, graph_of
 from support.stores import STORES, options
 from tierbed import EagerOptimizer, GraphError, InputError, MultiTableEmbedding
-from tierbed.engine.ops import naive
 
 NONE, ZERO = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 

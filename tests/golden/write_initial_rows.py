@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tierbed.engine.ops.naive import initial_rows
+from support.naive import initial_rows
 from tierbed.engine.options.initializers import (
     as_arrays,
     make_constant_initializer,

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from support import naive
 from support.embeddings import contents, make
 from support.examples import examples
 from support.graphs import id_batches
 from support.stores import STORES, options
 from tierbed import CapacityError, Graph, MultiTableEmbedding
-from tierbed.engine.ops import naive
 from tierbed.engine.optim.row_optimizer import row_optimizer
 
 PADDING = 3

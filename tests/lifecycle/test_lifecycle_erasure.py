@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from support.embeddings import contents, make, train
+from support.naive import hash_row
 from support.stores import options
 from tierbed import MultiTableEmbedding
-from tierbed.engine.ops.naive import hash_row
 
 OTHERS = torch.arange(1, 2000) * 0x9E3779B97F4A7C15 % (1 << 62)
 SECRETS = [0x1122334455667788, -0x0123456789ABCDEF, 0x7EDCBA9876543210]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support import naive
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 from tierbed.engine.row_format import narrowed
 
 pytestmark = pytest.mark.op

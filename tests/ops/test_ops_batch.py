@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import naive
 from support.rows import SPECIAL_KEYS, any_key
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 
 pytestmark = pytest.mark.op
 

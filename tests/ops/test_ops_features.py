@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support import naive
 from support.rows import Table
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 
 pytestmark = pytest.mark.op
 

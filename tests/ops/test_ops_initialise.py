@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import naive
+from support.arithmetic import normal_quantile
 from support.places import GOLDEN
 from support.rows import INITIALIZERS, SPECIAL_KEYS, Table, any_key, same_bits
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
-from tierbed.engine.options.initializers import normal_quantile
 
 pytestmark = pytest.mark.op
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierbed.engine.ops import naive
-from tierbed.engine.optim.arithmetic import log_unit
-from tierbed.engine.options.initializers import NORMAL, UNIFORM, normal_quantile
+from support import naive
+from support.arithmetic import log_unit, normal_quantile
+from tierbed.engine.options.initializers import NORMAL, UNIFORM
 
 pytestmark = pytest.mark.op
 

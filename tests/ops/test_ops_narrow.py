@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import naive
 from support.row_rules import optimizer_of, pinned, table_of
 from support.rows import Table, same_bits
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 from tierbed.engine.row_format import narrowed, widened
 
 pytestmark = pytest.mark.optimizer

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support import naive
 from support.rows import Table, same_bits
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 
 pytestmark = pytest.mark.op
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import naive
 from support.row_rules import MAKERS, optimizer_of, pinned, random_ids, table_of
 from support.rows import Table, same_bits
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 
 pytestmark = pytest.mark.optimizer
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from support import naive
 from support.caches import TABLE, batch_of, cache_over
+from support.naive import MASK64
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
-from tierbed.engine.ops.naive import MASK64
 
 N, SLOTS = 4096, 8192
 Row = tuple[int, int]

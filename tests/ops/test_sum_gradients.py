@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from support import naive
 from support.rows import SPECIAL_KEYS, same_bits
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.options.lookup import Gradients, Lookup

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.rule_references import CATCH_UPS, REFERENCES
 from tierbed.engine.optim import kernel
 from tierbed.engine.optim.rule import all_rules, rule_named
 
@@ -27,9 +28,9 @@ def test_what_is_read_from_the_files_is_what_they_declare() -> None:
     assert all(rule_named(name).kernel.name == name for name in declared)
 
 
-def test_references_and_kernels_both_catch_up_or_neither() -> None:
-    assert {rule.kernel.name for rule in all_rules() if rule.catch_up} == {"catch_up_adam"}
-    assert all((rule.catch_up is None) == (rule.kernel.catch_up is None) for rule in all_rules())
+def test_every_kernel_has_a_reference_and_one_for_missed_steps() -> None:
+    assert {rule.kernel.name for rule in all_rules()} == set(REFERENCES)
+    assert {rule.kernel.name for rule in all_rules() if rule.kernel.catch_up} == set(CATCH_UPS) == {"catch_up_adam"}
 
 
 def test_a_kernel_that_is_not_made_of_literals_names_its_file_and_line(tmp_path: Path) -> None:

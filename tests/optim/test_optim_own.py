@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import naive
+from support.arithmetic import power
 from support.embeddings import make, train
 from support.stores import options
 from tierbed.engine.errors import OptimizerError
-from tierbed.engine.ops import naive
 from tierbed.engine.optim import (
     LAMB,
     CatchUpAdam,
@@ -24,7 +25,6 @@ from tierbed.engine.optim import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
-from tierbed.engine.optim.arithmetic import power
 from tierbed.engine.optim.row_optimizer import row_optimizer
 
 pytestmark = pytest.mark.optimizer

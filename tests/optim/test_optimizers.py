@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from support import naive
 from support.rows import Table
 from tierbed.engine import _core
 from tierbed.engine.errors import OptimizerError
-from tierbed.engine.ops import naive
 from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optim.row_optimizer import RowOptimizer, row_optimizer
 from tierbed.engine.optim.rule import all_rules

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.naive import initial_value
 from tierbed.engine.errors import OptionError
-from tierbed.engine.ops.naive import initial_value
 from tierbed.engine.options.initializers import (
     as_arrays,
     initializer_from_dict,

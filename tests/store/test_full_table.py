@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from support import naive
 from support.rows import SPECIAL_KEYS, Table, same_bits
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 from tierbed.engine.row_format import BUCKETS, row_dtype
 
 pytestmark = pytest.mark.op

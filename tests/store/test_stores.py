@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from support import naive
 from support.embeddings import DIM, attach, contents, make, train
 from support.optimizers import OPTIMIZERS
 from support.rows import same_bits
 from support.stores import ONE_SET_MB, STORES, options
 from tierbed import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine._core import WAYS
-from tierbed.engine.ops import naive
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.store import rocksdb
 

@@ -6,10 +6,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cache
 
+from support import naive
 from support.caches import TABLE, Row, batch_of, cache_over, identities
 from tierbed.engine import _core
 from tierbed.engine._core import GROUP, WAYS
-from tierbed.engine.ops import naive
 
 BUCKETS, NEVER = 64, 2**32
 NUMBERS = _core.slot_hash().tolist()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from support import naive
 from support.embeddings import contents, make, train
 from tierbed import CapacityError, MultiTableEmbedding
-from tierbed.engine.ops import naive
 from tierbed.engine.row_format import KEY, Change, row_dtype
 from tierbed.engine.table import change_observers
 

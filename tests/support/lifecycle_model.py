@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from support import naive
 from support.embeddings import contents
 from tierbed import MultiTableEmbedding
-from tierbed.engine.ops import naive
 
 Row = tuple[int, int]  # table, key as 64 bits without sign
 

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support import naive
 from tierbed.engine import _core
-from tierbed.engine.ops import naive
 from tierbed.engine.options.initializers import (
     as_arrays,
     make_constant_initializer,

@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from support import naive
 from support.embeddings import DIM, TABLES
 from support.rows import SPECIAL_KEYS
-from tierbed.engine.ops import naive
 from tierbed.engine.optim.row_optimizer import RowOptimizer
 from tierbed.engine.options.initializers import as_arrays, make_table_options
 from tierbed.engine.row_format import row_dtype

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..optim.arithmetic import row_sum
-from ..optim.kernel import LIMITS
-from ..optim.rule import Rule, rule_named
-from ..options.initializers import CONSTANT, MASK64, UNIFORM, normal_quantile
-from ..row_format import narrowed, widened
+from support.arithmetic import normal_quantile, row_sum
+from support.rule_references import CATCH_UPS, REFERENCES
+from tierbed.engine.optim.kernel import LIMITS
+from tierbed.engine.optim.rule import Rule, rule_named
+from tierbed.engine.options.initializers import CONSTANT, UNIFORM
+from tierbed.engine.row_format import narrowed, widened
 
 F32 = NDArray[np.float32]
 U32 = NDArray[np.uint32]
@@ -28,7 +29,7 @@ _GOLDEN = np.uint32(0x9E3779B9)
 _PRECISION = {"float16": (11, -24), "bfloat16": (8, -133)}  # bits of a number, exponent of the smallest one
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
-MASK32 = 0xFFFFFFFF
+MASK32, MASK64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
 def noise(seed: int, hashes: U64, step: int | U32, columns: int) -> U32:
@@ -306,7 +307,7 @@ def update(
         given = map(np.float32, hyper[len(found.kernel.all_hypers) :])
         value, norm, row_norm = islice(chain(given, repeat(np.float32(0))), len(LIMITS))
         g = clip(grads, value, norm)
-        found.reference(
+        REFERENCES[rule](
             SimpleNamespace(
                 **_arguments(found, rows, dim, hyper),
                 g=g,
@@ -323,12 +324,12 @@ def update(
 def catch_up(rows: F32, updates: U32, last: U32, dim: int, rule: str, hyper: Sequence[float], step: int) -> None:
     """Apply missed steps to rows [n, width] in place, if the rule catches up; updates, last: [n]."""
     found = rule_named(rule)
-    if found.catch_up is None:
+    if rule not in CATCH_UPS:
         return
     for index in np.flatnonzero((updates != 0) & (last.astype(np.int64) + 1 < step)):
         named = _arguments(found, rows[index : index + 1], dim, hyper)
         with np.errstate(all="ignore"):
-            found.catch_up(SimpleNamespace(**named, last=int(last[index]), missed=step - 1 - int(last[index])))
+            CATCH_UPS[rule](SimpleNamespace(**named, last=int(last[index]), missed=step - 1 - int(last[index])))
 
 
 def clip(grads: F32, value: np.float32, norm: np.float32) -> F32:
