@@ -1,4 +1,6 @@
 // The Python module, bound folder by folder. Its contract is engine/_core.pyi.
+#include <stdexcept>
+
 #include <nanobind/nanobind.h>
 
 namespace nb = nanobind;
@@ -21,6 +23,16 @@ void bind_rows(nb::module_& m);
 NB_MODULE(_core, m) {
     // at exit a thread, an exception or a parent object may still own objects, which is no leak that a user can fix
     nb::set_leak_warnings(false);
+    // a failure of a store; nanobind's own exceptions are passed on
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const nb::builtin_exception&) {
+            throw;
+        } catch (const std::runtime_error& error) {
+            PyErr_SetString(nb::module_::import_("tierbed.engine.errors").attr("StoreError").ptr(), error.what());
+        }
+    });
     tierbed::bind_ops(m);
     tierbed::bind_owners(m);  // after bind_ops, which binds batches
     tierbed::bind_stores(m);

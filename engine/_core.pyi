@@ -329,7 +329,7 @@ def rocksdb_has_async_io() -> bool:
     """Whether RocksDB can read by io_uring on this machine."""
 
 class RocksTier(Tier):
-    """Rows in RocksDB: shards of buckets, one database for each. Failures raise RuntimeError with the remedy.
+    """Rows in RocksDB: shards of buckets, one database for each. Failures raise StoreError with the remedy.
 
     A build without RocksDB has neither this class nor the functions above with rocksdb in their name.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from ..errors import OptionError, StoreError
+from ..errors import OptionError
 from ..options.store_options import CachedHostMemOptions
 from ..row_format import Chunks, Keys, TableIds
 from ..store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
@@ -54,48 +53,35 @@ class CpuCachedStore:
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._rows = int(
-            self.native.metrics()["capacity"]
-        )  # of the sets; a batch with more rows causes a warning, once
-        self._pinned: _core.Batch | None = None
+        self._rows = int(self.native.metrics()["capacity"])  # of the sets; a larger batch causes a warning, once
         self._peeked = (0, 0, 0)
 
     def announce(self, batch: _core.Batch) -> None:
-        with self._errors():
-            self.native.announce(batch)
+        self.native.announce(batch)
 
     def prefetch(self, batch: _core.Batch) -> bool:
-        with self._errors():
-            return self.native.prefetch(batch)
+        return self.native.prefetch(batch)
 
     def cancel(self) -> None:
         self.native.cancel()
 
     def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
-        if self._pinned is not None:
-            raise StoreError("a batch is still pinned; one step at a time")
-        with self._errors():
-            self.native.pin(batch)
+        self.native.pin(batch)
         try:
             if capacity_limit is not None:
                 check_capacity(_core.count_new(batch, self._layout), capacity_limit)
         except BaseException:
             self.native.unpin(batch)
             raise
-        self._pinned = batch
         if batch.unique > self._rows:
             self._warn_small_cache(batch.unique)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
         """End a pin. `dirty` changes nothing here: the record of a line shows whether it was written."""
-        if self._pinned is not batch:
-            raise StoreError("unpin of a batch that is not pinned")
-        self._pinned = None
         self.native.unpin(batch)
 
     def peek(self, batch: _core.Batch, trains: bool = False) -> None:
-        with self._errors():
-            missing, unknown = self.native.peek(batch)
+        missing, unknown = self.native.peek(batch)
         if trains:
             return
         hits, misses, unknowns = self._peeked
@@ -105,16 +91,13 @@ class CpuCachedStore:
         return self._peeked
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        with self._errors():
-            return self.native.read(tables, keys, lines, touch)
+        return self.native.read(tables, keys, lines, touch)
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        with self._errors():
-            self.native.write(tables, keys, lines)
+        self.native.write(tables, keys, lines)
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        with self._errors():
-            self.native.erase(tables, keys)
+        self.native.erase(tables, keys)
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         location = self.native.locate(table, key)
@@ -130,22 +113,19 @@ class CpuCachedStore:
 
     def write_back(self) -> None:
         """Write dirty rows to the last tier, as `flush`, which is not made durable."""
-        with self._errors():
-            self.native.flush()
+        self.native.flush()
         if isinstance(self._below, CpuCachedStore):
             self._below.write_back()
 
     def flush(self) -> None:
-        with self._errors():
-            self.native.flush()
+        self.native.flush()
         self._below.flush()
 
     def flush_pieces(self) -> Iterator[bool]:
         """Flush most dirty rows, a piece for each `next`: the last tier is not made durable."""
         begin, now = 0, self.native.metrics()
         for _ in range(2 + int(now["capacity"] + now["overflow_rows"]) // PIECE_ROWS):  # steps may write more meanwhile
-            with self._errors():
-                begin = self.native.flush_some(begin, PIECE_ROWS)
+            begin = self.native.flush_some(begin, PIECE_ROWS)
             yield True
             if begin == 0:
                 break
@@ -172,12 +152,3 @@ class CpuCachedStore:
             "in addition to that budget; give at least %s, or smaller batches",
             self._budget, capacity, rows, metrics["overflow_rows"], needed,
         )  # fmt: skip
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # from native code, with the message of the tier below
-            if isinstance(error, StoreError):
-                raise
-            raise StoreError(str(error)) from error

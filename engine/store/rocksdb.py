@@ -73,7 +73,7 @@ class RocksDB:
         self.folder = folder
         self._width = width
         self._scans: list[_core.RocksTier.Scan] = []
-        with self._errors():
+        try:
             if not read_only:
                 make_folder(folder)
             try:
@@ -91,13 +91,16 @@ class RocksDB:
                     read_threads=read_threads,
                     options=_core.parse_rocksdb_options(options),
                 )
-            except RuntimeError as error:
+            except StoreError as error:
                 if "irect I/O" not in str(error):
                     raise
                 reason = str(error).rpartition("; ")[0]
                 raise OptionError(f"read_mode={read_mode!r}: {reason}; give 'buffered'") from error
             if not read_only:
                 fsync_dir(folder)  # RocksDB makes the files in a shard durable, but not the shard's name
+        except OSError as error:
+            remedy = remedy_for(error, "check the disk and the folder's permissions")
+            raise StoreError(f"RocksDB in {folder}: {error}; {remedy}") from error
 
     @property
     def native(self) -> _core.RocksTier:
@@ -105,20 +108,16 @@ class RocksDB:
         return self._open()
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        with self._errors():
-            return self._open().read(tables, keys, lines, touch)
+        return self._open().read(tables, keys, lines, touch)
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        with self._errors():
-            self._open().write(tables, keys, lines)
+        self._open().write(tables, keys, lines)
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        with self._errors():
-            self._open().erase(tables, keys)
+        self._open().erase(tables, keys)
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        with self._errors():
-            record = self._open().locate(table, key)
+        record = self._open().locate(table, key)
         if record is None:
             return []
         bucket = _core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0]
@@ -127,14 +126,12 @@ class RocksDB:
     def scan(self) -> Chunks:
         dtype = row_dtype(self._width)
         most = max(1, SCAN_BYTES // dtype.itemsize)
-        with self._errors():
-            scan = self._open().scan()
+        scan = self._open().scan()
         self._scans.append(scan)
         try:
             while True:
                 rows = np.empty(most, dtype)
-                with self._errors():
-                    bucket, n = scan.next(rows.view(np.uint8), most)
+                bucket, n = scan.next(rows.view(np.uint8), most)
                 if n == 0:
                     return
                 yield bucket, rows[:n]
@@ -143,18 +140,15 @@ class RocksDB:
             self._scans.remove(scan)
 
     def flush(self) -> None:
-        with self._errors():
-            self._open().flush()
+        self._open().flush()
 
     def compact(self) -> None:
         """Merge the files of each shard, which frees the space of replaced rows. Raises StoreError."""
-        with self._errors():
-            self._open().compact()
+        self._open().compact()
 
     def make_writable(self) -> None:
         """Open for writing what a full disk let be opened only for reading. Called before rows change. StoreError."""
-        with self._errors():
-            self._open().make_writable()
+        self._open().make_writable()
 
     @property
     def failed(self) -> bool:
@@ -166,8 +160,7 @@ class RocksDB:
 
         Files that were cut, or that are of another moment, have others: RocksDB opens both without an error.
         """
-        with self._errors():
-            return [[*version] for version in self._open().versions()]
+        return [[*version] for version in self._open().versions()]
 
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
@@ -176,8 +169,7 @@ class RocksDB:
         Only one such block may run at a time.
         """
         database = self._open()
-        with self._errors():
-            files = [LiveFile(*file) for file in database.hold_files()]
+        files = [LiveFile(*file) for file in database.hold_files()]
         try:
             yield files
         finally:
@@ -191,8 +183,7 @@ class RocksDB:
             self._db = None
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        with self._errors():
-            return {"ssd": self._open().metrics()}
+        return {"ssd": self._open().metrics()}
 
     def info(self) -> dict[str, Any]:
         """How the databases run: `rocksdb_info` and
@@ -207,15 +198,3 @@ class RocksDB:
         if self._db is None:
             raise StoreError(f"RocksDB in {self.folder} was closed")
         return self._db
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            remedy = remedy_for(error, "check the disk and the folder's permissions")
-            raise StoreError(f"RocksDB in {self.folder}: {error}; {remedy}") from error
-        except RuntimeError as error:
-            if isinstance(error, StoreError):
-                raise
-            raise StoreError(str(error)) from error
