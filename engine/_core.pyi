@@ -201,8 +201,6 @@ class FullTable(Tier):
     def metrics(self) -> dict[str, float]: ...
     def scan(self, bucket: int) -> U8:
         """Rows of the bucket with `updates > 0`, packed as `row_dtype` and sorted by (table, key)."""
-    rows: int
-    bytes: int
 
 class CachedTier(Tier):
     """A set-associative write-back cache over another tier. It serves steps, or is itself a tier.

@@ -193,7 +193,7 @@ def test_an_empty_batch_and_one_of_padding_alone_change_nothing() -> None:
         assert not out.any()
         assert table.update(batch, np.ones_like(out), *SGD, 1) == 0
         assert _core.assign(batch, table.layout, np.ones_like(out), 1) == 0
-    assert store.rows == 0
+    assert store.metrics()["resident_rows"] == 0
 
 
 def test_assign_keeps_the_last_occurrence_and_the_state() -> None:
@@ -221,7 +221,7 @@ def test_initialise_missing_serves_unknown_rows_from_memory_of_the_batch() -> No
     expected = table.initial(batch.tables, batch.keys)
     expected[batch.keys < 3] -= np.float32(1)
     same_bits(table.values(batch.lines), expected)
-    assert store.rows == 2
+    assert store.metrics()["resident_rows"] == 2
 
 
 def test_wrong_sizes_are_refused_before_anything_is_read() -> None:

@@ -33,7 +33,7 @@ def test_a_row_is_found_by_table_and_key_alone() -> None:
     assert store.find(batch) == batch.unique == 3 * len(SPECIAL_KEYS)
     assert not batch.lines.any()
     store.insert_missing(batch, table.layout)
-    assert len(set(batch.lines.tolist())) == store.rows == batch.unique
+    assert len(set(batch.lines.tolist())) == store.metrics()["resident_rows"] == batch.unique
     same_bits(table.values(batch.lines), table.initial(batch.tables, batch.keys))
     again = table.batch(keys[::-1], tables[::-1])
     assert store.find(again) == 0
@@ -47,15 +47,15 @@ def test_a_row_is_found_by_table_and_key_alone() -> None:
 def test_growth_to_a_hundred_thousand_rows_moves_no_line(threads: int) -> None:
     table = Table([2], tables=2)
     store = _core.FullTable(table.layout)
-    before = store.bytes
+    before = store.metrics()["bytes"]
     early = insert(table, store, np.arange(1000), np.zeros(1000))
     assert table.update(early, np.ones((1000, 2), np.float32), *SGD, 1) == 1000
     values = table.values(early.lines)
     for begin in range(0, 50_000, 10_000):
         keys = np.arange(begin, begin + 10_000)
         insert(table, store, np.tile(keys, 2), np.repeat([0, 1], 10_000))
-    assert store.rows == 100_000
-    assert store.bytes - before >= 100_000 * table.layout.line_bytes
+    assert store.metrics()["resident_rows"] == 100_000
+    assert store.metrics()["bytes"] - before >= 100_000 * table.layout.line_bytes
     again = table.batch(np.arange(1000), np.zeros(1000))
     assert store.find(again) == 0
     np.testing.assert_array_equal(again.lines, early.lines)
@@ -101,7 +101,7 @@ def test_read_and_write_move_whole_lines_by_address(threads: int) -> None:
         values[:] = rng.standard_normal(table.width)
         record[:] = number + 1, number + 2
     store.write(tables, keys, lines)
-    assert store.rows == sum(map(len, scan(table, store))) == len(keys)
+    assert store.metrics()["resident_rows"] == sum(map(len, scan(table, store))) == len(keys)
 
     order = rng.permutation(len(keys))
     copy, copied = table.lines(len(keys))
@@ -111,7 +111,7 @@ def test_read_and_write_move_whole_lines_by_address(threads: int) -> None:
 
     table.view(lines[0])[0][:] = 5.0
     store.write(tables[:1], keys[:1], lines[:1])
-    assert store.rows == len(keys)
+    assert store.metrics()["resident_rows"] == len(keys)
     batch = table.batch(keys[:1], tables[:1])
     assert store.find(batch) == 0
     assert (table.values(batch.lines) == 5.0).all()
@@ -139,7 +139,7 @@ def test_empty_calls_and_an_empty_table() -> None:
     store.write(*nothing)
     assert store.read(*nothing).shape == (0,)
     assert store.find(table.batch([], [])) == 0
-    assert store.rows == sum(len(rows) for rows in scan(table, store)) == 0
+    assert store.metrics()["resident_rows"] == sum(len(rows) for rows in scan(table, store)) == 0
 
 
 def test_scan_refuses_a_buffer_of_another_size() -> None:

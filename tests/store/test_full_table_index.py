@@ -35,7 +35,7 @@ class Checked:
         self.last_ids = None if last_ids is None else np.array(last_ids, np.uint64)
         self.layout = Table([1], tables=2, last_ids=last_ids)
         self.store = _core.FullTable(self.layout.layout)
-        self.empty_bytes = self.store.bytes
+        self.empty_bytes = self.store.metrics()["bytes"]
         self.lines = np.zeros(n, np.uint64)
         self.values = np.zeros(n, np.float32)
         self.updates, self.steps = np.zeros(n, np.uint32), np.zeros(n, np.uint32)
@@ -119,11 +119,11 @@ class Checked:
 
     def _check_size(self) -> None:
         known = self.lines[self.lines != 0]
-        assert self.store.rows == len(known) == len(np.unique(known))
+        assert self.store.metrics()["resident_rows"] == len(known) == len(np.unique(known))
         line = self.layout.layout.line_bytes
         self.most = max(self.most, len(known))
         least = self.most * (line + (SLOT_BYTES if self.last_ids is None else 4))
-        assert least <= self.store.bytes <= self.empty_bytes + 8 * self.most * (line + SLOT_BYTES) + 2**20
+        assert least <= self.store.metrics()["bytes"] <= self.empty_bytes + 8 * self.most * (line + SLOT_BYTES) + 2**20
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -165,34 +165,34 @@ def growing() -> Checked:
     checked = Checked(120_000)
     checked.put(np.arange(40_000))
     checked.find(np.arange(10))
-    before = checked.store.bytes
+    before = checked.store.metrics()["bytes"]
     checked.put(np.arange(40_000, 49_000))
-    assert checked.store.bytes - before >= 2 * OLD_INDEX  # the larger one, and the old one stays
+    assert checked.store.metrics()["bytes"] - before >= 2 * OLD_INDEX  # the larger one, and the old one stays
     return checked
 
 
 def test_calls_in_the_middle_of_a_growth(threads: int) -> None:
     """Reads and scans look into both indexes; finds and inserts go on with it, to the end."""
     checked = growing()
-    before = checked.store.bytes
+    before = checked.store.metrics()["bytes"]
     checked.read(np.arange(120_000))
     checked.scan()
     checked.write(np.arange(48_990, 49_010))
     checked.scan()
-    assert checked.store.bytes == before
+    assert checked.store.metrics()["bytes"] == before
     for _ in range(4):
         checked.find(np.arange(0, 120_000, 7))
         checked.put(np.arange(48_995, 49_015))
-    assert checked.store.bytes == before - OLD_INDEX
+    assert checked.store.metrics()["bytes"] == before - OLD_INDEX
     checked.read(np.arange(120_000))
     checked.scan()
 
 
 def test_insertions_alone_go_on_with_a_growth(threads: int) -> None:
     checked = growing()
-    before = checked.store.bytes
+    before = checked.store.metrics()["bytes"]
     checked.write(np.arange(49_000, 58_500))
-    assert checked.store.bytes == before - OLD_INDEX
+    assert checked.store.metrics()["bytes"] == before - OLD_INDEX
     checked.read(np.arange(120_000))
 
 
@@ -229,11 +229,11 @@ def test_lines_are_used_again(numbered: bool, threads: int) -> None:
     checked = Checked(60_000, numbered)
     checked.put(np.arange(2000))
     checked.erase(np.arange(2000))
-    before = checked.store.bytes
+    before = checked.store.metrics()["bytes"]
     for begin in range(0, 60_000, 1000):
         checked.put(np.arange(begin, begin + 1000))
         checked.read(np.arange(begin, begin + 1000))
         checked.erase(np.arange(begin, begin + 1000))
-        assert checked.store.rows == 0
+        assert checked.store.metrics()["resident_rows"] == 0
     line = checked.layout.layout.line_bytes + 4 * numbered
-    assert checked.store.bytes <= before + 64 * 3 * 16 * line  # buckets are not equally full
+    assert checked.store.metrics()["bytes"] <= before + 64 * 3 * 16 * line  # buckets are not equally full

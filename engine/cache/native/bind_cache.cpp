@@ -14,33 +14,6 @@ Replacement policy_of(const std::string& name) {
     return name == "lfu" ? LFU : LRU;
 }
 
-nb::dict metrics_of(const CachedTier& tier) {
-    const CachedTier::Metrics now = without_gil([&] { return tier.metrics(); });
-    nb::dict all;
-    all["hits"] = now.counts.hits;
-    all["misses"] = now.counts.misses;
-    all["insertions"] = now.counts.insertions;
-    all["evictions_clean"] = now.counts.evictions_clean;
-    all["evictions_dirty"] = now.counts.evictions_dirty;
-    all["overflows"] = now.counts.overflows;
-    all["bytes_in"] = now.bytes_in;
-    all["bytes_out"] = now.bytes_out;
-    all["capacity"] = now.capacity;
-    all["resident_rows"] = now.resident_rows;
-    all["fill"] = static_cast<double>(now.resident_rows) / static_cast<double>(now.capacity);
-    all["bytes"] = now.bytes;
-    all["overflow_rows"] = now.overflow_rows;
-    all["overflow_peak_rows"] = now.overflow_peak_rows;
-    all["overflow_capacity"] = now.overflow_capacity;
-    all["overflow_bytes"] = now.overflow_bytes;
-    all["window_bytes"] = now.window_bytes;
-    all["overflow_evictions"] = now.overflow_evictions;
-    all["prefetch_waits"] = now.prefetch_waits;
-    add_latencies(all, "fetch", tier.fetch_latency());
-    add_latencies(all, "write", tier.write_latency());
-    return all;
-}
-
 nb::object locate(CachedTier& tier, u32 table, u64 key) {
     const auto row = without_gil([&] { return tier.find(table, key); });
     if (!row) return nb::none();
@@ -95,7 +68,7 @@ void bind_cache(nb::module_& m) {
         .def("close", &CachedTier::close, unlocked)
         .def("locate", &locate)
         .def("residents", &residents)
-        .def("metrics", &metrics_of)
+        .def("metrics", &metrics_of<CachedTier>)
         .def("hit_counts", &hit_counts<CachedTier>);
     m.attr("WAYS") = WAYS;
     m.attr("GROUP") = GROUP;

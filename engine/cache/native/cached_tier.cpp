@@ -521,24 +521,33 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t left) {
     return more;
 }
 
-CachedTier::Metrics CachedTier::metrics() const {
+Metrics CachedTier::metrics() const {
     const std::lock_guard directory(threads_->directory);
+    const Cache& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
     const u64 behind = threads_->writer ? threads_->writer->rows * stored_bytes_of(layout_.shape.width) : 0;
-    Metrics all{};
-    all.counts = counts_;
-    all.bytes_in = bytes_in_;
-    all.bytes_out = bytes_out_ + behind;
-    all.capacity = directory_.sets.slots();
-    all.resident_rows = directory_.sets.used();
-    all.bytes = directory_.sets.bytes();
-    all.overflow_rows = overflow.rows();
-    all.overflow_peak_rows = overflow.peak_rows();
-    all.overflow_capacity = overflow_rows_;
-    all.overflow_evictions = overflow.evictions();
-    all.prefetch_waits = prefetch_waits_;
-    all.overflow_bytes = overflow.bytes();
-    all.window_bytes = directory_.window.bytes();
+    const std::size_t used = sets.used();
+    Metrics all{{{"hits", counts_.hits},
+                 {"misses", counts_.misses},
+                 {"insertions", counts_.insertions},
+                 {"evictions_clean", counts_.evictions_clean},
+                 {"evictions_dirty", counts_.evictions_dirty},
+                 {"overflows", counts_.overflows},
+                 {"bytes_in", bytes_in_},
+                 {"bytes_out", bytes_out_ + behind},
+                 {"capacity", sets.slots()},
+                 {"resident_rows", used},
+                 {"bytes", sets.bytes()},
+                 {"overflow_rows", overflow.rows()},
+                 {"overflow_peak_rows", overflow.peak_rows()},
+                 {"overflow_capacity", overflow_rows_},
+                 {"overflow_bytes", overflow.bytes()},
+                 {"window_bytes", directory_.window.bytes()},
+                 {"overflow_evictions", overflow.evictions()},
+                 {"prefetch_waits", prefetch_waits_}},
+                {{"fill", static_cast<double>(used) / sets.slots()}}};
+    all.add("fetch", fetch_latency_);
+    all.add("write", write_latency_);
     return all;
 }
 

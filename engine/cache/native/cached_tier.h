@@ -65,18 +65,9 @@ public:
     // Ends the write-behind thread and drops all batches; does not flush.
     void close();
 
-    struct Metrics {
-        CacheCounts counts;
-        u64 bytes_in, bytes_out;
-        std::size_t capacity, resident_rows, bytes;
-        std::size_t overflow_rows, overflow_peak_rows, overflow_capacity, overflow_bytes, window_bytes;
-        u64 overflow_evictions, prefetch_waits;
-    };
     Metrics metrics() const;
     // [tables, 2], hits and misses of each table
     std::vector<u64> hit_counts() const;
-    const Histogram& fetch_latency() const { return fetch_latency_; }
-    const Histogram& write_latency() const { return write_latency_; }
 
     // A row of the cache.
     struct Resident {

@@ -139,11 +139,13 @@ Array<u64> hit_counts(const Store& store) {
     return own(without_gil([&] { return store.hit_counts(); }));
 }
 
-inline void add_latencies(nb::dict& metrics, const std::string& name, const Histogram& histogram) {
-    metrics[(name + "_seconds_p50").c_str()] = histogram.quantile(0.5);
-    metrics[(name + "_seconds_p90").c_str()] = histogram.quantile(0.9);
-    metrics[(name + "_seconds_p99").c_str()] = histogram.quantile(0.99);
-    metrics[(name + "_seconds_max").c_str()] = histogram.max();
+template <class Store>
+nb::dict metrics_of(const Store& store) {
+    const Metrics metrics = without_gil([&] { return store.metrics(); });
+    nb::dict all;
+    for (const auto& [name, value] : metrics.counts) all[name.c_str()] = value;
+    for (const auto& [name, value] : metrics.reals) all[name.c_str()] = value;
+    return all;
 }
 
 }  // namespace tierbed

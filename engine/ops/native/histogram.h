@@ -1,4 +1,4 @@
-// A histogram of latencies, for the percentiles in metrics.
+// Histograms of latencies, and the metrics of a tier.
 #pragma once
 
 #include <array>
@@ -6,6 +6,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace tierbed {
 
@@ -85,6 +88,18 @@ public:
 private:
     Histogram& histogram_;
     std::chrono::steady_clock::time_point begin_;
+};
+
+struct Metrics {
+    std::vector<std::pair<std::string, std::uint64_t>> counts;  // rows, bytes, events
+    std::vector<std::pair<std::string, double>> reals;          // seconds, ratios
+
+    void add(const std::string& name, const Histogram& latencies) {
+        reals.emplace_back(name + "_seconds_p50", latencies.quantile(0.5));
+        reals.emplace_back(name + "_seconds_p90", latencies.quantile(0.9));
+        reals.emplace_back(name + "_seconds_p99", latencies.quantile(0.99));
+        reals.emplace_back(name + "_seconds_max", latencies.max());
+    }
 };
 
 }  // namespace tierbed

@@ -17,14 +17,6 @@ ReadMode read_mode_of(const std::string& name) {
     return name == "mmap" ? ReadMode::MMAP : name == "direct" ? ReadMode::DIRECT : ReadMode::BUFFERED;
 }
 
-nb::dict named_metrics(const RocksTier& tier) {
-    const RocksMetrics metrics = without_gil([&] { return tier.metrics(); });
-    nb::dict all;
-    for (const auto& [name, value] : metrics.counts) all[name.c_str()] = value;
-    for (const auto& [name, value] : metrics.reals) all[name.c_str()] = value;
-    return all;
-}
-
 nb::dict info_of(const RocksTier& tier) {
     const RocksInfo info = tier.info();
     nb::dict all;
@@ -100,7 +92,7 @@ void bind_rocksdb(nb::module_& m) {
                  const auto record = without_gil([&] { return tier.locate(table, key); });
                  return record ? nb::object(described(*record)) : nb::none();
              })
-        .def("metrics", &named_metrics)
+        .def("metrics", &metrics_of<RocksTier>)
         .def("info", &info_of)
         .def(
             "scan", [](const RocksTier& t) { return new RocksTier::Scan(t); }, nb::keep_alive<0, 1>(),

@@ -82,24 +82,8 @@ void bind_full_table(nb::module_& m) {
                  all["line"] = location->line;
                  return all;
              })
-        .def("metrics",
-             [](const FullTable& table) {
-                 const FullTableCounts counts = table.counts();
-                 nb::dict all;
-                 all["hits"] = counts.hits;
-                 all["misses"] = counts.misses;
-                 all["insertions"] = counts.insertions;
-                 all["bytes_in"] = counts.bytes_in;
-                 all["bytes_out"] = counts.bytes_out;
-                 all["resident_rows"] = table.rows();
-                 all["bytes"] = table.bytes();
-                 add_latencies(all, "fetch", table.reads());
-                 add_latencies(all, "write", table.writes());
-                 return all;
-             })
-        .def("hit_counts", &hit_counts<FullTable>)
-        .def_prop_ro("rows", &FullTable::rows)
-        .def_prop_ro("bytes", &FullTable::bytes);
+        .def("metrics", &metrics_of<FullTable>)
+        .def("hit_counts", &hit_counts<FullTable>);
 }
 
 }  // namespace

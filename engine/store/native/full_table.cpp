@@ -196,8 +196,8 @@ std::size_t FullTable::find(Batch& batch) {
         find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find_hashed(hash, table); },
                     [](const Index::Reader& index, u64 hash, u32) { index.prefetch_slot(hash); });
     }
-    counts_.hits += present;
-    counts_.misses += missing;
+    hits_ += present;
+    misses_ += missing;
     return missing;
 }
 
@@ -234,7 +234,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
             layout.initialise(batch.lines[i], batch.tables[i], batch.key(i));
         }
     });
-    counts_.insertions += all;
+    insertions_ += all;
 }
 
 void FullTable::read(const RowSpan& rows, bool* found, bool) {
@@ -252,9 +252,9 @@ void FullTable::read(const RowSpan& rows, bool* found, bool) {
         }
     });
     const u64 hits = static_cast<u64>(std::count(found, found + rows.n, true));
-    counts_.hits += hits;
-    counts_.misses += rows.n - hits;
-    counts_.bytes_out += hits * stored_bytes_of(shape_.width);
+    hits_ += hits;
+    misses_ += rows.n - hits;
+    bytes_out_ += hits * stored_bytes_of(shape_.width);
 }
 
 void FullTable::write(const RowSpan& rows) {
@@ -282,8 +282,8 @@ void FullTable::write(const RowSpan& rows) {
         index_.move(bucket, std::max(MOVES, static_cast<u32>(end - begin)));
     });
     index_.drop_moved();
-    counts_.insertions += used() - before;
-    counts_.bytes_in += rows.n * stored_bytes_of(shape_.width);
+    insertions_ += used() - before;
+    bytes_in_ += rows.n * stored_bytes_of(shape_.width);
 }
 
 void FullTable::erase(const RowSpan& rows) {
@@ -339,9 +339,19 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
     return packed;
 }
 
-FullTableCounts FullTable::counts() const {
+Metrics FullTable::metrics() const {
     const std::lock_guard lock(mutex_);
-    return counts_;
+    Metrics all{{{"hits", hits_},
+                 {"misses", misses_},
+                 {"insertions", insertions_},
+                 {"bytes_in", bytes_in_},
+                 {"bytes_out", bytes_out_},
+                 {"resident_rows", used()},
+                 {"bytes", arena_.bytes() + index_.bytes()}},
+                {}};
+    all.add("fetch", reads_);
+    all.add("write", writes_);
+    return all;
 }
 
 std::vector<u64> FullTable::hit_counts() const {
@@ -349,20 +359,10 @@ std::vector<u64> FullTable::hit_counts() const {
     return hit_counts_.sums();
 }
 
-std::size_t FullTable::rows() const {
-    const std::lock_guard lock(mutex_);
-    return used();
-}
-
 std::size_t FullTable::used() const {
     std::size_t total = 0;
     for (const Lines& lines : lines_) total += lines.used();
     return total;
-}
-
-std::size_t FullTable::bytes() const {
-    const std::lock_guard lock(mutex_);
-    return arena_.bytes() + index_.bytes();
 }
 
 }  // namespace tierbed

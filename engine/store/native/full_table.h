@@ -175,13 +175,6 @@ private:
     u32 free_ = 0, first_free_ = 0;  // free lines; the number + 1 of the first
 };
 
-// Since the table was made.
-struct FullTableCounts {
-    u64 hits = 0, misses = 0;         // of lookups
-    u64 insertions = 0;               // rows that got a line
-    u64 bytes_in = 0, bytes_out = 0;  // that a tier above wrote and read
-};
-
 // A row and its line, which does not change until the row is erased.
 struct TableRow {
     u64 key, line;
@@ -214,15 +207,10 @@ public:
     std::vector<TableRow> rows_of(u32 bucket) const;
     // The rows of a bucket with updates > 0, packed (row_dtype) and sorted by (table, key).
     std::vector<u8> scan(u32 bucket) const;
-    std::size_t rows() const;
-    FullTableCounts counts() const;
-    // Latencies of the calls of a tier above.
-    const Histogram& reads() const { return reads_; }
-    const Histogram& writes() const { return writes_; }
+    Metrics metrics() const;
     // [tables, 2], hits and misses of each table
     std::vector<u64> hit_counts() const;
     u32 width() const { return shape_.width; }
-    std::size_t bytes() const;
 
 private:
     u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
@@ -234,8 +222,10 @@ private:
     Arena arena_;
     Index index_;
     std::array<Lines, BUCKETS> lines_;
-    FullTableCounts counts_;
-    Histogram reads_, writes_;
+    u64 hits_ = 0, misses_ = 0;         // of lookups
+    u64 insertions_ = 0;                // rows that got a line
+    u64 bytes_in_ = 0, bytes_out_ = 0;  // that a tier above wrote and read
+    Histogram reads_, writes_;          // latencies of its calls
     TableCounts hit_counts_;
     mutable std::mutex mutex_;  // several threads read and write the tier below a cache
 };

@@ -20,25 +20,18 @@ u64 sum_of(const std::vector<rocksdb::DB*>& shards, const std::string& property)
     return total;
 }
 
-void add_latencies(RocksMetrics& metrics, const std::string& name, const Histogram& histogram) {
-    metrics.reals.emplace_back(name + "_seconds_p50", histogram.quantile(0.5));
-    metrics.reals.emplace_back(name + "_seconds_p90", histogram.quantile(0.9));
-    metrics.reals.emplace_back(name + "_seconds_p99", histogram.quantile(0.99));
-    metrics.reals.emplace_back(name + "_seconds_max", histogram.max());
-}
-
 }  // namespace
 
-RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
-                        const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
-                        const rocksdb::Statistics& statistics) {
+Metrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
+                   const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
+                   const rocksdb::Statistics& statistics) {
     const auto ticker = [&](u32 type) { return statistics.getTickerCount(type); };
     const u64 written = counts.rows_written * row_bytes;
     const u64 flushed = ticker(rocksdb::FLUSH_WRITE_BYTES), compacted = ticker(rocksdb::COMPACT_WRITE_BYTES);
     const u64 memtables = sum_of(shards, "rocksdb.size-all-mem-tables");
     const u64 readers = sum_of(shards, "rocksdb.estimate-table-readers-mem");
     const u64 blocks = cache ? cache->GetUsage() : 0;
-    RocksMetrics metrics;
+    Metrics metrics;
     metrics.counts = {
         {"hits", counts.hits},
         {"misses", counts.misses},
@@ -71,8 +64,8 @@ RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t re
         {"write_amplification",
          written ? static_cast<double>(flushed + compacted) / static_cast<double>(written) : 0.0},
     };
-    add_latencies(metrics, "fetch", counts.fetch);
-    add_latencies(metrics, "write", counts.write);
+    metrics.add("fetch", counts.fetch);
+    metrics.add("write", counts.write);
     return metrics;
 }
 

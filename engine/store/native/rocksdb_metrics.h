@@ -1,9 +1,6 @@
 // Metrics of a RocksTier: its own counts, and RocksDB's statistics.
 #pragma once
 #include <atomic>
-#include <memory>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "ops/kernels/portable.h"
@@ -23,14 +20,9 @@ struct RocksCounts {
     Histogram fetch, write;  // latencies of calls
 };
 
-struct RocksMetrics {
-    std::vector<std::pair<std::string, u64>> counts;    // rows, bytes, events
-    std::vector<std::pair<std::string, double>> reals;  // seconds, ratios
-};
-
 // Sums over the shards. read_threads: of the next read. cache: may be null.
-RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
-                        const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
-                        const rocksdb::Statistics& statistics);
+Metrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
+                   const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
+                   const rocksdb::Statistics& statistics);
 
 }  // namespace tierbed

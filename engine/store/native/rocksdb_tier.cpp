@@ -473,7 +473,7 @@ std::vector<std::pair<std::string, u64>> RocksTier::versions() const {
     return all;
 }
 
-RocksMetrics RocksTier::metrics() const {
+Metrics RocksTier::metrics() const {
     require_open();
     const std::shared_lock opened(opening_);
     return call([&] {

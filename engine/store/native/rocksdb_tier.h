@@ -66,7 +66,7 @@ public:
     bool failed() const { return *failed_; }
     // For each shard, the identity of its database and the number of its last write. Compactions change neither.
     std::vector<std::pair<std::string, u64>> versions() const;
-    RocksMetrics metrics() const;
+    Metrics metrics() const;
     RocksInfo info() const { return info_; }
 
     // Iterates over a consistent view of all rows, by (bucket, table, key).
