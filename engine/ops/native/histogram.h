@@ -1,9 +1,11 @@
 // Histograms of latencies, and the metrics of a tier.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -41,7 +43,7 @@ public:
             below += buckets_[b].load(std::memory_order_relaxed);
             if (below > 0 && static_cast<double>(below) >= wanted) break;
         }
-        const double middle = middle_of(b) * 1e-9;
+        const double middle = std::max(first_of(b), (first_of(b) + first_of(b + 1) - 1) / 2) * 1e-9;
         return b + 1 < kBuckets && middle < max() ? middle : max();
     }
 
@@ -49,24 +51,18 @@ public:
     double total() const { return static_cast<double>(total_.load(std::memory_order_relaxed)) * 1e-9; }  // seconds
 
 private:
-    // 0 to 7 ns have one bucket each, each power of two up to 2^40 ns (18 minutes) has 8, the last bucket has the rest.
-    static constexpr std::size_t kParts = 8;
-    static constexpr int kPartBits = 3;
-    static constexpr int kTopBit = 40;
-    static constexpr std::size_t kBuckets = kParts * (kTopBit - kPartBits + 1);
+    static constexpr std::size_t kBuckets = 8 * 40;  // up to 2^40 ns (18 minutes); the last bucket has the rest
 
     static std::size_t bucket_of(std::uint64_t nanoseconds) {
-        if (nanoseconds < kParts) return nanoseconds;
-        const int shift = 63 - __builtin_clzll(nanoseconds) - kPartBits;
-        const std::size_t bucket = kParts * (shift + 1) + ((nanoseconds >> shift) & (kParts - 1));
-        return bucket < kBuckets ? bucket : kBuckets - 1;
+        int exponent;
+        const double part = std::frexp(static_cast<double>(nanoseconds) + 1, &exponent);  // from 1/2 to 1
+        const auto bucket = static_cast<std::size_t>(8 * exponent + static_cast<int>(16 * part) - 16);
+        return std::min(bucket, kBuckets - 1);
     }
 
-    static double middle_of(std::size_t bucket) {
-        if (bucket < kParts) return static_cast<double>(bucket);
-        const int shift = static_cast<int>(bucket / kParts) - 1;
-        const std::uint64_t first = (kParts + bucket % kParts) << shift;
-        return static_cast<double>(first) + static_cast<double>((std::uint64_t{1} << shift) - 1) / 2;
+    // The least number of a bucket.
+    static double first_of(std::size_t bucket) {
+        return std::ldexp(8.0 + static_cast<double>(bucket % 8), static_cast<int>(bucket / 8) - 3) - 1;
     }
 
     std::array<std::atomic<std::uint64_t>, kBuckets> buckets_{};
