@@ -1,7 +1,6 @@
 #include "changes.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "ops/native/thread_pool.h"
 
@@ -9,46 +8,30 @@ namespace tierbed {
 namespace {
 
 constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before they are probed
-constexpr u32 SMALLEST = 16;       // slots of a bucket
 
 }  // namespace
 
-// The load stays below 1/2 in the first bucket and 3/4 in the last.
-void ChangedRows::Bucket::reserve(std::size_t needed, u32 bucket, Arena& arena) {
-    const std::size_t share = 2 * BUCKETS + bucket, whole = 4 * BUCKETS;
-    if (needed * whole <= slots * share) return;
-    std::size_t size = std::max(slots, SMALLEST);
-    while (needed * whole > size * share) size *= 2;
-    if (size > std::size_t{1} << 31) throw std::length_error("a bucket of changed rows is full: 2^31 slots");
-    Bucket larger{arena.allocate(size * sizeof(Slot)), static_cast<u32>(size), rows};
-    for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
-    *this = larger;
-}
-
-void ChangedRows::Bucket::add(u64 hash, u32 table) {
-    const IndexView index = view();
-    u32 at = home_slot(index, hash);
-    for (; index.slots[at].row; at = (at + 1) & index.mask)
-        if (index.slots[at].hash == hash && index.slots[at].table == table) return;
-    index.slots[at] = {hash, table, 1};
-    ++rows;
+// Buckets fill evenly, and each grows at another load, from 1/2 in the first to 3/4 in the last: no step has to grow all
+// of them.
+void ChangedRows::reserve(u32 bucket, std::size_t rows) {
+    buckets_[bucket].reserve(rows * 3 * BUCKETS / (2 * BUCKETS + bucket));
 }
 
 ChangedRows::ChangedRows(std::size_t rows) {
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) buckets_[bucket].reserve(rows / BUCKETS, bucket, arena_);
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) reserve(bucket, rows / BUCKETS);
 }
 
 void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order) {
     parallel_for(BUCKETS, order.begin[BUCKETS], [&](std::size_t b) {
-        Bucket& bucket = buckets_[b];
+        RowMap& bucket = buckets_[b];
         const std::size_t first = order.begin[b], end = order.begin[b + 1];
         if (first == end) return;
-        bucket.reserve(bucket.rows + end - first, static_cast<u32>(b), arena_);
+        reserve(static_cast<u32>(b), bucket.size() + end - first);
         for (std::size_t k = first; k < std::min(first + AHEAD, end); ++k) bucket.prefetch_slot(hashes[order.row(k)]);
         for (std::size_t k = first; k < end; ++k) {
             if (k + AHEAD < end) bucket.prefetch_slot(hashes[order.row(k + AHEAD)]);
             const std::size_t i = order.row(k);
-            if (!skipped || !skipped[i]) bucket.add(hashes[i], tables[i]);
+            if (!skipped || !skipped[i]) bucket.add(hashes[i], tables[i], 1);
         }
     });
 }
@@ -92,7 +75,7 @@ RowKeys ChangedRows::rows(u32 bucket) const {
         u64 key;
     };
     std::vector<Key> keys;
-    keys.reserve(buckets_[bucket].rows);
+    keys.reserve(buckets_[bucket].size());
     buckets_[bucket].for_each([&](const Slot& slot) { keys.push_back({slot.table, key_of(slot.table, slot.hash)}); });
     std::sort(keys.begin(), keys.end(),
               [](const Key& a, const Key& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
@@ -106,7 +89,13 @@ RowKeys ChangedRows::rows(u32 bucket) const {
 
 std::size_t ChangedRows::size() const {
     std::size_t total = 0;
-    for (const Bucket& bucket : buckets_) total += bucket.rows;
+    for (const RowMap& bucket : buckets_) total += bucket.size();
+    return total;
+}
+
+std::size_t ChangedRows::bytes() const {
+    std::size_t total = 0;
+    for (const RowMap& bucket : buckets_) total += bucket.bytes();
     return total;
 }
 

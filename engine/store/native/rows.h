@@ -3,12 +3,15 @@
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "ops/kernels/hash.h"
 #include "ops/kernels/line.h"
 #include "ops/kernels/portable.h"
 #include "ops/native/layout.h"
+#include "ops/native/memory.h"
 #include "store/kernels/index.h"
 #include "tier.h"
 
@@ -70,24 +73,39 @@ public:
     static constexpr std::size_t MAX_BYTES = (8 * sizeof(Slot) + 2) / 3;  // of a row: slots double at a load of 3/4
 
     // The row's number, or 0.
-    u32 find(u64 hash, u32 table) const { return slots_.empty() ? 0 : find_row(THREAD, view(), hash, table); }
+    u32 find(u64 hash, u32 table) const { return slots() ? find_row(THREAD, view(), hash, table) : 0; }
 
     // A pointer to the row's number, which may be changed to another than 0; null if the map lacks the row. Valid until
     // the map changes.
     u32* look_up(u64 hash, u32 table) {
-        if (slots_.empty()) return nullptr;
+        if (!slots()) return nullptr;
         Slot& slot = slot_of(hash, table);
         return slot.row ? &slot.row : nullptr;
     }
 
-    // Allocates memory, so that `insert` cannot fail until there are that many rows.
+    // Allocates memory, so that `insert` and `add` cannot fail until there are that many rows.
     void reserve(std::size_t rows) {
-        while (rows * 4 > slots_.size() * 3) grow();
+        if (rows * 4 <= slots() * 3) return;
+        std::size_t size = std::max<std::size_t>(slots(), 16);
+        while (rows * 4 > size * 3) size *= 2;
+        if (size > std::size_t{1} << 31) throw std::length_error("a map of rows is full: 2^31 slots");
+        RowMap larger;
+        larger.slots_ = Pages(size * sizeof(Slot));
+        for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
+        std::swap(slots_, larger.slots_);
     }
     // The map must not have the row.
     void insert(u64 hash, u32 table, u32 number) {
         reserve(rows_ + 1);
         insert_row(view(), Slot{hash, table, number});
+        ++rows_;
+    }
+
+    // Adds the row if the map lacks it. There must be room for it.
+    void add(u64 hash, u32 table, u32 number) {
+        Slot& slot = slot_of(hash, table);
+        if (slot.row) return;
+        slot = {hash, table, number};
         ++rows_;
     }
 
@@ -98,13 +116,19 @@ public:
     }
 
     TIERBED_INLINE void prefetch_slot(u64 hash) const {
-        if (!slots_.empty()) prefetch(&slots_[home_slot(view(), hash)]);
+        if (slots()) prefetch(&view().slots[home_slot(view(), hash)]);
+    }
+    template <class Body>
+    void for_each(const Body& body) const {
+        for (std::size_t i = 0; i < slots(); ++i)
+            if (const Slot& slot = view().slots[i]; slot.row) body(slot);
     }
     std::size_t size() const { return rows_; }
-    std::size_t bytes() const { return slots_.capacity() * sizeof(Slot); }
+    std::size_t bytes() const { return slots_.size(); }
 
 private:
-    IndexView view() const { return {const_cast<Slot*>(slots_.data()), static_cast<u32>(slots_.size() - 1)}; }
+    std::size_t slots() const { return slots_.size() / sizeof(Slot); }
+    IndexView view() const { return {reinterpret_cast<Slot*>(slots_.start()), static_cast<u32>(slots() - 1)}; }
 
     // The row's slot, or the free slot where its search ends.
     Slot& slot_of(u64 hash, u32 table) {
@@ -116,15 +140,7 @@ private:
         }
     }
 
-    void grow() {
-        RowMap larger;
-        larger.slots_.resize(slots_.empty() ? 16 : 2 * slots_.size());
-        for (const Slot& slot : slots_)
-            if (slot.row) insert_row(larger.view(), slot);
-        slots_.swap(larger.slots_);
-    }
-
-    std::vector<Slot> slots_;
+    Pages slots_;
     std::size_t rows_ = 0;
 };
 
