@@ -98,6 +98,12 @@ __attribute__((noinline)) void sum_whole_row(float* sum, float* block, const Gra
 
 constexpr SumRow SUM_ROW[FLOAT_TYPES] = {sum_whole_row<Float32>, sum_whole_row<Float16>, sum_whole_row<BFloat16>};
 
+// The occurrences of a row of the batch.
+TIERBED_FN Occurrences occurrences_of(const UpdateJob& job, std::size_t row) {
+    const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
+    return {job.sources + first, job.scales ? job.scales + first : nullptr, count, job.sources_end};
+}
+
 template <class Rule>
 std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, float* memory) {
     const UpdateJob job = given;  // no write to a line can change it
@@ -106,15 +112,13 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
     const SumRow sum_row = SUM_ROW[static_cast<u32>(job.type)];
     const std::size_t ahead = distance(job.shape.line_bytes);
     float *sum = memory, *block = sum + job.shape.dim, *whole = block + job.shape.dim;
-    const u32* const last = job.sources_end;
     const bool single = job.type == FloatType::float32 && !job.scales;  // a gradient may be read in place
     std::size_t written = 0;
     for (std::size_t row = begin; row < end; ++row) {
         if (row + ahead < end) prefetch_to_write(job.lines[row + ahead], job.shape.line_bytes);
-        const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
-        const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
+        const Occurrences occurrences = occurrences_of(job, row);
         const float* gradient = sum;
-        if (count == 1 && single) {  // most rows of most batches
+        if (occurrences.count == 1 && single) {  // most rows of most batches
             gradient = gradients.row<Float32>(*occurrences.sources);
             fetch_ahead<Float32>(gradients, occurrences, 0);
         } else {
@@ -135,24 +139,20 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
 
 template <class Type>
 void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, float* out) {
-    const u32* const last = job.sources_end;
     float block[VEC];
     for (std::size_t row = begin; row < end; ++row) {
-        const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
-        const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
+        const Occurrences occurrences = occurrences_of(job, row);
         const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
             sum_blocks_of<Type>(g, block, job.gradients, occurrences, from, n);
         };
-        out[row] = count == 0 ? 0.0f : square_row(ONE_THREAD, job.gradients.dim, summed, memory);
+        out[row] = occurrences.count == 0 ? 0.0f : square_row(ONE_THREAD, job.gradients.dim, summed, memory);
     }
 }
 
 template <class Type>
 void sum(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, const i64* places, float* out) {
-    const u32* const last = job.sources_end;
     for (std::size_t row = begin; row < end; ++row) {
-        const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
-        const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
+        const Occurrences occurrences = occurrences_of(job, row);
         const std::size_t place = places ? static_cast<std::size_t>(places[row]) : row;
         sum_whole_row<Type>(out + place * job.gradients.dim, memory, job.gradients, occurrences);
     }
