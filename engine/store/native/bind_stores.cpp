@@ -231,37 +231,33 @@ nb::tuple join_rows(InVector<u8> before, InVector<u8> after, std::size_t row_byt
 }
 
 nb::tuple merge_rows(InVector<u8> before, InVector<u8> after, InVector<u8> gone, std::size_t row_bytes) {
-    const Packed older(before, row_bytes), newer(after, row_bytes), deleted(gone, KEY_BYTES);
+    const Packed sides[] = {{before, row_bytes}, {after, row_bytes}, {gone, KEY_BYTES}};
+    std::size_t read[3] = {};
     std::vector<u8> rows;
-    std::size_t i = 0, j = 0, k = 0;
     bool both = false;
     {
         nb::gil_scoped_release unlocked;
         std::optional<RowKey> last;  // the least of the last keys: beyond it, some sides are not known yet
-        for (const Packed* each : {&older, &newer, &deleted})
-            if (each->count)
-                last = std::min(last.value_or(each->row_key(each->count - 1)), each->row_key(each->count - 1));
+        for (const Packed& side : sides)
+            if (side.count) last = std::min(last.value_or(side.row_key(side.count - 1)), side.row_key(side.count - 1));
         rows.reserve(before.size() + after.size());
-        const auto take = [&](const u8* row) { rows.insert(rows.end(), row, row + row_bytes); };
-        const auto within = [&](const Packed& each, std::size_t at) {
-            return at < each.count && each.row_key(at) <= *last;
-        };
-        for (; within(older, i); ++i) {
-            const RowKey row_key = older.row_key(i);
-            for (; within(newer, j) && newer.row_key(j) < row_key; ++j) take(newer.row(j));
-            while (within(deleted, k) && deleted.row_key(k) < row_key) ++k;
-            const bool replaced = within(newer, j) && newer.row_key(j) == row_key;
-            const bool erased = within(deleted, k) && deleted.row_key(k) == row_key;
-            if (!replaced && !erased) take(older.row(i));
-        }
-        for (; within(newer, j); ++j) take(newer.row(j));
-        while (within(deleted, k)) ++k;
-        for (std::size_t a = 0, b = 0; a < j && b < k && !both;) {
-            both = newer.row_key(a) == deleted.row_key(b);
-            newer.row_key(a) < deleted.row_key(b) ? ++a : ++b;
+        for (;;) {
+            std::optional<RowKey> least, keys[3];
+            for (int i = 0; i < 3; ++i) {
+                if (read[i] < sides[i].count) keys[i] = sides[i].row_key(read[i]);
+                if (keys[i] && (!least || *keys[i] < *least)) least = keys[i];
+            }
+            if (!least || *last < *least) break;
+            const bool replaced = keys[1] == least, erased = keys[2] == least;
+            if (replaced || !erased) {
+                const u8* row = sides[replaced].row(read[replaced]);
+                rows.insert(rows.end(), row, row + row_bytes);
+            }
+            both = both || (replaced && erased);
+            for (int i = 0; i < 3; ++i) read[i] += keys[i] == least;
         }
     }
-    return nb::make_tuple(own(std::move(rows)), i, j, k, both);
+    return nb::make_tuple(own(std::move(rows)), read[0], read[1], read[2], both);
 }
 
 nb::tuple merge_parts(const std::vector<InVector<u8>>& parts, const std::vector<bool>& more, std::size_t row_bytes) {
