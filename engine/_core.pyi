@@ -156,9 +156,6 @@ def count_new(batch: Batch, layout: Layout) -> int:
 def count_written(batch: Batch, layout: Layout) -> U64:
     """[tables], the number of lines of each table with `updates > 0`."""
 
-def initialise_lines(layout: Layout, tables: U32, keys: U64, lines: U64) -> None:
-    """Give each line the initial values of its row."""
-
 def move_columns(
     sources: Sequence[int], targets: Sequence[int], moves: I64, rows: int, dtype: str, is_gradient: bool
 ) -> bool:
@@ -429,8 +426,6 @@ class Batch:
         """A batch of the same ids for another embedding: it shares the deduplication, and has its own lines."""
     def allocate(self, n: int, layout: Layout) -> U64:
         """[n], the addresses of new lines that live as long as the batch."""
-    def use_own_lines(self) -> None:
-        """Use `own_lines` instead of the lines of a tier."""
 
 class Layout:
     """The shape of a table's lines, and their initial values."""

@@ -80,7 +80,9 @@ class Trained:
         self.store.erase(owners, ids)
         if pinned is not None:
             up = (pinned.tables == table) & np.isin(pinned.keys, ids)
-            _core.initialise_lines(self.host.layout, pinned.tables[up], pinned.keys[up], pinned.lines[up])
+            fresh = _core.Batch([(pinned.keys, pinned.tables, None)], self.host.tables, None)
+            _core.initialise_missing(fresh, self.host.layout)
+            _core.copy_lines(self.host.layout, fresh.lines[up], pinned.lines[up])
             owners, ids = owners[: (~np.isin(ids, pinned.keys[up])).sum()], ids[~np.isin(ids, pinned.keys[up])]
         self.here.erase(owners, ids)
 

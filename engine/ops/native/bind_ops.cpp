@@ -108,7 +108,6 @@ void bind_batch(nb::module_& m) {
                      [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).occurrences, self); })
         .def_prop_ro("offsets", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).offsets, self); })
         .def_prop_ro("own_lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).own_lines, self); })
-        .def("use_own_lines", &Batch::use_own_lines)
         .def("allocate",
              [](Batch& b, std::size_t n, const Layout& layout) { return own(b.allocate(n, layout.shape)); });
 }
@@ -183,11 +182,6 @@ void bind_step(nb::module_& m) {
                   }
               });
           });
-    m.def("initialise_lines", [](const Layout& layout, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines) {
-        require(tables.size() == keys.size() && keys.size() == lines.size(), "tables, keys and lines differ in length");
-        nb::gil_scoped_release unlocked;
-        initialise_lines(layout, tables.data(), keys.data(), lines.data(), keys.size());
-    });
     m.def("copy_lines", [](const Layout& layout, InVector<u64> from, InVector<u64> to) {
         require(from.size() == to.size(), "from and to differ in length");
         nb::gil_scoped_release unlocked;

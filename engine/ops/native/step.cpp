@@ -111,12 +111,6 @@ void count_written(const Batch& batch, const Layout& layout, u64* by_table) {
             ++by_table[batch.tables[row]];
 }
 
-void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, const u64* lines, std::size_t n) {
-    parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
-        for (std::size_t i = begin; i < end; ++i) layout.initialise(lines[i], tables[i], keys[i]);
-    });
-}
-
 void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows) {
     const std::vector<u64> lines = batch.allocate(rows.size(), widened(layout.shape));
     parallel_ranges(rows.size(), ROWS, [&](std::size_t begin, std::size_t end) {

@@ -48,7 +48,6 @@ void count_written(const Batch& batch, const Layout& layout, u64* by_table);
 // Replaces the lines of some rows by float32 copies in memory of the batch. All other lines must be float32 already.
 void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
 void initialise_missing(Batch& batch, const Layout& layout);
-void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, const u64* lines, std::size_t n);
 
 // The gradient of one lookup's output: rows [outputs, dim] of `pooling.type`.
 struct Upstream {
