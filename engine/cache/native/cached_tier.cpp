@@ -234,18 +234,6 @@ namespace {
 constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
 constexpr std::size_t GRAIN = 512, AHEAD = 4;
 
-RequestedRows requested_rows(const RowSpan& rows, u64* lines) {
-    RequestedRows requested{rows.tables, rows.hashes, lines, nullptr, {}};
-    std::size_t at = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
-        requested.begin[bucket] = at;
-        while (at < rows.n && bucket_of(rows.hashes[at]) == bucket) ++at;
-    }
-    requested.begin[BUCKETS] = at;
-    if (at != rows.n) throw std::invalid_argument("the buckets of rows must ascend");
-    return requested;
-}
-
 }  // namespace
 
 bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpose) {
@@ -351,20 +339,7 @@ void CachedTier::write_back_victims() {
 void CachedTier::write_back_overflow() {
     Overflow& overflow = directory_.overflow;
     if (overflow.empty()) return;
-    const std::vector<u32> entries = overflow.take_dirty(last_completed(), NONE, {0, overflow_rows_ / 2});
-    std::vector<u32> updates;
-    try {
-        RowList dirty;
-        for (const u32 entry : entries) {
-            dirty.add(overflow.at(entry).way.table, overflow.at(entry).way.hash, overflow.line(entry));
-            updates.push_back(overflow.updates(entry));
-        }
-        write_back(dirty.rows());
-    } catch (...) {
-        overflow.written_back(entries, nullptr, last_completed());
-        throw;
-    }
-    overflow.written_back(entries, &updates, last_completed());
+    overflow.write_back(last_completed_, NONE, {0, overflow_rows_ / 2}, [&](const RowSpan& dirty) { write_back(dirty); });
 }
 
 std::vector<std::size_t> CachedTier::copy_present(const RequestedRows& requested, const u64* to, bool touch) {
@@ -405,7 +380,7 @@ void CachedTier::end_internal_batch() {
 
 void CachedTier::read(const RowSpan& rows, bool* found, bool touch) {
     Buffer<u64> lines(rows.n);
-    const RequestedRows requested = requested_rows(rows, lines.data());
+    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.begins()};
     RowList missing;
     std::vector<std::size_t> others;
     {
@@ -426,7 +401,7 @@ void CachedTier::read(const RowSpan& rows, bool* found, bool touch) {
 
 void CachedTier::write(const RowSpan& rows) {
     Buffer<u64> lines(rows.n);
-    const RequestedRows requested = requested_rows(rows, lines.data());
+    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.begins()};
     const std::lock_guard admission(threads_->admission);
     const u32 number = begin_internal_batch();
     try {
@@ -559,7 +534,7 @@ std::vector<u64> CachedTier::hit_counts() const {
 CachedTier::Resident CachedTier::resident(const Way& way, u64 line, i64 slot) const {
     const Record now = *record(line, layout_.shape);
     const bool dirty = is_dirty(now.updates, way.stored);
-    return {way.hash, line, way.last, way.table, way.uses, slot, dirty, is_after(way.last, last_completed()), now};
+    return {way.hash, way.table, slot, dirty, is_after(way.last, last_completed()), now};
 }
 
 std::vector<CachedTier::Resident> CachedTier::residents() {

@@ -71,8 +71,8 @@ public:
 
     // A row of the cache.
     struct Resident {
-        u64 hash, line, last;
-        u32 table, uses;
+        u64 hash;
+        u32 table;
         i64 slot;  // -1 in the overflow area
         bool dirty, pinned;
         Record record;

@@ -93,6 +93,26 @@ void Overflow::release(u32 entry) {
     --rows_;
 }
 
+std::size_t Overflow::write_back(const std::atomic<u32>& last_completed, std::size_t max_rows, const Limits& limits,
+                                 const std::function<void(const RowSpan&)>& write) {
+    const std::vector<u32> entries = take_dirty(last_completed, max_rows, limits);
+    if (entries.empty()) return 0;
+    std::vector<u32> of_written;
+    try {
+        RowList dirty;
+        for (const u32 entry : entries) {
+            dirty.add(at(entry).way.table, at(entry).way.hash, line(entry));
+            of_written.push_back(updates(entry));
+        }
+        write(dirty.rows());
+    } catch (...) {
+        written_back(entries, nullptr, last_completed);
+        throw;
+    }
+    written_back(entries, &of_written, last_completed);
+    return entries.size();
+}
+
 std::vector<u32> Overflow::take_dirty(u32 last_completed, std::size_t max_rows, const Limits& limits) {
     std::vector<u32> taken;
     const auto over_limit = [&] { return taken.size() < max_rows && rows_ > limits.rows + taken.size(); };

@@ -2,6 +2,8 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <functional>
 #include <vector>
 
 #include "cache/kernels/cache_set.h"
@@ -48,12 +50,11 @@ public:
     struct Limits {
         std::size_t rows, needed_rows;
     };
-    // Evicts rows until the limits hold. Returns at most `max_rows` dirty ones, by hash, which the caller writes to the
-    // tier below: they are `writing` until `written_back`. Clean ones are removed at once. No row of an unfinished
-    // batch is evicted. Evictable rows come first, in the order of arrival.
-    std::vector<u32> take_dirty(u32 last_completed, std::size_t max_rows, const Limits& limits);
-    // Ends the write of entries. updates: those of each row when it was written; null if the write failed.
-    void written_back(const std::vector<u32>& entries, const std::vector<u32>* updates, u32 last_completed);
+    // Evicts rows until the limits hold. At most `max_rows` dirty ones are passed to `write`, by hash, which writes them
+    // to the tier below; they are `writing` meanwhile. Clean ones are removed at once. No row of a batch after
+    // `last_completed` is evicted. Evictable rows come first, in the order of arrival. Returns how many were written.
+    std::size_t write_back(const std::atomic<u32>& last_completed, std::size_t max_rows, const Limits& limits,
+                           const std::function<void(const RowSpan&)>& write);
 
     // Calls body(entry) for each row that is in the overflow area at the start. The body may remove the row.
     template <class Body>
@@ -103,6 +104,9 @@ private:
             entry = after;
         }
     }
+    std::vector<u32> take_dirty(u32 last_completed, std::size_t max_rows, const Limits& limits);
+    // updates: those of each row when it was written; null if the write failed.
+    void written_back(const std::vector<u32>& entries, const std::vector<u32>* updates, u32 last_completed);
     void link(u32 entry);
     void unlink(u32 entry);
     void keep(u32 entry);  // an evictable row, which is needed now

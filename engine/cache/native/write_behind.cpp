@@ -1,7 +1,6 @@
 #include "write_behind.h"
 
 #include "ops/native/thread_pool.h"
-#include "store/native/rows.h"
 
 namespace tierbed {
 namespace {
@@ -56,31 +55,13 @@ void WriteBehind::run(std::size_t threads) {
 }
 
 void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
-    const std::vector<u32> entries =
-        overflow_.take_dirty(last_completed_.load(std::memory_order_acquire), ROWS_AT_ONCE, limits_);
-    if (entries.empty()) {
-        awake_ = false;
-        return;
-    }
-    std::vector<u32> updates;
-    const auto end = [&](bool written) {
-        overflow_.written_back(entries, written ? &updates : nullptr, last_completed_.load(std::memory_order_acquire));
-    };
-    try {
-        RowList dirty;
-        for (const u32 entry : entries) {
-            dirty.add(overflow_.at(entry).way.table, overflow_.at(entry).way.hash, overflow_.line(entry));
-            updates.push_back(overflow_.updates(entry));
-        }
+    const std::size_t written = overflow_.write_back(last_completed_, ROWS_AT_ONCE, limits_, [&](const RowSpan& dirty) {
         const Unlocked unlocked(lock, writing_);
         const Timer timer(latency_);
-        below_.write(dirty.rows());
-    } catch (...) {
-        end(false);
-        throw;
-    }
-    rows += entries.size();
-    end(true);
+        below_.write(dirty);
+    });
+    if (written == 0) awake_ = false;
+    rows += written;
 }
 
 void WriteBehind::wake(const Overflow::Limits& limits) {

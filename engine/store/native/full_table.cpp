@@ -91,13 +91,9 @@ constexpr u32 MOVES = 256;         // minimum of slots that a batch moves in eac
 // Calls body(bucket, begin, end) for the rows of each bucket.
 template <class Body>
 void for_each_bucket(const RowSpan& rows, const Body& body) {
-    parallel_for(BUCKETS, rows.n, [&](std::size_t bucket) {
-        const auto before = [](u64 hash, std::size_t of) { return bucket_of(hash) < of; };
-        const u64* const begin = std::lower_bound(rows.hashes, rows.hashes + rows.n, bucket, before);
-        const u64* const end = std::lower_bound(begin, rows.hashes + rows.n, bucket + 1, before);
-        body(static_cast<u32>(bucket), static_cast<std::size_t>(begin - rows.hashes),
-             static_cast<std::size_t>(end - rows.hashes));
-    });
+    const auto begin = rows.begins();
+    parallel_for(BUCKETS, rows.n,
+                 [&](std::size_t bucket) { body(static_cast<u32>(bucket), begin[bucket], begin[bucket + 1]); });
 }
 
 }  // namespace

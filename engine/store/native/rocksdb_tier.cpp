@@ -1,7 +1,6 @@
 #include "rocksdb_tier.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -207,19 +206,6 @@ void append_sorted(std::vector<Place>& places, const RowSpan& rows, std::size_t 
               [](const Place& a, const Place& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
 }
 
-using Begins = std::array<std::size_t, BUCKETS + 1>;
-
-Begins begins_of(const RowSpan& rows) {
-    Begins begin;
-    begin[0] = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
-        begin[bucket + 1] =
-            static_cast<std::size_t>(std::partition_point(rows.hashes + begin[bucket], rows.hashes + rows.n,
-                                                          [&](u64 hash) { return bucket_of(hash) <= bucket; }) -
-                                     rows.hashes);
-    return begin;
-}
-
 }  // namespace
 
 void RocksTier::read(const RowSpan& rows, bool* found, bool) {
@@ -236,7 +222,7 @@ void RocksTier::read(const RowSpan& rows, bool* found, bool) {
 // With more threads, ranges are smaller, so that all threads end at about the same time.
 std::vector<RocksTier::Range> RocksTier::ranges_of(const RowSpan& rows) const {
     const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), MIN_READS, MAX_READS);
-    const Begins begin = begins_of(rows);
+    const auto begin = rows.begins();
     std::vector<Range> ranges;
     for (std::size_t shard = 0; shard < shards_.size(); ++shard) {
         std::size_t room = 0;  // rows that the last range can still take
@@ -324,7 +310,7 @@ void RocksTier::erase(const RowSpan& rows) {
 }
 
 void RocksTier::change(const RowSpan& rows, bool erase) {
-    const Begins begin = begins_of(rows);
+    const auto begin = rows.begins();
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
     const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and of the batch itself
     parallel_for(shards_.size(), [&](std::size_t number) {

@@ -1,5 +1,6 @@
 // A tier below a cache: the full table, RocksDB, or another cache.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <mutex>
@@ -17,6 +18,16 @@ struct RowSpan {
     const u64* hashes;
     const u64* lines;
     std::size_t n;
+
+    // Where each bucket begins, and the end.
+    std::array<std::size_t, BUCKETS + 1> begins() const {
+        std::array<std::size_t, BUCKETS + 1> begin{};
+        for (u32 b = 0; b < BUCKETS; ++b) {
+            const auto is_in = [&](u64 hash) { return bucket_of(hash) == b; };
+            begin[b + 1] = static_cast<std::size_t>(std::partition_point(hashes + begin[b], hashes + n, is_in) - hashes);
+        }
+        return begin;
+    }
 };
 
 // May be called by several threads at once for different rows.
