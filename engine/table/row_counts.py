@@ -1,4 +1,4 @@
-"""The number of rows of an open table, and the erasure of rows from its tiers."""
+"""The number of rows of an open table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import numpy as np
 
 from ..lifecycle.lifecycle import Lifecycle
 from ..processors.processor import Processor
-from ..row_format import Chunks, Keys, TableIds
-from ..store.contract import TopTier
+from ..row_format import Chunks
 from ..store.table_counts import Counts, counted_chunks
-from .change_observers import ChangeObservers
 from .row_scan import checked_rows
 
 
@@ -52,36 +50,3 @@ class RowCounts:
         pending = self.pending  # read once: another thread may change it, since `status` holds no lock
         change = self._processor.written - self._lifecycle.removed_counts
         return change if pending is None else change - pending
-
-
-class PendingErase:
-    """Erases rows from every tier of a table. If a tier cannot erase, the next call of the table tries again.
-
-    `before_write(step)` is called before a tier is written at that step.
-    """
-
-    def __init__(
-        self, counts: RowCounts, lifecycle: Lifecycle, observers: ChangeObservers, before_write: Callable[[int], None]
-    ) -> None:
-        self._counts, self._lifecycle, self._observers, self._before_write = counts, lifecycle, observers, before_write
-        self.pending_rows: tuple[TableIds, Keys, Counts, str] | None = None  # still in a tier, in whole or in part
-
-    def request(self, tables: TableIds, keys: Keys, existing: Counts, cause: str, step: int) -> None:
-        """Request that the next `apply` erases rows. existing: by table, how many were written. Raises StoreError."""
-        self._before_write(step)  # first: if the disk is full, the rows can still be read
-        self.pending_rows = tables, keys, existing, cause
-        self._counts.pending = existing  # they count as erased
-
-    def notify(self, step: int) -> None:
-        """Notify the observers of the rows to erase, before any tier changes; `apply` comes next. StoreError."""
-        assert self.pending_rows is not None
-        self._observers.before_erase(*self.pending_rows[:2])
-        self._before_write(step)
-
-    def apply(self, store: TopTier[Any]) -> None:
-        """Erase the rows from every tier. After a StoreError some are erased; no tier may be used until all are."""
-        assert self.pending_rows is not None
-        tables, keys, existing, cause = self.pending_rows
-        store.erase(tables, keys)
-        self._lifecycle.note_removed(tables, keys, existing, cause)
-        self.pending_rows = self._counts.pending = None

@@ -32,7 +32,7 @@ from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, counted
 from .change_observers import ChangeObservers
 from .prefetch import Prefetcher
-from .row_counts import PendingErase, RowCounts
+from .row_counts import RowCounts
 from .row_scan import locked
 from .stack import FIRST_STEP, SmallCaches, Stack
 from .step_gate import StepGate
@@ -197,7 +197,8 @@ class OpenTable:
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.observers = ChangeObservers(spec.name, stack, self.form.dtype, self.lock, self.ready, self.check)
-        self._erasure = PendingErase(self.counts, lifecycle, self.observers, self.before_write)
+        # rows that are still in a tier, in whole or in part: tables, keys, how many of each table, and why they go
+        self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
         self.small_caches = SmallCaches(spec.name)
         self._next_rare_step = FIRST_STEP
 
@@ -291,19 +292,25 @@ class OpenTable:
         After a StoreError either no row is erased, or the next call erases the others before it uses a tier.
         """
         existing = counted(tables, self.spec.num_tables) if existing is None else existing
-        self._erasure.request(tables, keys, existing, cause, self.step)
+        self.before_write(self.step)  # first: if the disk is full, the rows can still be read
+        self.pending_erase = tables, keys, existing, cause
+        self.counts.pending = existing  # they count as erased
         self.ready()
 
     def ready(self) -> TopTier[Any]:
         """The top tier, after pending erases. ClosedError, StoreError."""
         store = self.require_open()
-        if self._erasure.pending_rows is not None:
+        if self.pending_erase is not None:
             with self.lock, uninterrupted():
-                if self._erasure.pending_rows is None:  # another thread has erased them meanwhile
+                if self.pending_erase is None:  # another thread has erased them meanwhile
                     return self.require_open()
-                self._erasure.notify(self.step)
+                tables, keys, existing, cause = self.pending_erase
+                self.observers.before_erase(tables, keys)
+                self.before_write(self.step)
                 try:
-                    self._erasure.apply(store)
+                    store.erase(tables, keys)
+                    self.lifecycle.note_removed(tables, keys, existing, cause)
+                    self.pending_erase = self.counts.pending = None
                 except StoreError:
                     raise  # erased again by the next call
                 except BaseException as error:

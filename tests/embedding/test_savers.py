@@ -93,7 +93,7 @@ def test_rows_that_wait_to_be_erased_are_erased_by_the_thread_that_has_the_lock(
                 other = Thread(target=call)
                 other.start()
                 other.join(FEW)
-                assert table._erasure.pending_rows is not None
+                assert table.pending_erase is not None
                 table.ready()
             other.join()
         assert sorted(key for _, key in rows_by_key(rows)) == IDS[:-2].tolist()

@@ -198,10 +198,10 @@ def test_ctrl_c_while_rows_leave_loses_no_table() -> None:
         embedding.put(range(9), torch.ones(9, embedding.dim), 0)
         table = embedding._table()
         ask_to_leave(table, [3, 4])
-        table._erasure._before_write = lambda step: signal.raise_signal(signal.SIGINT)
+        table.before_write = lambda step: signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             embedding.get([5], 0)
-        assert (table.failure, table._erasure.pending_rows) == (None, None)
+        assert (table.failure, table.pending_erase) == (None, None)
         assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
         assert embedding.size() == 7
 
@@ -212,13 +212,12 @@ def test_a_memory_error_before_rows_leave_is_tried_again() -> None:
 
     with make(options("host"), "sgd") as embedding:
         embedding.put(range(9), torch.ones(9, embedding.dim), 0)
-        erasure = embedding._table()._erasure
-        before, erasure._before_write = erasure._before_write, lambda step: None
-        ask_to_leave(embedding._table(), [3, 4])
-        erasure._before_write = full
+        table = embedding._table()
+        ask_to_leave(table, [3, 4])
+        before, table.before_write = table.before_write, full
         with pytest.raises(MemoryError):
             embedding.get([5], 0)
-        erasure._before_write = before
+        table.before_write = before
         assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
         assert embedding.size() == 7
 
