@@ -13,7 +13,7 @@ from .. import _core
 from ..errors import OptionError
 from ..options.store_options import CachedHostMemOptions
 from ..row_format import Chunks, Keys, TableIds
-from ..store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
+from ..store.contract import CapacityLimit, Found, HitCounts, Lines, Tier, TopTier
 from ..store.full import check_capacity
 
 MB = 1 << 20
@@ -28,7 +28,7 @@ def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exceptio
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
-class CpuCachedStore:
+class CpuCachedStore(TopTier[_core.Batch]):
     """A write-back cache with the `options`. `budget_mb` bounds its lines and their metadata.
 
     `option` names the budget in errors and warnings, `tier` the memory in metrics.
@@ -103,9 +103,6 @@ class CpuCachedStore:
         location = self.native.locate(table, key)
         here = [] if location is None else [{"tier": self._tier, **location}]
         return [*here, *self._below.locate(table, key)]
-
-    def change_source(self) -> None:
-        """None: `_core.ChangedRows` follows batches of the CPU."""
 
     def scan(self) -> Chunks:
         self.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,19 +18,15 @@ from ..options.store_options import CachedHostMemOptions, mib
 from ..store.contract import Tier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
-from .processor import ByOwner
+from .processor import ByOwner, Processor
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
     from ..options.table_spec import TableSpec
-    from .processor import Capturer
 
 
-class CpuProcessor:
+class CpuProcessor(Processor[_core.Batch]):
     """The `Processor` of the CPU, without deferred errors: all work of a call is done when it returns."""
-
-    defers_errors = False
-    capturer: Capturer | None = None
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")
@@ -50,12 +45,6 @@ class CpuProcessor:
     def dropped(self) -> Counts:
         return self._dropped.copy()
 
-    def deferred_error(self, wait: bool) -> None:
-        return None
-
-    def free_memory(self) -> None:
-        """None: rows are used in the memory of the host."""
-
     def full_table(self, tier: str) -> CpuFullStore:
         return CpuFullStore(self.layout, tier)
 
@@ -72,21 +61,6 @@ class CpuProcessor:
     ) -> _core.Batch:
         _core.set_threads(torch.get_num_threads())
         return batch_of(self._spec, lookups) if dedup_from is None else dedup_from.sibling()
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def record_event(self) -> None:
-        return None
-
-    def wait_event(self, event: None) -> None:
-        """Does nothing: all work of a call is done when the call returns."""
-
-    def wait(self) -> None:
-        """Does nothing: all work of a call is done when the call returns."""
-
-    def adopt(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Does nothing: ids were compared before, and memory that nobody refers to is free at once."""
 
     def count_written(self, batch: _core.Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -52,13 +52,14 @@ class ByOwner(NamedTuple):
 class Processor(Protocol[B]):
     """Runs the operations of one table on one kind of device. Rows and outputs are bit-identical on all of them.
 
-    `B` is its batch: the unique rows of lookups, with addresses that a store sets. Tensors are on `device`.
+    `B` is its batch: the unique rows of lookups, with addresses that a store sets. Tensors are on `device`. By default
+    all work of a call is done when it returns, so that no error is deferred and nothing waits for an event.
     """
 
     device: torch.device
     layout: _core.Layout  # of lines in host memory
-    defers_errors: bool  # whether errors of ids are raised by later calls
-    capturer: Capturer | None  # captures launches, to replay them
+    defers_errors: bool = False  # whether errors of ids are raised by later calls
+    capturer: Capturer | None = None  # captures launches, to replay them
 
     @property
     def written(self) -> Counts:
@@ -70,9 +71,11 @@ class Processor(Protocol[B]):
 
     def deferred_error(self, wait: bool) -> DeferredError | None:
         """The deferred error since the last call, returned once. wait: whether to wait for all launched work."""
+        return None
 
     def free_memory(self) -> FreeMemory | None:
         """The free memory of the device. None if rows are used in host memory."""
+        return None
 
     def full_table(self, tier: str) -> FullStore[B]:
         """A full table in the memory `tier`, "device" or "host". Raises OptionError if that memory is too small."""
@@ -92,18 +95,23 @@ class Processor(Protocol[B]):
 
     def side_stream(self) -> AbstractContextManager[object]:
         """A context in which work of this thread runs concurrently with the steps of another thread."""
+        return nullcontext()
 
     def record_event(self) -> Any:
         """An event that is complete when all work that this thread has launched so far is."""
+        return
 
     def wait_event(self, event: Any) -> None:
         """Let work that this thread launches later begin when `event` is complete."""
+        return
 
     def wait(self) -> None:
         """Wait until all work that any thread has launched is complete."""
+        return
 
     def adopt(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         """Let this thread use, for `lookups`, a batch that another thread made from the announced lookups."""
+        return
 
     def count_written(self, batch: B) -> Counts:
         """How many rows of each table in a batch were ever written; its lines are set. May wait for the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,7 @@ class TierBase(Protocol):
 
     def flush(self) -> None:
         """Write every dirty line back to the last tier. A last tier on a disk makes its rows durable."""
+        return
 
     def close(self) -> None:
         """Release memory and files. Does not flush."""
@@ -125,7 +126,7 @@ class ChangeSource(Protocol[B]):
 
 
 class TopTier(TierBase, Protocol[B]):
-    """The top of a stack, which serves steps."""
+    """The top of a stack, which serves steps. By default it has no tier below, and gains nothing from announcements."""
 
     def pin(self, batch: B, capacity_limit: CapacityLimit | None) -> None:
         """Fetch each unique row of the batch, initialise new rows, and write the addresses of all to the batch.
@@ -137,21 +138,26 @@ class TopTier(TierBase, Protocol[B]):
 
     def unpin(self, batch: B, dirty: bool) -> None:
         """End a pin. dirty: whether the lines were written, so that they have to be written back."""
+        return
 
     def announce(self, batch: B) -> None:
         """Announce the batch of a future step. Steps pin announced batches in the order of the announcements."""
+        return
 
     def prefetch(self, batch: B) -> bool:
         """Fetch the rows of an announced batch and pin them. Returns False if the cache has no memory for them yet.
 
         `prefetch` and `announce` may run in another thread than the other methods.
         """
+        return True
 
     def cancel(self) -> None:
         """Forget every announced batch but the pinned one. Forgotten batches may be announced again."""
+        return
 
     def change_source(self) -> ChangeSource[B] | None:
         """The rows that change from now on; None for a store that `_core.ChangedRows` can observe."""
+        return None
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """As `Tier.read`."""
@@ -171,16 +177,3 @@ class TopTier(TierBase, Protocol[B]):
 
 class FullStore(TopTier[B], InMemoryTier, Protocol[B]):
     """A full table as the top of a stack: the stack is this one tier."""
-
-
-class IgnoresHints(Generic[B]):
-    """The announcements of stores that gain nothing from knowing future batches."""
-
-    def announce(self, batch: B) -> None:
-        """Does nothing: the store remembers no batch."""
-
-    def prefetch(self, batch: B) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        """Does nothing: the store remembers no batch."""

@@ -10,7 +10,7 @@ import numpy as np
 from .. import _core
 from ..errors import CapacityError
 from ..row_format import BUCKETS, Chunks, Keys, TableIds, row_dtype
-from .contract import CapacityLimit, Found, HitCounts, IgnoresHints, Lines
+from .contract import CapacityLimit, Found, HitCounts, Lines, TopTier
 
 
 def check_capacity(new: int, capacity_limit: CapacityLimit | None) -> None:
@@ -42,7 +42,7 @@ def full_table_bytes(rows: int, line_bytes: int) -> int:
     return total + BUCKETS * slots * 16  # bytes of a slot
 
 
-class CpuFullStore(IgnoresHints[_core.Batch]):
+class CpuFullStore(TopTier[_core.Batch]):
     """A full table that grows as rows arrive. `tier` names its memory in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:
@@ -58,9 +58,6 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
             check_capacity(_core.count_new(batch, self._layout), capacity_limit)
         if missing:
             self.native.insert_missing(batch, self._layout)
-
-    def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        """Does nothing: lines of a full table never move."""
 
     def peek(self, batch: _core.Batch, trains: bool = False) -> None:
         missing = self.native.find(batch)
@@ -92,12 +89,6 @@ class CpuFullStore(IgnoresHints[_core.Batch]):
             rows = native.scan(bucket).view(dtype)
             if len(rows):
                 yield bucket, rows
-
-    def flush(self) -> None:
-        """Does nothing: there is no tier below."""
-
-    def change_source(self) -> None:
-        """None: `_core.ChangedRows` follows batches of the CPU."""
 
     def image(self, top: Any) -> _core.TableImage:
         return _core.TableImage(self.native, self._layout, top.native)

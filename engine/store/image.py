@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 20  # read at once, while steps wait
 
 
 class Image(Protocol):
-    """The rows of a table as of one step.
+    """The rows of a table as of one step; by default one that needs no before-images.
 
     An image is made under the table's lock, and callers of `before_write` and `before_erase` hold that lock.
     """
@@ -36,21 +36,25 @@ class Image(Protocol):
     @property
     def is_urgent(self) -> bool:
         """Whether steps may soon wait until more of the image is read."""
+        return False
 
     def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
         """Wait while the before-images take too much memory. Called before rows change.
 
         The image is closed if `is_unread` returns True: no thread reads it any more.
         """
+        return
 
     def before_write(self, batch: Any) -> None:
         """Save before-images of a pinned batch. Called before its lines are written."""
+        return
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
         """Save before-images of rows, given once each. Called before they are erased."""
+        return
 
 
-class DiskImage:
+class DiskImage(Image):
     """A scan of RocksDB, which is a consistent view. `on_close` is called after `close`, with the table's lock."""
 
     def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]) -> None:
@@ -77,21 +81,8 @@ class DiskImage:
                     self._rows.close()  # type: ignore[attr-defined]
                 self._on_close(self)
 
-    @property
-    def is_urgent(self) -> bool:
-        return False
 
-    def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
-        """Does nothing: RocksDB's view needs no before-images."""
-
-    def before_write(self, batch: Any) -> None:
-        """Does nothing: RocksDB's view keeps its rows."""
-
-    def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        """Does nothing: RocksDB's view keeps its rows."""
-
-
-class MemoryImage:
+class MemoryImage(Image):
     """The rows of a full table, as rows of `dtype`; there may be a cache above it.
 
     A before-image is saved of each row that changes before it was read. `max_bytes` bounds their memory, which the rows
@@ -118,7 +109,8 @@ class MemoryImage:
         for bucket in range(BUCKETS):
             with self._changed:
                 self._open().list(bucket)
-            self._sort()
+            if (table := self._table) is not None:
+                table.sort()  # this may take long, and needs no lock
             while True:
                 rows = np.empty(most, self._dtype)
                 with self._changed:
@@ -155,11 +147,6 @@ class MemoryImage:
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
         self._open().save_before_images_of(tables, keys)
-
-    def _sort(self) -> None:
-        table = self._table
-        if table is not None:
-            table.sort()  # this may take long, and needs no lock
 
     def _has_memory(self) -> bool:
         return self._table is None or self._table.before_image_bytes < self._max_bytes

@@ -66,7 +66,7 @@ class PinningTable(Protocol):
 
 
 class PinnedBatch:
-    """`Pinned` for the rows of one table. The table's `release` ends the pin as well."""
+    """`Pinned` of engine/ops/rows_contract.py for the rows of one table, whose `release` ends the pin as well."""
 
     def __init__(self, table: PinningTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
         self.core = core  # the processor's batch
@@ -75,27 +75,21 @@ class PinnedBatch:
         self.table = table
 
     def gather(self, index: int, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
-
-        weights: float32 of the shape of its ids, or None. out: a contiguous tensor of the result's elements, to be
-        written and returned.
-        """
+        """`Pinned.gather`. out: a contiguous tensor of the result's elements, to be written and returned."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is like its result."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
         return total([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
-        """The same as a partial sum of engine/ops/exact_sum.py, to add to those of other ranks."""
+        """`square_gradients` as a partial sum of engine/ops/exact_sum.py, to add to those of other ranks."""
         gradients = self.gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
@@ -108,10 +102,6 @@ class PinnedBatch:
         scale: float = 1.0,
         clip_value: float | None = None,
     ) -> None:
-        """Apply the optimizer. grads, weights: for each lookup, the gradient of its result, and its pooling weights.
-
-        A row's summed gradient is multiplied by `scale`, then each element is clipped to [-clip_value, clip_value].
-        """
         try:
             self.table.update(self, self.gradients(grads, weights), scale, clip_value)
         except BaseException:
@@ -119,7 +109,6 @@ class PinnedBatch:
             raise
 
     def release(self) -> None:
-        """End the pin; the rows are unchanged."""
         self.table.release()
 
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:

@@ -19,7 +19,7 @@ from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines, initialise_missing
 from ...row_format import BUCKETS, Chunks, Keys, TableIds, row_dtype
-from ..contract import CapacityLimit, Found, HitCounts, IgnoresHints, Lines
+from ..contract import CapacityLimit, Found, HitCounts, Lines, TopTier
 from .changed_lines import ChangedLines
 from .full_table import CudaFullTable
 
@@ -124,7 +124,7 @@ class CudaTableImage:
         self.before_image_bytes += on_host.nbytes + before.nbytes
 
 
-class CudaFullStore(IgnoresHints[Batch]):
+class CudaFullStore(TopTier[Batch]):
     """`FullStore` of `engine/store/contract.py` on a GPU. `tier`: where lines are, "device" or "host".
 
     The index is on the device.
@@ -215,9 +215,6 @@ class CudaFullStore(IgnoresHints[Batch]):
         staged = self.staging.rows(len(rows))[2]
         _core.copy_lines(self._host_layout, staged[found[rows]], lines[found])
         return found
-
-    def flush(self) -> None:
-        """Does nothing: there is no tier below."""
 
     def close(self) -> None:
         self._faults.seen(wait=True)  # waits: kernels may be accessing host memory
