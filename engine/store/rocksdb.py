@@ -77,7 +77,7 @@ class RocksDB:
             if not read_only:
                 make_folder(folder)
             try:
-                self._db: _core.RocksTier | None = _core.RocksTier(
+                self.native = _core.RocksTier(  # for a cache above
                     str(folder),
                     width,
                     create=shards is None,
@@ -102,22 +102,17 @@ class RocksDB:
             remedy = remedy_for(error, "check the disk and the folder's permissions")
             raise StoreError(f"RocksDB in {folder}: {error}; {remedy}") from error
 
-    @property
-    def native(self) -> _core.RocksTier:
-        """The native tier, for a cache above. Raises StoreError once closed."""
-        return self._open()
-
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        return self._open().read(tables, keys, lines, touch)
+        return self.native.read(tables, keys, lines, touch)
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        self._open().write(tables, keys, lines)
+        self.native.write(tables, keys, lines)
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        self._open().erase(tables, keys)
+        self.native.erase(tables, keys)
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        record = self._open().locate(table, key)
+        record = self.native.locate(table, key)
         if record is None:
             return []
         bucket = _core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0]
@@ -126,7 +121,7 @@ class RocksDB:
     def scan(self) -> Chunks:
         dtype = row_dtype(self._width)
         most = max(1, SCAN_BYTES // dtype.itemsize)
-        scan = self._open().scan()
+        scan = self.native.scan()
         self._scans.append(scan)
         try:
             while True:
@@ -140,27 +135,27 @@ class RocksDB:
             self._scans.remove(scan)
 
     def flush(self) -> None:
-        self._open().flush()
+        self.native.flush()
 
     def compact(self) -> None:
         """Merge the files of each shard, which frees the space of replaced rows. Raises StoreError."""
-        self._open().compact()
+        self.native.compact()
 
     def make_writable(self) -> None:
         """Open for writing what a full disk let be opened only for reading. Called before rows change. StoreError."""
-        self._open().make_writable()
+        self.native.make_writable()
 
     @property
     def failed(self) -> bool:
         """Whether a call failed halfway, for example because memory ran out. Every later call raises then."""
-        return self._db is not None and self._db.failed
+        return self.native.failed
 
     def versions(self) -> list[list[str | int]]:
         """The identity of each shard's database, and the number of its last write. Raises StoreError.
 
         Files that were cut, or that are of another moment, have others: RocksDB opens both without an error.
         """
-        return [[*version] for version in self._open().versions()]
+        return [[*version] for version in self.native.versions()]
 
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
@@ -168,22 +163,19 @@ class RocksDB:
 
         Only one such block may run at a time.
         """
-        database = self._open()
-        files = [LiveFile(*file) for file in database.hold_files()]
+        files = [LiveFile(*file) for file in self.native.hold_files()]
         try:
             yield files
         finally:
-            database.release_files()
+            self.native.release_files()
 
     def close(self) -> None:
         for scan in self._scans:
             scan.close()
-        if self._db is not None:
-            self._db.close()
-            self._db = None
+        self.native.close()
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        return {"ssd": self._open().metrics()}
+        return {"ssd": self.native.metrics()}
 
     def info(self) -> dict[str, Any]:
         """How the databases run: `rocksdb_info` and
@@ -192,9 +184,4 @@ class RocksDB:
         - `memtable_bytes_max`: the maximum of memory for written rows that are not in files yet;
         - `async_io`: whether this tier reads by io_uring.
         """
-        return {**rocksdb_info(), **self._open().info()}
-
-    def _open(self) -> _core.RocksTier:
-        if self._db is None:
-            raise StoreError(f"RocksDB in {self.folder} was closed")
-        return self._db
+        return {**rocksdb_info(), **self.native.info()}
