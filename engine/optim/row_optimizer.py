@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ..checks import as_number
 from ..errors import OptimizerError
-from .base import LARGEST, SMALLEST, betas, number
+from .base import betas, number, positive
 from .kernel import LIMITS
 from .row_state import RowState
 from .rule import Group, Rule, all_rules
@@ -83,7 +82,7 @@ class RowOptimizer:
                 "the optimizer with a momentum"
             )
         _check(self._optimizer, group)
-        self._limits = [_limit(group, name) for name in LIMITS]
+        self._limits = [positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
         self._checked = None if changes_inside else settings
 
@@ -178,15 +177,3 @@ def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
             f"param group: {unknown}={group[unknown]!r}; {type(optimizer).__name__} has no such setting, and rows "
             f"ignore it: leave it out of the embedding's group (rows are limited by {', '.join(LIMITS)})"
         )
-
-
-def _limit(group: Group, name: str) -> float:
-    value: Any = group.get(name)
-    if value is None:
-        return 0.0
-    found = as_number(value)
-    if found is None or not SMALLEST <= found <= LARGEST:
-        raise OptimizerError(
-            f"param group: {name}={value!r}; give a number from {SMALLEST:.3g} to {LARGEST:.2g}, or leave it out"
-        )
-    return float(found)

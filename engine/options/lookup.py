@@ -16,10 +16,10 @@ from ..checks import as_int
 from ..errors import InputError, OptionError
 from ..row_format import overflows
 from .table_names import choices, table_number
-from .table_spec import KEY_TYPES, TableSpec
+from .table_spec import DTYPES, KEY_TYPES, TableSpec
 
 DEVICES = ("cpu", "cuda")  # of tables
-OUTPUT_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+OUTPUT_DTYPES = DTYPES
 
 
 class Lookup(NamedTuple):
