@@ -10,13 +10,10 @@ namespace tierbed {
 void bind_ops(nb::module_& m);
 void bind_keys(nb::module_& m);
 void bind_columns(nb::module_& m);
-void bind_owners(nb::module_& m);
 void bind_stores(nb::module_& m);
 void bind_cache(nb::module_& m);
 void bind_rocksdb(nb::module_& m);
 void bind_ledger(nb::module_& m);
-void bind_changes(nb::module_& m);
-void bind_rows(nb::module_& m);
 
 }  // namespace tierbed
 
@@ -34,13 +31,10 @@ NB_MODULE(_core, m) {
         }
     });
     tierbed::bind_ops(m);
-    tierbed::bind_owners(m);  // after bind_ops, which binds batches
     tierbed::bind_stores(m);
     tierbed::bind_cache(m);
     tierbed::bind_rocksdb(m);  // after bind_stores, which binds its base
     tierbed::bind_ledger(m);
-    tierbed::bind_changes(m);  // after the three that bind tiers
-    tierbed::bind_rows(m);
     tierbed::bind_keys(m);
     tierbed::bind_columns(m);
 }

@@ -123,7 +123,6 @@ Array<const T> view(const Buffer<T>& values, nb::handle owner) {
 
 // Throws std::invalid_argument if no type has that name.
 FloatType type_named(const std::string& dtype);
-void bind_layout(nb::module_& m);
 
 // The record of a row as a dict, to which `locate` adds the location.
 inline nb::dict described(const Record& record) {

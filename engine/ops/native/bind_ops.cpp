@@ -318,44 +318,6 @@ void bind_step(nb::module_& m) {
     });
 }
 
-}  // namespace
-
-void bind_ops(nb::module_& m) {
-    m.def("set_threads", &set_threads);
-    m.def("instruction_sets", &instruction_sets);
-    m.def("use_instruction_set", &use_instruction_set);
-    m.def("scratch", [](std::size_t bytes) {
-        auto* memory = new Buffer<u8>(bytes);
-        nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<Buffer<u8>*>(p); });
-        return Array<u8>(memory->data(), {bytes}, owner);
-    });
-    m.def("normal_quantile", [](double p) {
-        require(p > 0.0 && p < 1.0, "p must lie between 0 and 1");
-        return normal_quantile(p);
-    });
-    m.def("slot_hash", [] {
-        const SlotHash& h = slot_hash;
-        return own(std::vector<u64>{h.addend, h.of_table, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
-    });
-    m.def("buckets", [](InVector<u32> tables, InVector<u64> keys) {
-        require(tables.size() == keys.size(), "tables and keys differ in length");
-        std::vector<u8> buckets(keys.size());
-        for (std::size_t i = 0; i < buckets.size(); ++i)
-            buckets[i] = static_cast<u8>(bucket_of(hash_row(tables.data()[i], keys.data()[i])));
-        return own(std::move(buckets));
-    });
-    bind_layout(m);
-    bind_batch(m);
-    bind_step(m);
-}
-
-FloatType type_named(const std::string& dtype) {
-    const char* names[FLOAT_TYPES] = {"float32", "float16", "bfloat16"};
-    const auto type = std::find(names, names + FLOAT_TYPES, dtype) - names;
-    require(type < FLOAT_TYPES, "dtype must be float32, float16 or bfloat16");
-    return static_cast<FloatType>(type);
-}
-
 void bind_layout(nb::module_& m) {
     nb::class_<Layout>(m, "Layout")
         .def(
@@ -400,11 +362,7 @@ void bind_layout(nb::module_& m) {
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
 }
 
-namespace {
-
 void require_ranks(std::size_t ranks) { require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024"); }
-
-}  // namespace
 
 void bind_owners(nb::module_& m) {
     m.def("owners", [](InVector<u32> tables, InVector<u64> keys, u32 ranks) {
@@ -425,6 +383,45 @@ void bind_owners(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         by_owner(batch, {ranks, last, keys.data(), tables.data(), places.data(), counts.data()});
     });
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+    m.def("set_threads", &set_threads);
+    m.def("instruction_sets", &instruction_sets);
+    m.def("use_instruction_set", &use_instruction_set);
+    m.def("scratch", [](std::size_t bytes) {
+        auto* memory = new Buffer<u8>(bytes);
+        nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<Buffer<u8>*>(p); });
+        return Array<u8>(memory->data(), {bytes}, owner);
+    });
+    m.def("normal_quantile", [](double p) {
+        require(p > 0.0 && p < 1.0, "p must lie between 0 and 1");
+        return normal_quantile(p);
+    });
+    m.def("slot_hash", [] {
+        const SlotHash& h = slot_hash;
+        return own(std::vector<u64>{h.addend, h.of_table, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
+    });
+    m.def("buckets", [](InVector<u32> tables, InVector<u64> keys) {
+        require(tables.size() == keys.size(), "tables and keys differ in length");
+        std::vector<u8> buckets(keys.size());
+        for (std::size_t i = 0; i < buckets.size(); ++i)
+            buckets[i] = static_cast<u8>(bucket_of(hash_row(tables.data()[i], keys.data()[i])));
+        return own(std::move(buckets));
+    });
+    bind_layout(m);
+    bind_batch(m);
+    bind_owners(m);
+    bind_step(m);
+}
+
+FloatType type_named(const std::string& dtype) {
+    const char* names[FLOAT_TYPES] = {"float32", "float16", "bfloat16"};
+    const auto type = std::find(names, names + FLOAT_TYPES, dtype) - names;
+    require(type < FLOAT_TYPES, "dtype must be float32, float16 or bfloat16");
+    return static_cast<FloatType>(type);
 }
 
 }  // namespace tierbed

@@ -18,28 +18,6 @@
 namespace tierbed {
 namespace {
 
-// Python's arrays of rows as a tier takes them: hashed and sorted by bucket. `lines` may be null.
-class RowsOf {
-public:
-    RowsOf(const u32* tables, const u64* keys, const u64* lines, std::size_t n)
-        : grouped_(group_by_bucket(tables, keys, n)), tables_(n), hashes_(n), lines_(lines ? n : 0) {
-        for (std::size_t i = 0; i < n; ++i) {
-            const Entry& entry = grouped_.entries[i];
-            tables_[i] = entry.table;
-            hashes_[i] = entry.hash;
-            if (lines) lines_[i] = lines[entry.position];
-        }
-    }
-    RowSpan rows() const { return {tables_.data(), hashes_.data(), lines_.data(), tables_.size()}; }
-    // The position of row i in Python's arrays.
-    std::size_t position(std::size_t i) const { return grouped_.entries[i].position; }
-
-private:
-    Grouped grouped_;
-    Buffer<u32> tables_;
-    Buffer<u64> hashes_, lines_;
-};
-
 Array<bool> read_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines, bool touch) {
     require(tables.size() == keys.size() && keys.size() == lines.size(), "tables, keys and lines differ in length");
     return flags(keys.size(), [&](bool* found) {
@@ -85,12 +63,6 @@ void bind_full_table(nb::module_& m) {
         .def("metrics", &metrics_of<FullTable>)
         .def("hit_counts", &hit_counts<FullTable>);
 }
-
-}  // namespace
-
-void bind_stores(nb::module_& m) { bind_full_table(m); }
-
-namespace {
 
 void bind_changed_rows(nb::module_& m) {
     const nb::call_guard<nb::gil_scoped_release> unlocked;
@@ -138,15 +110,6 @@ void bind_table_image(nb::module_& m) {
              })
         .def_prop_ro("before_image_bytes", &TableImage::before_image_bytes);
 }
-
-}  // namespace
-
-void bind_changes(nb::module_& m) {
-    bind_changed_rows(m);
-    bind_table_image(m);
-}
-
-namespace {
 
 constexpr std::size_t KEY_BYTES = sizeof(u32) + sizeof(u64);
 
@@ -291,8 +254,6 @@ nb::tuple merge_parts(const std::vector<InVector<u8>>& parts, const std::vector<
     return nb::make_tuple(own(std::move(rows)), nb::cast(taken));
 }
 
-}  // namespace
-
 void bind_rows(nb::module_& m) {
     nb::class_<RowCheck>(m, "RowCheck")
         .def(nb::init<u32, u32, bool, u32, u32>(), nb::arg("bucket"), nb::arg("tables"), nb::arg("int32"),
@@ -308,6 +269,15 @@ void bind_rows(nb::module_& m) {
     m.def("join_rows", &join_rows, nb::arg("before"), nb::arg("after"), nb::arg("row_bytes"));
     m.def("merge_parts", &merge_parts, nb::arg("parts"), nb::arg("more"), nb::arg("row_bytes"));
     m.def("merge_rows", &merge_rows, nb::arg("before"), nb::arg("after"), nb::arg("gone"), nb::arg("row_bytes"));
+}
+
+}  // namespace
+
+void bind_stores(nb::module_& m) {
+    bind_full_table(m);
+    bind_changed_rows(m);
+    bind_table_image(m);
+    bind_rows(m);
 }
 
 }  // namespace tierbed

@@ -42,16 +42,8 @@ void ChangedRows::note(const Batch& batch) {
 }
 
 void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
-    const Grouped grouped = group_by_bucket(tables, keys, n);
-    Buffer<u64> hashes(n);
-    Buffer<u32> tables_of(n);
-    for (std::size_t i = 0; i < n; ++i) {
-        hashes[i] = grouped.entries[i].hash;
-        tables_of[i] = grouped.entries[i].table;
-    }
-    BucketOrder order;
-    std::copy_n(grouped.begin, BUCKETS + 1, order.begin.begin());
-    add(hashes.data(), tables_of.data(), nullptr, order);
+    const RowsOf given(tables, keys, nullptr, n);
+    add(given.rows().hashes, given.rows().tables, nullptr, {{}, given.rows().begins()});
 }
 
 void ChangedRows::merge(const ChangedRows& other) {

@@ -10,6 +10,7 @@
 #include "ops/kernels/hash.h"
 #include "ops/kernels/line.h"
 #include "ops/kernels/portable.h"
+#include "ops/native/batch.h"
 #include "ops/native/layout.h"
 #include "ops/native/memory.h"
 #include "store/kernels/index.h"
@@ -33,6 +34,28 @@ inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineS
 struct RowKeys {
     std::vector<u32> tables;
     std::vector<u64> keys;
+};
+
+// Python's arrays of rows as a tier takes them: hashed and sorted by bucket. `lines` may be null.
+class RowsOf {
+public:
+    RowsOf(const u32* tables, const u64* keys, const u64* lines, std::size_t n)
+        : grouped_(group_by_bucket(tables, keys, n)), tables_(n), hashes_(n), lines_(lines ? n : 0) {
+        for (std::size_t i = 0; i < n; ++i) {
+            const Entry& entry = grouped_.entries[i];
+            tables_[i] = entry.table;
+            hashes_[i] = entry.hash;
+            if (lines) lines_[i] = lines[entry.position];
+        }
+    }
+    RowSpan rows() const { return {tables_.data(), hashes_.data(), lines_.data(), tables_.size()}; }
+    // The position of row i in Python's arrays.
+    std::size_t position(std::size_t i) const { return grouped_.entries[i].position; }
+
+private:
+    Grouped grouped_;
+    Buffer<u32> tables_;
+    Buffer<u64> hashes_, lines_;
 };
 
 // Collects rows one by one for a call of a tier.
@@ -90,7 +113,8 @@ public:
         while (rows * 4 > size * 3) size *= 2;
         if (size > std::size_t{1} << 31) throw std::length_error("a map of rows is full: 2^31 slots");
         RowMap larger;
-        larger.slots_ = Pages(size * sizeof(Slot));
+        larger.slots_ = Buffer<Slot>(size);
+        std::fill_n(larger.slots_.data(), size, Slot{});
         for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
         std::swap(slots_, larger.slots_);
     }
@@ -124,11 +148,11 @@ public:
             if (const Slot& slot = view().slots[i]; slot.row) body(slot);
     }
     std::size_t size() const { return rows_; }
-    std::size_t bytes() const { return slots_.size(); }
+    std::size_t bytes() const { return slots() * sizeof(Slot); }
 
 private:
-    std::size_t slots() const { return slots_.size() / sizeof(Slot); }
-    IndexView view() const { return {reinterpret_cast<Slot*>(slots_.start()), static_cast<u32>(slots() - 1)}; }
+    std::size_t slots() const { return slots_.size(); }
+    IndexView view() const { return {const_cast<Slot*>(slots_.data()), static_cast<u32>(slots() - 1)}; }
 
     // The row's slot, or the free slot where its search ends.
     Slot& slot_of(u64 hash, u32 table) {
@@ -140,7 +164,7 @@ private:
         }
     }
 
-    Pages slots_;
+    Buffer<Slot> slots_;
     std::size_t rows_ = 0;
 };
 

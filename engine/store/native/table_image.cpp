@@ -52,18 +52,17 @@ void TableImage::save_before_images(const Batch& batch) {
 }
 
 void TableImage::save_before_images(const u32* tables, const u64* keys, std::size_t n) {
-    const Grouped grouped = group_by_bucket(tables, keys, n);
+    const RowsOf given(tables, keys, nullptr, n);
     Buffer<u8> memory(n * shape_.line_bytes);
     u64 line = reinterpret_cast<u64>(memory.data());
     RowList unsaved;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
-        for (std::size_t i = grouped.begin[bucket]; i < grouped.begin[bucket + 1]; ++i) {
-            const Entry& entry = grouped.entries[i];
-            if (is_read(bucket, entry.hash, entry.table) || before_images_[bucket].index.find(entry.hash, entry.table))
-                continue;
-            unsaved.add(entry.table, entry.hash, line);
-            line += shape_.line_bytes;
-        }
+    for (std::size_t i = 0; i < n; ++i) {
+        const u64 hash = given.rows().hashes[i];
+        const u32 table = given.rows().tables[i], bucket = bucket_of(hash);
+        if (is_read(bucket, hash, table) || before_images_[bucket].index.find(hash, table)) continue;
+        unsaved.add(table, hash, line);
+        line += shape_.line_bytes;
+    }
     const RowSpan rows = unsaved.rows();
     const auto found = std::make_unique<bool[]>(rows.n);
     top_.read(rows, found.get(), false);
