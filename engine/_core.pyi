@@ -172,14 +172,11 @@ def initialise_missing(batch: Batch, layout: Layout) -> None:
     """Set each line that is zero to memory of the batch, with the row's initial values."""
 
 class Tier:
-    """A tier below a cache. No array has a row (table, key) twice."""
+    """A tier below a cache, as `Tier` of store/contract.py."""
 
-    def read(self, tables: U32, keys: U64, lines: U64, touch: bool = True) -> Bools:
-        """Copy each row that the tier has to its line. `touch`: the read counts for recency. Returns which it has."""
-    def write(self, tables: U32, keys: U64, lines: U64) -> None:
-        """Insert or replace rows by their lines."""
-    def erase(self, tables: U32, keys: U64) -> None:
-        """Erase rows; rows that the tier lacks are ignored."""
+    def read(self, tables: U32, keys: U64, lines: U64, touch: bool = True) -> Bools: ...
+    def write(self, tables: U32, keys: U64, lines: U64) -> None: ...
+    def erase(self, tables: U32, keys: U64) -> None: ...
     def forget_errors(self) -> None:
         """Wait for the tier's own writes and drop their errors. Rows whose write failed are written again later."""
 
@@ -220,13 +217,11 @@ class CachedTier(Tier):
     def announce(self, batch: Batch) -> None: ...
     def prefetch(self, batch: Batch) -> bool: ...
     def cancel(self) -> None: ...
-    def pin(self, batch: Batch) -> None:
-        """Fetch and pin the rows of the first announced batch, or of any batch if none is announced; set its lines."""
+    def pin(self, batch: Batch) -> None: ...
     def unpin(self, batch: Batch) -> None: ...
     def peek(self, batch: Batch) -> tuple[int, int]:
         """As in the contract. Returns how many rows it did not have, and how many of these no tier has."""
-    def flush(self) -> None:
-        """Write every dirty line to the tier below."""
+    def flush(self) -> None: ...
     def flush_some(self, begin: int, rows: int) -> int:
         """Write dirty lines, `rows` at most, from a slot on. Returns where the next call goes on, 0 at the end."""
     def close(self) -> None:
@@ -293,23 +288,15 @@ class ChangedRows:
     bytes: int
 
 class TableImage:
-    """The rows of a full table as they are when this is made, read bucket by bucket while they change.
-
-    Not thread-safe, except that `sort` may run while before-images are saved.
-    """
+    """`TableImage` of store/contract.py."""
 
     def __init__(self, table: FullTable, layout: Layout, top: Tier) -> None:
         """`top`: the table itself, or a cache over it that has no newer rows."""
-    def save_before_images(self, batch: Batch) -> None:
-        """Save the before-images of a pinned batch, before its lines are written."""
-    def save_before_images_of(self, tables: U32, keys: U64) -> None:
-        """Save the before-images of rows, distinct, before they are erased."""
-    def list(self, bucket: int) -> None:
-        """Start to read a bucket. Buckets are read in ascending order."""
-    def sort(self) -> None:
-        """To be called between `list` and the first `next`."""
-    def next(self, rows: U8) -> int:
-        """Pack rows by (table, key), as `row_dtype`, and return their number: 0 at the end of the bucket."""
+    def save_before_images(self, batch: Batch) -> None: ...
+    def save_before_images_of(self, tables: U32, keys: U64) -> None: ...
+    def list(self, bucket: int) -> None: ...
+    def sort(self) -> None: ...
+    def next(self, rows: U8) -> int: ...
     before_image_bytes: int
 
 rocksdb_version: str
