@@ -1,4 +1,4 @@
-"""Row optimizers, one file each: formula, kernel, hyper-parameters, NumPy reference.
+"""Row optimizers, one file each: formula, kernel, hyper-parameters.
 
 Those that torch.optim has not are optimizers of their own here, which move dense parameters as well.
 """
