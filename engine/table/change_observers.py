@@ -93,7 +93,7 @@ class ChangeObservers:
         dtype: np.dtype[np.void],
         lock: RLock,
         ready: Callable[[], TopTier[Any]],
-        check: Callable[[], None],
+        check: Callable[[], object],
     ) -> None:
         """dtype: of the rows that observers return."""
         self._name, self._dtype = name, dtype
@@ -246,7 +246,7 @@ class ChangeObservers:
         """Close the image, and release the table and its stack. May be called again."""
         if self._image is not None:
             self._image.close()
-        self._ready, self._check, self._stack = self._refuse, _nothing, None
+        self._ready, self._check, self._stack = self._refuse, self._refuse, None
 
     def _refuse(self) -> TopTier[Any]:
         raise ClosedError(f"embedding {self._name!r} was closed or its rows were replaced; use the embedding again")
@@ -266,7 +266,3 @@ def still_saving(what: str) -> str:
         f"{what} is still being saved in the background, and there is one save at a time: call wait() of what "
         "save_snapshot returned, then try again"
     )
-
-
-def _nothing() -> None:
-    pass
