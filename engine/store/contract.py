@@ -138,7 +138,6 @@ class TopTier(TierBase, Protocol[B]):
 
     def unpin(self, batch: B, dirty: bool) -> None:
         """End a pin. dirty: whether the lines were written, so that they have to be written back."""
-        return
 
     def announce(self, batch: B) -> None:
         """Announce the batch of a future step. Steps pin announced batches in the order of the announcements."""

@@ -59,6 +59,9 @@ class CpuFullStore(TopTier[_core.Batch]):
         if missing:
             self.native.insert_missing(batch, self._layout)
 
+    def unpin(self, batch: _core.Batch, dirty: bool) -> None:
+        """Does nothing: lines of a full table never move."""
+
     def peek(self, batch: _core.Batch, trains: bool = False) -> None:
         missing = self.native.find(batch)
         if not trains:
