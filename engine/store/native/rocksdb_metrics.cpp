@@ -1,5 +1,4 @@
-#include "rocksdb_metrics.h"
-
+// The metrics of a RocksTier: its own counts, and RocksDB's statistics.
 #include <rocksdb/cache.h>
 #include <rocksdb/db.h>
 #include <rocksdb/statistics.h>
@@ -7,65 +6,63 @@
 #include <rocksdb/advanced_cache.h>
 #endif
 
-namespace tierbed {
-namespace {
+#include "rocksdb_tier.h"
 
-u64 sum_of(const std::vector<rocksdb::DB*>& shards, const std::string& property) {
-    u64 total = 0;
-    for (rocksdb::DB* db : shards) {
-        u64 value = 0;
-        db->GetIntProperty(property, &value);
-        total += value;
-    }
-    return total;
+namespace tierbed {
+
+Metrics RocksTier::metrics() const {
+    require_open();
+    const std::shared_lock opened(opening_);
+    return call([&] { return read_metrics(); });
 }
 
-}  // namespace
-
-Metrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
-                   const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
-                   const rocksdb::Statistics& statistics) {
-    const auto ticker = [&](u32 type) { return statistics.getTickerCount(type); };
-    const u64 written = counts.rows_written * row_bytes;
+Metrics RocksTier::read_metrics() const {
+    const auto sum_of = [&](const std::string& property) {  // over the shards
+        u64 total = 0, value = 0;
+        for (const auto& shard : shards_) total += shard->db->GetIntProperty(property, &value) ? value : 0;
+        return total;
+    };
+    const auto ticker = [&](u32 type) { return statistics_->getTickerCount(type); };
+    const u64 row_bytes = stored_bytes_of(shape_.width), written = counts_.rows_written * row_bytes;
     const u64 flushed = ticker(rocksdb::FLUSH_WRITE_BYTES), compacted = ticker(rocksdb::COMPACT_WRITE_BYTES);
-    const u64 memtables = sum_of(shards, "rocksdb.size-all-mem-tables");
-    const u64 readers = sum_of(shards, "rocksdb.estimate-table-readers-mem");
-    const u64 blocks = cache ? cache->GetUsage() : 0;
+    const u64 memtables = sum_of("rocksdb.size-all-mem-tables");
+    const u64 readers = sum_of("rocksdb.estimate-table-readers-mem");
+    const u64 blocks = cache_ ? cache_->GetUsage() : 0;
     Metrics metrics;
     metrics.counts = {
-        {"hits", counts.hits},
-        {"misses", counts.misses},
-        {"insertions", counts.rows_written},
-        {"resident_rows", sum_of(shards, "rocksdb.estimate-num-keys")},
-        {"rows_written", counts.rows_written},
-        {"rows_erased", counts.rows_erased},
+        {"hits", counts_.hits},
+        {"misses", counts_.misses},
+        {"insertions", counts_.rows_written},
+        {"resident_rows", sum_of("rocksdb.estimate-num-keys")},
+        {"rows_written", counts_.rows_written},
+        {"rows_erased", counts_.rows_erased},
         {"bytes_in", written},
-        {"bytes_out", counts.hits * row_bytes},
+        {"bytes_out", counts_.hits * row_bytes},
         {"bytes", memtables + readers + blocks},
-        {"read_threads", read_threads},
+        {"read_threads", readers_->wanted()},
         {"memtable_bytes", memtables},
         {"index_filter_bytes", readers},
         {"block_cache_bytes", blocks},
         {"block_cache_hits", ticker(rocksdb::BLOCK_CACHE_HIT)},
         {"block_cache_misses", ticker(rocksdb::BLOCK_CACHE_MISS)},
         {"bloom_useful", ticker(rocksdb::BLOOM_FILTER_USEFUL)},
-        {"sst_bytes", sum_of(shards, "rocksdb.total-sst-files-size")},
-        {"live_data_bytes", sum_of(shards, "rocksdb.estimate-live-data-size")},
+        {"sst_bytes", sum_of("rocksdb.total-sst-files-size")},
+        {"live_data_bytes", sum_of("rocksdb.estimate-live-data-size")},
         {"flush_bytes", flushed},
         {"compaction_read_bytes", ticker(rocksdb::COMPACT_READ_BYTES)},
         {"compaction_bytes", compacted},
-        {"pending_compaction_bytes", sum_of(shards, "rocksdb.estimate-pending-compaction-bytes")},
-        {"running_flushes", sum_of(shards, "rocksdb.num-running-flushes")},
-        {"running_compactions", sum_of(shards, "rocksdb.num-running-compactions")},
-        {"background_errors", sum_of(shards, "rocksdb.background-errors")},
+        {"pending_compaction_bytes", sum_of("rocksdb.estimate-pending-compaction-bytes")},
+        {"running_flushes", sum_of("rocksdb.num-running-flushes")},
+        {"running_compactions", sum_of("rocksdb.num-running-compactions")},
+        {"background_errors", sum_of("rocksdb.background-errors")},
     };
     metrics.reals = {
         {"stall_seconds", static_cast<double>(ticker(rocksdb::STALL_MICROS)) * 1e-6},
         {"write_amplification",
          written ? static_cast<double>(flushed + compacted) / static_cast<double>(written) : 0.0},
     };
-    metrics.add("fetch", counts.fetch);
-    metrics.add("write", counts.write);
+    metrics.add("fetch", counts_.fetch);
+    metrics.add("write", counts_.write);
     return metrics;
 }
 

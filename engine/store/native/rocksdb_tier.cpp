@@ -459,15 +459,6 @@ std::vector<std::pair<std::string, u64>> RocksTier::versions() const {
     return all;
 }
 
-Metrics RocksTier::metrics() const {
-    require_open();
-    const std::shared_lock opened(opening_);
-    return call([&] {
-        return metrics_of(counts_, stored_bytes_of(shape_.width), readers_->wanted(), databases(), cache_.get(),
-                          *statistics_);
-    });
-}
-
 RocksTier::Scan::Scan(const RocksTier& tier)
     : views_(std::make_unique<std::vector<View>>()),
       shape_(tier.shape_),

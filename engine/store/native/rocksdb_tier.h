@@ -17,16 +17,19 @@
 
 #include <sys/types.h>
 
+#include "ops/native/histogram.h"
 #include "ops/native/layout.h"
 #include "read_threads.h"
 #include "rocksdb_checkpoint.h"
 #include "rocksdb_fence.h"
-#include "rocksdb_metrics.h"
 #include "rocksdb_options.h"
 #include "tier.h"
 
 namespace rocksdb {
+class Cache;
+class DB;
 class Iterator;
+class Statistics;
 class Status;
 class WriteBatch;
 struct FlushOptions;
@@ -111,6 +114,13 @@ private:
         std::mutex flushing;              // held to flush, or to retry a failed flush
     };
 
+    // Since the tier was opened.
+    struct Counts {
+        std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
+        Histogram fetch, write;  // latencies of calls
+    };
+
+    Metrics read_metrics() const;
     std::vector<Range> ranges_of(const RowSpan& rows) const;
     // Returns the number of rows found.
     std::size_t read_range(const RowSpan& rows, const Range& range, bool* found) const;
@@ -152,7 +162,7 @@ private:
     std::shared_ptr<rocksdb::Statistics> statistics_;
     std::vector<std::unique_ptr<Shard>> shards_;
     std::unique_ptr<ReadThreads> readers_;
-    RocksCounts counts_;
+    Counts counts_;
 };
 
 }  // namespace tierbed
