@@ -26,9 +26,9 @@ from ...ops.cuda.device import Argument, Device, Event, launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines
-from ...row_format import BUCKETS, Keys, TableIds
+from ...row_format import BUCKETS, Chunks, Keys, TableIds
 from ...signals import uninterrupted
-from ...store.contract import HitCounts
+from ...store.contract import TopTier
 
 POLICIES = ("lru", "lfu")
 COUNTS = ("evictions_clean", "evictions_dirty", "overflows")
@@ -340,42 +340,52 @@ class Cache:
         launch(self._layout.device, self._program, kernel, items, lanes, *arguments)
 
 
-class CacheTop:
-    """The sets of a cache and the window of the batches that use them.
+class DeviceCache(TopTier[Batch]):
+    """The sets of a cache above a tier, and the window of the batches that use them: what both kinds of caches share.
 
-    `erase`, `locate` and `metrics` are called in an `exclusive` block of the window.
+    `_erase`, `_locate` and `_metrics` are called in an `exclusive` block of the window.
     """
 
-    def __init__(self, layout: Layout, cache: Cache, faults: Faults) -> None:
-        self._layout, self._faults = layout, faults
-        self.cache = cache
-        self.window = CudaWindow(layout.device, cache)
+    def __init__(self, layout: Layout, below: Any, cache: Cache, faults: Faults) -> None:
+        self._layout, self._below, self._cache, self._faults = layout, below, cache, faults
+        self._window = CudaWindow(layout.device, cache)
 
-    def erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
+    def announce(self, batch: Batch) -> None:
+        self._window.announce(batch)
+
+    def scan(self) -> Chunks:
+        self.flush()
+        yield from self._below.scan()
+
+    def close(self) -> None:
+        """Release the device memory of the sets, once both streams are done with it, and close the tier below."""
+        try:
+            with self._window.exclusive():
+                self._window.close()
+                self._faults.seen(wait=True)
+                if not self._window.is_fetching:  # garbage collection while this thread fetches may close the table
+                    self._cache.close()
+        finally:
+            self._below.close()
+
+    def _erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
         """Erase rows from the sets. A pinned row stays, with its initial value.
 
         Returns the rows as a batch, and flags [size] bool of those that stay.
         """
         batch = rows_of(self._layout.device, tables, keys, self._faults.word)
-        batch.lines = lines_among(self.window.resident_batches, batch, self._faults.word)
+        batch.lines = lines_among(self._window.resident_batches, batch, self._faults.word)
         kept = batch.lines != 0
         initialise_lines(batch, self._layout, kept)
-        self.cache.erase(batch, kept)
+        self._cache.erase(batch, kept)
         return batch, kept
 
-    def locate(self, table: int, key: int, staging: Staging) -> list[dict[str, Any]]:
-        """`TierBase.locate` of the cache alone. staging: memory for the row's record."""
-        return self.cache.locate(table, key, staging, self._faults.word, self.window.last_completed)
+    def _locate(self, table: int, key: int, staging: Staging) -> list[dict[str, Any]]:
+        """`locate` of the cache and the tier below. staging: memory for the row's record."""
+        here = self._cache.locate(table, key, staging, self._faults.word, self._window.last_completed)
+        return [*here, *self._below.locate(table, key)]
 
-    def metrics(self, asked: HitCounts) -> dict[str, float]:
-        """Counters and sizes of the cache, with the hits and misses `asked` of the whole store."""
-        hits, misses = asked.sum(0).tolist()
-        return {**self.cache.metrics(), "hits": hits, "misses": misses}
-
-    def close(self) -> None:
-        """Release the device memory of the sets, once both streams are done with it."""
-        with self.window.exclusive():
-            self.window.close()
-            self._faults.seen(wait=True)
-            if not self.window.is_fetching:  # garbage collection while this thread fetches may close the table
-                self.cache.close()
+    def _metrics(self) -> dict[str, float]:
+        """Counters and sizes of the cache, with the hits and misses of the whole store."""
+        hits, misses = self.hit_counts().sum(0).tolist()
+        return {**self._cache.metrics(), "hits": hits, "misses": misses}

@@ -14,21 +14,19 @@ from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import copy_present, count_new
-from ...row_format import Chunks, Keys, TableIds
+from ...row_format import Keys, TableIds
 from ...store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
 from ...store.cuda.changed_lines import WriteBackLog
 from ...store.cuda.full import SCAN_ROWS
 from ...store.full import check_capacity
-from .cache import Admission, Cache, CacheTop
+from .cache import Admission, Cache, DeviceCache
 
 
-class CudaCachedStore:
+class CudaCachedStore(DeviceCache):
     """A write-back cache in device memory above a tier of the host. Rows of announced batches are prefetched."""
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
-        self._layout, self._below, self._faults = layout, below, faults
-        self._top = CacheTop(layout, cache, faults)
-        self._cache, self._window = self._top.cache, self._top.window
+        super().__init__(layout, below, cache, faults)
         self._program = layout.program("cache/cuda/cache.cu")
         self._write_back_staging, self._fetch_staging = Staging(layout), Staging(layout)
         self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
@@ -36,9 +34,6 @@ class CudaCachedStore:
         self._peeked = (0, 0, 0)
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._write_back_log: WriteBackLog | None = None
-
-    def announce(self, batch: Batch) -> None:
-        self._window.announce(batch)
 
     def prefetch(self, batch: Batch) -> bool:
         return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, None, ahead=True))
@@ -103,12 +98,8 @@ class CudaCachedStore:
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
-            self._top.erase(tables, keys)
+            self._erase(tables, keys)
             self._below.erase(tables, keys)
-
-    def scan(self) -> Chunks:
-        self.flush()
-        yield from self._below.scan()
 
     def flush(self) -> None:
         self._below.native.forget_errors()  # everything is written here, which raises new errors
@@ -125,19 +116,13 @@ class CudaCachedStore:
             self._write_back()
             return self._below.read(tables, keys, lines, touch)
 
-    def close(self) -> None:
-        try:
-            self._top.close()
-        finally:
-            self._below.close()
-
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.exclusive():
-            return self._top.locate(table, key, self._write_back_staging) + self._below.locate(table, key)
+            return self._locate(table, key, self._write_back_staging)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
-            return {"device": {**self._top.metrics(self.hit_counts()), **self._moved}, **self._below.metrics()}
+            return {"device": {**self._metrics(), **self._moved}, **self._below.metrics()}
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():

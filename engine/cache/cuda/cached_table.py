@@ -14,14 +14,14 @@ from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
-from ...row_format import Chunks, Keys, TableIds
+from ...row_format import Keys, TableIds
 from ...store.contract import CapacityLimit, Found, HitCounts, Lines
 from ...store.cuda.changed_lines import ChangedLines
 from ...store.cuda.full import CudaFullStore
-from .cache import Admission, Cache, CacheTop
+from .cache import Admission, Cache, DeviceCache
 
 
-class CachedTable:
+class CachedTable(DeviceCache):
     """A write-back cache above a full table. The host copies nothing.
 
     A step waits for the device only if the table below grows. Each row of a step has a line in the table below from its
@@ -29,9 +29,7 @@ class CachedTable:
     """
 
     def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
-        self._layout, self._below, self._faults = layout, below, faults
-        self._top = CacheTop(layout, cache, faults)
-        self._cache, self._window = self._top.cache, self._top.window
+        super().__init__(layout, below, cache, faults)
         below.table.exclusive = self._window.exclusive
         self._program = layout.program("cache/cuda/cached_table.cu")
         self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
@@ -40,9 +38,6 @@ class CachedTable:
         self._peeked = torch.zeros_like(self._counts)  # of `peek`
         self._hit_counters = HitCounters(layout)  # hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that prefetch inserted below
-
-    def announce(self, batch: Batch) -> None:
-        self._window.announce(batch)
 
     def prefetch(self, batch: Batch) -> bool:
         return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, ahead=True))
@@ -83,16 +78,12 @@ class CachedTable:
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
-            batch, kept = self._top.erase(tables, keys)
+            batch, kept = self._erase(tables, keys)
             self._below.table.find(batch)
             initialise_lines(
                 batch, self._layout, kept
             )  # the line of a kept row in the table below has `updates` as well
             self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
-
-    def scan(self) -> Chunks:
-        self.flush()
-        yield from self._below.scan()
 
     def flush(self) -> None:
         with self._window.exclusive():
@@ -100,29 +91,28 @@ class CachedTable:
             self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
 
     def change_source(self) -> ChangedLines:
-        return self._below.change_source()
+        source: ChangedLines = self._below.change_source()
+        return source
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         with self._window.exclusive():
             self.flush()
-            return self._below.read(tables, keys, lines, touch)
+            found: Found = self._below.read(tables, keys, lines, touch)
+            return found
 
     def close(self) -> None:
         self._new.clear()
-        try:
-            self._top.close()
-        finally:
-            self._below.close()
+        super().close()
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.exclusive():
-            return self._top.locate(table, key, self._below.staging) + self._below.locate(table, key)
+            return self._locate(table, key, self._below.staging)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
             found, new, written, _ = (self._counts + self._peeked).tolist()
             line = self._layout.stored_bytes
-            device = {**self._top.metrics(self.hit_counts()), "bytes_in": found * line, "bytes_out": written * line}
+            device = {**self._metrics(), "bytes_in": found * line, "bytes_out": written * line}
             moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
             return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
 
