@@ -18,7 +18,7 @@ from ..options.store_options import CachedHostMemOptions, mib
 from ..store.contract import Tier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
-from .processor import ByOwner, Processor
+from .processor import ByOwner, Processor, by_owner
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
@@ -121,10 +121,7 @@ class CpuProcessor(Processor[_core.Batch]):
         return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
 
     def by_owner(self, batch: _core.Batch, ranks: int, last: int) -> ByOwner:
-        keys, tables = (torch.empty(batch.unique, dtype=torch.int64) for _ in range(2))
-        positions, counts = np.empty(batch.unique, np.int64), np.empty(ranks, np.int64)
-        _core.by_owner(batch, last, keys.numpy(), tables.numpy(), positions, counts)
-        return ByOwner(keys, tables, positions, counts.tolist())
+        return by_owner(batch.tables, batch.keys, ranks, last)
 
     def set_lines(
         self,

@@ -27,7 +27,7 @@ from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
-from .processor import ByOwner, Capturer, DeferredError, Factory
+from .processor import ByOwner, Capturer, DeferredError, Factory, by_owner
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
@@ -192,16 +192,9 @@ class CudaProcessor:
 
     def by_owner(self, batch: Batch, ranks: int, last: int) -> ByOwner:
         """`Processor.by_owner`. Rows are grouped on the host."""
-        keys = batch.keys.cpu()
-        tables = batch.tables[: len(keys)].cpu()
-        owners = _core.owners(tables.numpy().view(np.uint32), keys.numpy().view(np.uint64), ranks).astype(np.int64)
-        turns = np.where(owners == last, ranks - 1, owners - (owners > last))
-        order = np.argsort(turns, kind="stable")
-        positions = np.empty_like(order)
-        positions[order] = np.arange(len(order))
-        chosen = torch.from_numpy(order)
-        counts = np.bincount(owners, minlength=ranks).tolist()
-        return ByOwner(keys[chosen], tables[chosen].to(torch.int64), positions, counts)
+        keys = batch.keys.cpu().numpy()
+        tables = batch.tables[: len(keys)].cpu().numpy()
+        return by_owner(tables.view(np.uint32), keys.view(np.uint64), ranks, last)
 
     def set_lines(
         self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None

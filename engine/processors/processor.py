@@ -16,6 +16,7 @@ from ..errors import TierbedError
 from ..host_memory import FreeMemory
 from ..options.lookup import Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions
+from ..row_format import Keys, TableIds
 from ..store.contract import FullStore, InMemoryTier, Tier, TopTier
 from ..store.table_counts import Counts
 
@@ -47,6 +48,18 @@ class ByOwner(NamedTuple):
     tables: Tensor  # [unique] int64
     positions: NDArray[np.int64]  # [unique] of each row of the batch in this order
     counts: list[int]  # [ranks]
+
+
+def by_owner(tables: TableIds, keys: Keys, ranks: int, last: int) -> ByOwner:
+    """Rows in the order of a batch, by owner, those of rank `last` after all others."""
+    owners = _core.owners(tables, keys, ranks)
+    turns = np.where(owners == last, ranks - 1, owners - (owners > last))
+    order = np.argsort(turns.astype(np.uint16), kind="stable")  # of 16 bits by radix
+    positions = np.empty_like(order)
+    positions[order] = np.arange(len(order))
+    counts = np.bincount(owners, minlength=ranks).tolist()
+    sorted_keys, sorted_tables = (torch.from_numpy(part[order].astype(np.int64)) for part in (keys, tables))
+    return ByOwner(sorted_keys, sorted_tables, positions, counts)
 
 
 class Processor(Protocol[B]):

@@ -132,16 +132,4 @@ private:
     std::vector<std::unique_ptr<char[]>> owned_;
 };
 
-// The unique rows of a batch in the order of the ranks that own them.
-struct OwnerOrder {
-    u32 ranks;
-    u32 last;            // the owner whose rows come last
-    i64 *keys, *tables;  // [unique] rows by owner, those of one owner in the order of the batch
-    i64* places;         // [unique] the position of each row of the batch in that order
-    i64* counts;         // [ranks] rows of each owner
-};
-
-// Fills the arrays of `order`.
-void by_owner(const Batch& batch, const OwnerOrder& order);
-
 }  // namespace tierbed
