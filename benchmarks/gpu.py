@@ -111,7 +111,9 @@ class Tables:
         """The values that rows of the first table start with, by the CPU core."""
         out = np.empty((len(keys), self.dim), np.float32)
         numbers = keys.cpu().numpy().view(np.uint64)
-        _core.initialise(self.host_layout, np.zeros(len(keys), np.uint32), numbers, out)
+        batch = _core.Batch([(numbers, np.zeros(len(keys), np.uint32), None)], self.tables, None)
+        _core.initialise_missing(batch, self.host_layout)
+        _core.gather(batch, self.host_layout, 0, out)
         return torch.from_numpy(out)
 
 

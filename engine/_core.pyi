@@ -43,13 +43,6 @@ def buckets(tables: U32, keys: U64) -> U8:
 def owners(tables: U32, keys: U64, ranks: int) -> U16:
     """[n] -> [n], the rank 0..ranks - 1, of at most 1024, that owns each row: an interval of 16 bits of its hash."""
 
-def by_owner(batch: Batch, last: int, keys: I64, tables: I64, places: I64, counts: I64) -> None:
-    """Sort the unique rows of a batch by owner, `last` at the end; rows of one owner keep the order of the batch.
-
-    Written: keys, tables [unique], sorted; places [unique], the position of each row of the batch in that order; counts
-    [ranks], the rows of each owner.
-    """
-
 def hash_parts(bytes: U8, offsets: I64, seed: int, out: I64) -> None:
     """Write to out [n] the XXH64 of bytes[offsets[i]:offsets[i + 1]]."""
 
@@ -61,9 +54,6 @@ def hash_rows(bytes: U8, width: int, is_text: bool, seed: int, out: I64) -> int:
 
 def normal_quantile(p: float) -> float:
     """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in IEEE operations."""
-
-def initialise(layout: Layout, tables: U32, keys: U64, out: F32) -> None:
-    """Write to out [n, layout.width] the initial values of rows, state included."""
 
 def gather(
     batch: Batch,
@@ -411,8 +401,6 @@ class Batch:
 
     def sibling(self) -> Batch:
         """A batch of the same ids for another embedding: it shares the deduplication, and has its own lines."""
-    def allocate(self, n: int, layout: Layout) -> U64:
-        """[n], the addresses of new lines that live as long as the batch."""
 
 class Layout:
     """The shape of a table's lines, and their initial values."""

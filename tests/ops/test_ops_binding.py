@@ -31,8 +31,6 @@ def batch(table: Table) -> _core.Batch:
 def test_results_are_not_written_to_a_copy(table: Table, batch: _core.Batch, out: np.ndarray) -> None:
     with pytest.raises((TypeError, ValueError)):
         _core.gather(batch, table.layout, 0, out)
-    with pytest.raises((TypeError, ValueError)):
-        _core.initialise(table.layout, batch.tables, batch.keys, out)
 
 
 @pytest.mark.parametrize(

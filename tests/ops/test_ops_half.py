@@ -30,7 +30,7 @@ def one_row(values: NDArray[np.float32]) -> tuple[Table, _core.Batch]:
     """A batch of one row with these values."""
     table = Table([len(values)], tables=1)
     batch = table.batch([5], [0])
-    batch.lines[:] = batch.allocate(1, table.layout)
+    _core.initialise_missing(batch, table.layout)
     _core.assign(batch, table.layout, values[None], 1)
     return table, batch
 

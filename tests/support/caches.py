@@ -72,8 +72,7 @@ class Model:
         """`tier` has what was written, and nothing else of what tests use."""
         rows = [(table, key) for table in range(2) for key in KEYS]
         batch = batch_of(rows)
-        batch.lines[:] = batch.allocate(batch.unique, TABLE.layout)
-        _core.initialise_lines(TABLE.layout, batch.tables, batch.keys, batch.lines)
+        _core.initialise_missing(batch, TABLE.layout)
         found = tier.read(batch.tables, batch.keys, batch.lines, touch=False)
         assert {row for row, is_there in zip(identities(batch), found, strict=True) if is_there} == {
             row for row, updates in self.updates.items() if updates

@@ -107,9 +107,8 @@ void bind_batch(nb::module_& m) {
         .def_prop_ro("occurrences",
                      [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).occurrences, self); })
         .def_prop_ro("offsets", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).offsets, self); })
-        .def_prop_ro("own_lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).own_lines, self); })
-        .def("allocate",
-             [](Batch& b, std::size_t n, const Layout& layout) { return own(b.allocate(n, layout.shape)); });
+        .def_prop_ro("own_lines",
+                     [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).own_lines, self); });
 }
 
 using InRows = Exact<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -164,24 +163,6 @@ void require_places(const Batch& batch, const std::optional<InVector<i64>>& plac
 }
 
 void bind_step(nb::module_& m) {
-    m.def("initialise",
-          [](const Layout& layout, InVector<u32> tables, InVector<u64> keys, Out<float, nb::ndim<2>> out) {
-              const std::size_t n = keys.size();
-              const LineShape wide = widened(layout.shape);
-              require(tables.size() == n && out.shape(0) == n && out.shape(1) == wide.width,
-                      "out must be [n, dim and the widths of all states]");
-              for (std::size_t i = 0; i < n; ++i) require(tables.data()[i] < layout.tables, "table id out of range");
-              nb::gil_scoped_release unlocked;
-              parallel_ranges(n, 256, [&](std::size_t begin, std::size_t end) {
-                  Buffer<u8> memory(layout.shape.line_bytes + wide.line_bytes);
-                  const u64 line = reinterpret_cast<u64>(memory.data()), decoded = line + layout.shape.line_bytes;
-                  for (std::size_t i = begin; i < end; ++i) {
-                      layout.initialise(line, tables.data()[i], keys.data()[i]);
-                      decode_line(THREAD, decoded, line, layout.shape);
-                      std::copy_n(floats(decoded), wide.width, out.data() + i * wide.width);
-                  }
-              });
-          });
     m.def("copy_lines", [](const Layout& layout, InVector<u64> from, InVector<u64> to) {
         require(from.size() == to.size(), "from and to differ in length");
         nb::gil_scoped_release unlocked;
@@ -362,26 +343,14 @@ void bind_layout(nb::module_& m) {
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
 }
 
-void require_ranks(std::size_t ranks) { require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024"); }
-
 void bind_owners(nb::module_& m) {
     m.def("owners", [](InVector<u32> tables, InVector<u64> keys, u32 ranks) {
         require(tables.size() == keys.size(), "tables and keys differ in length");
-        require_ranks(ranks);
+        require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024");
         std::vector<u16> owners(keys.size());
         for (std::size_t i = 0; i < owners.size(); ++i)
             owners[i] = static_cast<u16>(owner_of(hash_row(tables.data()[i], keys.data()[i]), ranks));
         return own(std::move(owners));
-    });
-    m.def("by_owner", [](const Batch& batch, u32 last, OutVector<i64> keys, OutVector<i64> tables,
-                         OutVector<i64> places, OutVector<i64> counts) {
-        require(keys.size() == batch.unique && tables.size() == batch.unique && places.size() == batch.unique,
-                "keys, tables and places must be [unique]");
-        require_ranks(counts.size());
-        const u32 ranks = static_cast<u32>(counts.size());
-        require(last < ranks, "last must be a rank");
-        nb::gil_scoped_release unlocked;
-        by_owner(batch, {ranks, last, keys.data(), tables.data(), places.data(), counts.data()});
     });
 }
 

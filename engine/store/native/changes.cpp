@@ -62,19 +62,14 @@ void ChangedRows::merge(const ChangedRows& other) {
 }
 
 RowKeys ChangedRows::rows(u32 bucket) const {
-    struct Key {
-        u32 table;
-        u64 key;
-    };
-    std::vector<Key> keys;
-    keys.reserve(buckets_[bucket].size());
-    buckets_[bucket].for_each([&](const Slot& slot) { keys.push_back({slot.table, key_of(slot.table, slot.hash)}); });
-    std::sort(keys.begin(), keys.end(),
-              [](const Key& a, const Key& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+    std::vector<std::pair<u32, u64>> rows;
+    rows.reserve(buckets_[bucket].size());
+    buckets_[bucket].for_each([&](const Slot& slot) { rows.push_back({slot.table, key_of(slot.table, slot.hash)}); });
+    std::sort(rows.begin(), rows.end());
     RowKeys sorted;
-    for (const Key& key : keys) {
-        sorted.tables.push_back(key.table);
-        sorted.keys.push_back(key.key);
+    for (const auto& [table, key] : rows) {
+        sorted.tables.push_back(table);
+        sorted.keys.push_back(key);
     }
     return sorted;
 }
