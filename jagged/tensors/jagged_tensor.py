@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .validation import check_ascending, check_offsets, check_values, is_list_of, is_traced, refuse_trace
+from .validation import check_ascending, check_offsets, check_type, check_values, is_list_of, is_traced, refuse_trace
 
 _PAD = "give desired_length, to_padded_dense(50)"
 
@@ -63,7 +63,8 @@ class TensorContainer:
         return sum(tensor.nbytes for tensor in self._tensors() if tensor is not None)
 
     def copy_(self, other: Self, non_blocking: bool = False) -> Self:
-        """Copy the tensors of another container of the same shapes and dtypes into the tensors of this one."""
+        """Copy another container's tensors, of the same shapes and dtypes, into those of this one. InputError."""
+        check_type("other", other, type(self))
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs, non_blocking=non_blocking)
@@ -279,6 +280,8 @@ class JaggedTensor(Jagged):
     def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
         """From values [batch, length, ...] and weights [batch, length], of which sample b has the first lengths[b]."""
         refuse_trace("from_dense_lengths", "call it on the graph's arguments, before the call")
+        check_type("values", values, Tensor)
+        check_type("lengths", lengths, Tensor)
         if values.dim() < 2 or lengths.shape != values.shape[:1] or values.shape[1] < max(lengths.tolist(), default=0):
             raise InputError(
                 f"values {list(values.shape)}, lengths {list(lengths.shape)}: give values [batch, length, ...] and "
@@ -289,7 +292,11 @@ class JaggedTensor(Jagged):
 
     @classmethod
     def empty_like(cls, jt: Self, device: torch.device | str | None = None) -> Self:
-        """A feature without samples, of the same dtypes; or on a device, uninitialised tensors of the same shapes."""
+        """A feature without samples, of the same dtypes; or on a device, uninitialised tensors of the same shapes.
+
+        InputError.
+        """
+        check_type("jt", jt, cls)
         if device is not None:
             return jt._each(lambda tensor: torch.empty_like(tensor, device=device))
         weights = jt._weights

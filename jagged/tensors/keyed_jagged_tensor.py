@@ -19,7 +19,9 @@ from .jagged_tensor import Jagged, JaggedTensor, bag_entries, block, printed
 from .validation import (
     check_alike,
     check_ascending,
+    check_integers,
     check_keys,
+    check_type,
     in_order,
     is_list_of,
     is_traced,
@@ -106,7 +108,8 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
-        """As many samples without keys; or on a device, uninitialised tensors of the same shapes."""
+        """As many samples without keys; or on a device, uninitialised tensors of the same shapes. InputError."""
+        check_type("kjt", kjt, KeyedJaggedTensor)
         if device is not None:
             return kjt._each(lambda tensor: torch.empty_like(tensor, device=device))
         weights = None if kjt._weights is None else kjt._weights[:0].clone()
@@ -169,9 +172,12 @@ class KeyedJaggedTensor(Jagged):
         """The features of TorchRec's KeyedJaggedTensor, or of an object with its methods, without a copy.
 
         If keys differ in their numbers of bags, or it has inverse indices, a VariableBatchKeyedJaggedTensor.
+        InputError.
         """
         if isinstance(kjt, KeyedJaggedTensor):
             return kjt
+        if not hasattr(kjt, "inverse_indices_or_none"):
+            raise InputError(f"kjt={kjt!r:.80}: give a KeyedJaggedTensor of TorchRec")
         offsets, lengths = kjt.offsets_or_none(), kjt.lengths_or_none()
         if offsets is not None and statically_true(offsets.shape[0] == 0):
             offsets = None  # TorchRec's may be empty if there are no bags
@@ -335,7 +341,7 @@ class KeyedJaggedTensor(Jagged):
 
         As with TorchRec, keys after the last segment are left out.
         """
-        ends = [*accumulate(segments, initial=0)]
+        ends = [*accumulate(check_integers("segments", segments), initial=0)]
         if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
             raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is at most {len(self._keys)}")
         parts = zip(pairwise(ends), *self._split([*ends[1:], len(self._keys)]), strict=False)
@@ -349,7 +355,7 @@ class KeyedJaggedTensor(Jagged):
 
         indices_tensor: the same numbers, not read. No lookup needs it: a collection finds its features among any keys.
         """
-        chosen = [range(len(self._keys))[index] for index in indices]
+        chosen = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
         values, weights = self._split(range(1, len(self._keys) + 1))
         lengths = self.lengths()
         parts = lengths.split(self.stride_per_key()) if self._keys else ()

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...engine.checks import as_int
 from ...engine.errors import InputError
 from .jagged_tensor import TensorContainer, printed
-from .validation import check_keys, is_empty, statically_true
+from .validation import check_keys, is_empty, is_list_of, statically_true
 
 
 class ColumnOrder:
@@ -88,7 +88,7 @@ class KeyedTensor(TensorContainer):
 
         cat_dim: TorchRec's name for the same as key_dim, the default.
         """
-        if not tensors or any(not isinstance(tensor, Tensor) or tensor.dim() <= key_dim for tensor in tensors):
+        if not is_list_of(tensors, Tensor) or not tensors or any(tensor.dim() <= key_dim for tensor in tensors):
             raise InputError("tensors: give one tensor [batch, length] or more, one for each key")
         if cat_dim not in (None, key_dim):
             raise InputError(f"cat_dim={cat_dim!r}: features lie along key_dim={key_dim!r}; give the same")
@@ -102,8 +102,11 @@ class KeyedTensor(TensorContainer):
         zero. With key_dim=0, tensors are [sum of lengths, batch]. KeyError for a key that no tensor has, InputError for
         one that two have.
         """
-        if not keyed_tensors:
-            raise InputError("keyed_tensors=[]: give one KeyedTensor or more")
+        are_keyed = is_list_of(keyed_tensors, object) and all(hasattr(one, "length_per_key") for one in keyed_tensors)
+        if not are_keyed or not keyed_tensors:
+            raise InputError(f"keyed_tensors={keyed_tensors!r:.80}: give one KeyedTensor or more, in a list")
+        if not is_list_of(groups, (list, tuple)):
+            raise InputError(f"groups={groups!r:.80}: give a list of keys for each tensor")
         dim, *dims = (tensor.key_dim() for tensor in keyed_tensors)
         if any(other != dim for other in dims):
             raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")

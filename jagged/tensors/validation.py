@@ -45,6 +45,19 @@ def is_list_of(given: object, kind: Any) -> bool:
     return isinstance(given, (list, tuple)) and all(isinstance(one, kind) for one in given)
 
 
+def check_type(name: str, given: object, kind: type) -> None:
+    """InputError unless an argument is of a type."""
+    if not isinstance(given, kind):
+        raise InputError(f"{name}={given!r:.80}: give a {kind.__name__}")
+
+
+def check_integers(name: str, given: Sequence[int]) -> Sequence[int]:
+    """The argument itself. InputError unless it is a sequence of integers."""
+    if not isinstance(given, Iterable) or not all(hasattr(one, "__index__") for one in given):
+        raise InputError(f"{name}={given!r:.80}: give a list of integers")
+    return given
+
+
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """Keys as a tuple of distinct strings. InputError."""
     if isinstance(keys, str) or not isinstance(keys, Iterable) or not all(isinstance(key, str) for key in keys):

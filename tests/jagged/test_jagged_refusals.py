@@ -175,3 +175,22 @@ def test_nested_tensors_of_other_kinds_are_refused_with_the_remedy() -> None:
     for refusal in refusals:
         check_refusal(refusal)
     assert JaggedTensor.from_nested(gaps.contiguous()).values().tolist() == [0, 1, 5, 6, 10]
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "ab", [None], ["a"], torch.float64])
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_argument(wrong: Any) -> None:
+    calls = {
+        "segments": kjt().split,
+        "indices": kjt().permute,
+        "other": kjt().copy_,
+        "kjt": KeyedJaggedTensor.empty_like,
+        "jt": JaggedTensor.empty_like,
+        "values": lambda given: JaggedTensor.from_dense_lengths(given, THREE),
+        "lengths": lambda given: JaggedTensor.from_dense_lengths(torch.ones(3, 2), given),
+        "tensors": lambda given: KeyedTensor.from_tensor_list(["a"], given),
+        "keyed_tensors": lambda given: KeyedTensor.regroup(given, [["a"]]),
+        "groups": lambda given: KeyedTensor.regroup([kt()], given),
+    }
+    for name, function in [*calls.items(), ("kjt", KeyedJaggedTensor.from_torchrec)]:
+        with pytest.raises(InputError, match=f"^{name}"):
+            function(wrong)

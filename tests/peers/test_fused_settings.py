@@ -190,6 +190,8 @@ def test_what_else_sharders_and_plans_ask_for_is_refused() -> None:
     codecs = EmbeddingBagCollectionSharder(qcomm_codecs_registry={"all_to_all": object()})
     with pytest.raises(OptionError, match="qcomm_codecs_registry; leave it out"):
         DistributedModelParallel(Model(), device=CPU, sharders=[codecs])
+    with pytest.raises(OptionError, match=r"sharders=\[1\]: give TorchRec's sharders"):
+        DistributedModelParallel(Model(), device=CPU, sharders=[1])
     for params in ([1], "eps", {3: 0.1}):
         with pytest.raises(OptionError, match=r"has fused_params=.*; give a dict"):
             DistributedModelParallel(Model(), device=CPU, sharders=[SimpleNamespace(fused_params=params)])
