@@ -152,7 +152,7 @@ class Graph(ModelSnapshots, HasBuild):
         Calls before the last read rows as they are. The rows of all calls are fetched and pinned at the last. The
         gradients of a row are summed over each call first, in float32, then over the calls in their order.
         """
-        self.__refuse_captured("accumulate_grads", steps != 1)
+        self.__refuse_captured("accumulate_grads", as_int(steps, minimum=2) is not None)
         self.__end.accumulate(steps, mean)
 
     def drop_grads(self) -> None:
