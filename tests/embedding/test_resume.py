@@ -57,8 +57,8 @@ def test_optimizer_state_and_step_come_back_with_the_rows(tmp_path: Path, optimi
         with make(options("cached_host", tmp_path), optimizer) as part:
             assert contents(part).tobytes() == contents(whole).tobytes()
             mine, its = (made.metrics()["table"] for made in (part, whole))
-            counted = [name for name in mine if name.startswith("train_")]  # since the open
-            assert mine | dict.fromkeys(counted) == its | dict.fromkeys(counted)
+            differ = [name for name in mine if name.startswith("train_")] + ["total_bytes"]  # since the open, by store
+            assert mine | dict.fromkeys(differ) == its | dict.fromkeys(differ)
 
 
 @every_store
