@@ -20,14 +20,20 @@ void bind_ledger(nb::module_& m);
 NB_MODULE(_core, m) {
     // at exit a thread, an exception or a parent object may still own objects, which is no leak that a user can fix
     nb::set_leak_warnings(false);
-    // a failure of a store; nanobind's own exceptions are passed on
+    // a failure of a store is StoreError, a RuntimeError; nanobind's own exceptions are passed on
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
         } catch (const nb::builtin_exception&) {
             throw;
         } catch (const std::runtime_error& error) {
-            PyErr_SetString(nb::module_::import_("tierbed.engine.errors").attr("StoreError").ptr(), error.what());
+            nb::object type = nb::borrow(PyExc_RuntimeError);
+            try {
+                type = nb::module_::import_("tierbed.engine.errors").attr("StoreError");
+            } catch (const nb::python_error&) {
+                // the subprocess that reads a checkpoint loads this library without the package
+            }
+            PyErr_SetString(type.ptr(), error.what());
         }
     });
     tierbed::bind_ops(m);

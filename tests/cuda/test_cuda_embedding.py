@@ -46,7 +46,7 @@ def of_steps(store: str, embedding: MultiTableEmbedding) -> dict[str, Any]:
         table |= {"evaluate_asked": table.pop("evaluate_hits") + table.pop("evaluate_misses")}
         counts |= {"asked": asked, "evictions": gone}
         tables = [[rows, hits + misses] for rows, hits, misses, _ in tables]
-    return {**metrics["table"], **counts, "tables": tables}
+    return {**metrics["table"], "total_bytes": None, **counts, "tables": tables}
 
 
 @on_one_device
