@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -84,3 +86,12 @@ def test_rows_do_not_depend_on_the_flushing_of_denormals_in_a_thread(threads: in
             torch.set_flush_denormal(False)
     np.testing.assert_array_equal(rows[0], rows[1])
     assert rows[0].any()
+
+
+def test_exceptions_of_other_extensions_are_not_translated_to_those_of_tierbed() -> None:
+    api = ctypes.pythonapi
+    api.PyInterpreterState_Get.restype = ctypes.c_void_p
+    api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]
+    api.PyInterpreterState_GetDict.restype = ctypes.py_object
+    shared = api.PyInterpreterState_GetDict(api.PyInterpreterState_Get())  # by extensions of nanobind, by domain
+    assert any("nanobind" in name and "tierbed" in name for name in shared)
