@@ -68,12 +68,12 @@ def _params_of(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, Map
     if not isinstance(sharders, (list, tuple, type(None))):
         raise OptionError(f"sharders={sharders!r}: give a list of TorchRec's sharders, or None")
     for sharder in sharders or ():
-        if not hasattr(sharder, "fused_params"):
+        if not hasattr(sharder, "module_type"):
             raise OptionError(f"sharders={sharders!r:.80}: give TorchRec's sharders")
         where = f"sharders: {type(sharder).__name__} has"
         if getattr(sharder, "qcomm_codecs_registry", None):
             raise OptionError(f"{where} a qcomm_codecs_registry; leave it out, and give env=World(rows=, grads=)")
-        params, kind = sharder.fused_params or {}, getattr(sharder, "module_type", type(None))
+        params, kind = getattr(sharder, "fused_params", None) or {}, sharder.module_type
         if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
             raise OptionError(f"{where} fused_params={params!r:.80}; give a dict of FBGEMM's arguments by their names")
         for module in model.modules() if params else ():

@@ -21,6 +21,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel as TheirParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.tensor_pool import TensorPoolSharder
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 from torchrec.distributed.utils import _OPTIMIZER_CLASS_TO_EMB_OPT_TYPE as FUSED
 from torchrec.optim import RowWiseAdagrad
@@ -186,6 +187,10 @@ def test_settings_that_change_nothing_are_said_once(caplog: pytest.LogCaptureFix
     assert "momentum: OptimType.EXACT_SGD has none" in line
 
 
+def test_sharders_of_modules_without_rows_to_fuse_change_nothing() -> None:
+    DistributedModelParallel(Model(), device=CPU, sharders=[TensorPoolSharder(), EmbeddingBagCollectionSharder()])
+
+
 def test_what_else_sharders_and_plans_ask_for_is_refused() -> None:
     codecs = EmbeddingBagCollectionSharder(qcomm_codecs_registry={"all_to_all": object()})
     with pytest.raises(OptionError, match="qcomm_codecs_registry; leave it out"):
@@ -193,8 +198,9 @@ def test_what_else_sharders_and_plans_ask_for_is_refused() -> None:
     with pytest.raises(OptionError, match=r"sharders=\[1\]: give TorchRec's sharders"):
         DistributedModelParallel(Model(), device=CPU, sharders=[1])
     for params in ([1], "eps", {3: 0.1}):
+        sharder = SimpleNamespace(fused_params=params, module_type=TheirCollection)
         with pytest.raises(OptionError, match=r"has fused_params=.*; give a dict"):
-            DistributedModelParallel(Model(), device=CPU, sharders=[SimpleNamespace(fused_params=params)])
+            DistributedModelParallel(Model(), device=CPU, sharders=[sharder])
     with pytest.raises(OptionError, match="sharders=5: give a list"):
         DistributedModelParallel(Model(), device=CPU, sharders=5)
     bag = nn.Sequential(nn.EmbeddingBag(4, 4))
