@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def note_changes(rows: _core.ChangedRows) -> list[tuple[int, int, int]]:
         for bucket in range(64)
         for table, key in zip(*(part.tolist() for part in rows.rows(bucket)), strict=True)
     ]
+
+
+def test_room_for_rows_takes_no_memory_until_there_are_rows() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    rows = _core.ChangedRows(room=4_000_000)
+    assert rows.bytes >= 64 << 20
+    assert resident() - before < 8 << 20
 
 
 @given(st.lists(st.tuples(some_names, st.booleans()), max_size=6), some_names)

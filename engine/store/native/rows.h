@@ -113,8 +113,7 @@ public:
         while (rows * 4 > size * 3) size *= 2;
         if (size > std::size_t{1} << 31) throw std::length_error("a map of rows is full: 2^31 slots");
         RowMap larger;
-        larger.slots_ = Buffer<Slot>(size);
-        std::fill_n(larger.slots_.data(), size, Slot{});
+        larger.slots_ = Pages(size * sizeof(Slot));
         for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
         std::swap(slots_, larger.slots_);
     }
@@ -148,11 +147,11 @@ public:
             if (const Slot& slot = view().slots[i]; slot.row) body(slot);
     }
     std::size_t size() const { return rows_; }
-    std::size_t bytes() const { return slots() * sizeof(Slot); }
+    std::size_t bytes() const { return slots_.size(); }
 
 private:
-    std::size_t slots() const { return slots_.size(); }
-    IndexView view() const { return {const_cast<Slot*>(slots_.data()), static_cast<u32>(slots() - 1)}; }
+    std::size_t slots() const { return slots_.size() / sizeof(Slot); }
+    IndexView view() const { return {reinterpret_cast<Slot*>(slots_.start()), static_cast<u32>(slots() - 1)}; }
 
     // The row's slot, or the free slot where its search ends.
     Slot& slot_of(u64 hash, u32 table) {
@@ -164,7 +163,7 @@ private:
         }
     }
 
-    Buffer<Slot> slots_;
+    Pages slots_;  // of zeros: a large map takes memory where it is written, and gives back all
     std::size_t rows_ = 0;
 };
 
