@@ -71,7 +71,8 @@ def test_a_script_gives_the_same_numbers(path: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
 
 
-def losses_of(script: str, processes: int, folder: Path) -> list[float]:
+def losses_of(script: str, processes: int, folder: Path, may_abort: bool = False) -> list[float]:
+    """may_abort: True for TorchRec, whose threads at times abort a process that has finished."""
     folder.mkdir()
     (folder / "script.py").write_text(script)
     run = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -81,7 +82,8 @@ def losses_of(script: str, processes: int, folder: Path) -> list[float]:
         text=True,
         timeout=300,
     )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    aborted = may_abort and "terminate called without an active exception" in ran.stderr
+    assert ran.returncode == 0 or aborted, ran.stderr[-3000:]
     found: list[float] = json.loads((folder / "losses.json").read_text())
     return found
 
@@ -93,7 +95,7 @@ def test_a_script_over_processes_has_the_same_losses(processes: int, tmp_path: P
     changed = with_imports_changed(script)
     names = ("DistributedModelParallel", "TrainPipelineSparseDist", "EmbeddingBagCollection")
     assert all(any(name in line for line in changed.splitlines() if "tierbed.jagged" in line) for name in names)
-    theirs = losses_of(script, processes, tmp_path / "theirs")
+    theirs = losses_of(script, processes, tmp_path / "theirs", may_abort=True)
     ours = losses_of(changed, processes, tmp_path / "ours")
     assert len(ours) == 10
     assert ours == pytest.approx(theirs, rel=1e-5)
