@@ -92,6 +92,7 @@ def test_exceptions_of_other_extensions_are_not_translated_to_those_of_tierbed()
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]
-    api.PyInterpreterState_GetDict.restype = ctypes.py_object
-    shared = api.PyInterpreterState_GetDict(api.PyInterpreterState_Get())  # by extensions of nanobind, by domain
+    api.PyInterpreterState_GetDict.restype = ctypes.c_void_p  # a borrowed reference, which py_object would drop
+    address = ctypes.c_void_p(api.PyInterpreterState_GetDict(api.PyInterpreterState_Get()))
+    shared = ctypes.cast(address, ctypes.py_object).value  # by extensions of nanobind, by domain
     assert any("nanobind" in name and "tierbed" in name for name in shared)
