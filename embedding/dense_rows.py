@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..engine.checks import as_int
-from ..engine.errors import InputError, OptimizerError, StoreError
+from ..engine.errors import InputError, OptimizerError, StoreError, TierbedError
 from ..engine.options.lookup import check_range
 from ..engine.options.table_names import choices, table_number
 from ..engine.options.table_spec import TableSpec
@@ -21,6 +21,8 @@ from ..engine.table.table_report import scan_caught_up
 from .eager import follow_in_backward
 from .keyed_rows import KeyedRows
 from .rows_in_tensors import RowTensors
+from .rows_reference import RowsReference
+from .saved_rows import EXTRA, ROWS, extra_state_of
 
 log = logging.getLogger("tierbed")
 CHUNK = 1 << 16  # rows
@@ -112,6 +114,31 @@ def dense_tensors(
         return RowTensors.filled(description, sum(map(len, chunks)), chunks).tensors
 
 
+def put_in_state(
+    embedding: KeyedRows, weights: Mapping[Any, Tensor], state: dict[str, Any], prefix: str, errors: list[str]
+) -> None:
+    """Let a state that has dense weights of tables have the embedding's rows instead, at `prefix`.
+
+    errors: takes what is wrong with the weights.
+    """
+    rows: Mapping[str, Tensor] = {}
+    try:
+        with embedding.raise_on_all_ranks():
+            if weights:
+                is_whole = len(weights) == embedding.spec.num_tables
+                rows = dense_tensors(embedding, weights, {}, 0 if is_whole else None)
+                table = embedding.table_handle(for_load=True).local_table
+                if table.state.names and table.counts.rows:
+                    log.warning("embedding %r: a load of rows drops optimizer state; load it after", embedding.name)
+    except TierbedError as error:
+        errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
+        embedding.note_failed()
+    state[f"{prefix}shadow"] = embedding.shadow
+    state |= {f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()}
+    if not rows:
+        state[prefix + EXTRA] = extra_state_of(RowsReference(None))
+
+
 def _step(given: Any) -> int:
     """A number of steps; torch has it as a tensor of a float. InputError."""
     number = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
@@ -163,7 +190,10 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
         check_range(spec, keys, _numbers(rows[first : first + CHUNK]))
     padding = spec.padding_idx
     if padding is not None and 0 <= padding < len(rows) and rows[padding].any():
-        raise InputError(f"{where}: row {padding} is that of padding_idx, which is no row; give zeros there")
+        raise InputError(
+            f"{where}: row {padding} is that of padding_idx, for which this embedding returns zeros; use "
+            "tierbed.Embedding, which keeps and returns such a row, or give zeros there"
+        )
 
 
 def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], rows: int) -> None:

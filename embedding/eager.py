@@ -27,6 +27,7 @@ from .ddp_guard import refuse_eager_ranks
 from .dense_part import DensePart, note_versions
 from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders
 from .model_snapshots import ModelSnapshots
+from .names import name_embeddings
 from .saved_rows import SavedRows
 from .training_group import check_failed_step, train_together
 
@@ -91,6 +92,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 raise OptimizerError(
                     f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
                 )
+        name_embeddings(module, OptimizerError)
         train_together(module.modules())
         self._module = ref(module)
         self._has_met = False  # whether it looked at the dense part, at its first step

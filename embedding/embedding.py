@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from threading import Lock, RLock, get_ident
 from typing import Any, Self
 
@@ -23,15 +24,16 @@ from ..engine.optim.row_state import RowState
 from ..engine.options.initializers import make_normal_initializer
 from ..engine.options.lookup import Lookup, check_lookup, check_output_dtype, check_weights
 from ..engine.options.store_options import store_options_from_dict
-from ..engine.options.table_spec import table_spec
+from ..engine.options.table_spec import check_name, table_spec
 from ..engine.table.table import OpenTable, RowsReplaced, square_gradients, sum_gradients, unique_rows
 from . import lookup_op as ops
 from .conversion import converter
 from .ddp_guard import check_world, refuse_lookup, warn_alone
-from .dense_rows import dense_tensors
+from .dense_rows import dense_tensors, put_in_state
 from .eager import IN_BACKWARD, train_in_backward
 from .gradients import ShadowGrad, accumulate, holders, is_reached
 from .keyed_rows import KeyedRows, on_present_rows
+from .names import next_seed, provisional_name
 from .rows_reference import UNKNOWN, RowsReference
 from .sharded_handle import ShardedTableHandle, TableHandle
 from .table_handle import LocalTableHandle
@@ -42,7 +44,8 @@ log = logging.getLogger("tierbed")
 class MultiTableMultiColumnEmbedding(KeyedRows):
     """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
 
-    name: names the folder under `persistent_path`.
+    name: names the folder under `persistent_path`. With None the embedding takes its path in the model as its name when
+    an EagerOptimizer, a Graph, a DistributedModelParallel or a checkpoint first gets the model.
     embedding_dim: the width of a row, or a list of widths, one for each column.
     dtype: of the numbers of stored rows: torch.float32, bfloat16 or float16. All arithmetic is float32; what training
     writes is rounded by chance, everything else to nearest even.
@@ -52,7 +55,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
     seed: initial rows are a pure function of (seed, table, key, column). None is the CRC-32 of the name, or the seed of
-    stored rows. Two embeddings with one seed begin with equal rows.
+    stored rows; without a name it is another for each embedding of the process, in the order of their first uses. Two
+    embeddings with one seed begin with equal rows.
     output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16, whatever rows are.
     world: a `World` of tierbed.distributed, over whose ranks the rows are spread; None keeps all rows in this process.
     state_dtype: of the numbers of the optimizer's state that every element has: torch.float32 or bfloat16.
@@ -65,7 +69,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def __init__(
         self,
-        name: str,
+        name: str | None,
         embedding_dim: int | Sequence[int],
         dtype: torch.dtype,
         key_type: torch.dtype,
@@ -89,6 +93,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             raise OptionError("default_initializer is for tables=None alone; leave it out, or give each table its own")
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
+        self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
+        name = provisional_name() if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
         self.spec.layout(RowState())  # reports a table whose columns do not fit at once, not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
@@ -110,6 +116,24 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     @property
     def name(self) -> str:
         return self.spec.name
+
+    def take_name(self, name: str) -> None:
+        """Be called `name` from here on. Rows that are in memory stay."""
+        self.fix_seed()
+        self.set_spec(name=check_name(name))
+        self.naming = "given"
+        if self._handle is not None:
+            self._handle.rename(name)
+
+    def fix_seed(self) -> None:
+        """Called at the first use: an embedding without a name has its own seed from here on."""
+        if not self._has_seed:
+            self._has_seed = True
+            self.set_spec(seed=next_seed())
+
+    def set_spec(self, **facts: Any) -> None:
+        """Change facts of an embedding that is not open, or its name."""
+        self.spec = replace(self.spec, **facts)
 
     @property
     def device(self) -> torch.device:
@@ -162,8 +186,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         shadow = self._shadow_here()
         if not torch.is_grad_enabled():
             shadow = shadow.detach()  # the op counts it as evaluation
-        output: Tensor = ops.lookup(shadow, *lookup, weights, self.handle)
-        return output
+        return ops.look_up(self, shadow, lookup, weights)
 
     def _shadow_here(self) -> Tensor:
         """The shadow parameter; while another thread traces, not the fake tensor of its trace.
@@ -214,6 +237,18 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self.raise_on_all_ranks():
             tensors = dense_tensors(self, weights, states or {}, step)
         self.load_tensors(tensors)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        weight, errors = state_dict.get(f"{prefix}weight"), rest[-1]
+        if weight is not None and f"{prefix}shadow" not in state_dict:  # of nn.Embedding or nn.EmbeddingBag
+            if self.spec.num_tables == 1:
+                put_in_state(self, {0: state_dict.pop(f"{prefix}weight")}, state_dict, prefix, errors)
+            else:
+                errors.append(
+                    f"{prefix}weight is of one table, and embedding {self.name!r} has {', '.join(self.spec.labels)}; "
+                    "leave it out of the state, and load it by load_dense({table: weight, ...})"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all rows by those of `dense_tensors`. SnapshotError, StoreError."""
@@ -392,6 +427,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 if self._closed:
                     with self.raise_on_all_ranks():  # others may be about to open it, which takes all ranks
                         raise ClosedError(f"embedding {self.name!r} was closed; create it again")
+                self._check_has_name()
+                self.fix_seed()
                 try:
                     self._handle = self._hold(self.row_optimizer, device, for_load)
                 except OptimizerError as error:
@@ -411,6 +448,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             for call in calls:
                 call()
         return handle
+
+    def _check_has_name(self) -> None:
+        path = self.store_options.persistent_path
+        if self.naming == "path" and path is not None:
+            with self.raise_on_all_ranks():
+                raise StoreError(
+                    f"an embedding without a name was used before it took one, so its folder under {path!r} is not "
+                    "known; give it name=, or first make the EagerOptimizer or the Graph of the model that has it, or "
+                    "load a checkpoint into the model"
+                )
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:
         if self.world is None:

@@ -156,8 +156,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
     of_rows = of_weights = None
-    if ctx.needs_input_grad[0] and embedding_of(ctx.handle).is_reached():
-        of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, weights, ctx.order, ctx.handle)
+    if ctx.needs_input_grad[0] and (embedding := embedding_of(ctx.handle)).is_reached():
+        if runs_at_once(grad):
+            embedding.accumulate(lookup_of(ids, table_ids, offsets, ctx.pooling, ctx.places), grad, weights, ctx.order)
+            of_rows = grad.new_zeros((1, 1), dtype=torch.float32)
+        else:
+            at = ctx.order, ctx.handle
+            of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, weights, *at)
     if ctx.needs_input_grad[6]:
         of_weights = lookup_weights_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, shadow, ctx.handle)
     return of_rows, None, None, None, None, None, of_weights, None
@@ -166,6 +171,42 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _refuse(ctx: Any, grad: Tensor) -> None:
     raise GraphError(
         "a lookup has no second derivative; leave out create_graph=True, or detach the gradient before it is used"
+    )
+
+
+class EagerLookup(torch.autograd.Function):
+    """The op `lookup` without the dispatcher, whose part in a small lookup is larger than that of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        shadow, *lookup, weights, handle = inputs
+        output = embedding_of(handle).read(lookup_of(*lookup), weights, trains=shadow.requires_grad)
+        _setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
+def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Tensor | None) -> Tensor:
+    """The result of a checked lookup: read at once, or by an op where a trace or a transform must see one."""
+    output: Tensor
+    if not runs_at_once(rows.ids):
+        output = lookup(shadow, *rows, weights, embedding.handle)
+    elif torch.is_grad_enabled():
+        output = EagerLookup.apply(shadow, *rows, weights, embedding.handle)
+    else:
+        output = embedding.read(rows, weights)
+    return output
+
+
+def runs_at_once(tensor: Tensor) -> bool:
+    """True where nothing but autograd sees what is done with the tensor: no compiler, trace, transform or mode."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(tensor) is not Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or tensor.is_meta
     )
 
 

@@ -81,6 +81,10 @@ class SavedRows(EmbeddingBase):
         """
         raise NotImplementedError
 
+    def fix_seed(self) -> None:
+        """Called at the first use: an embedding without a name has its own seed from here on."""
+        raise NotImplementedError
+
     def when_open(self, call: Callable[[], None]) -> None:
         """Do `call` now, or when the store opens."""
         if self.is_open:
@@ -217,7 +221,8 @@ class SavedRows(EmbeddingBase):
         if self._handle is not None:
             return self._handle.rows_reference()
         place = self.store_options.persistent_path
-        if place is None or self.world is not None or self.store_options.snapshot_path is not None:
+        options = self.store_options
+        if place is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
         return of_unopened(Path(place) / self.name, self.store_options.open == "fresh")
 
@@ -308,6 +313,7 @@ class SavedRows(EmbeddingBase):
     def _rows_for(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
         """All rows, copied. If an earlier name of this embedding has them in the same state, the tensors there."""
         if self._handle is None:
+            self.fix_seed()
             return RowTensors.none(self.spec).tensors
         table = self._handle.local_table
         moment = weakref.ref(table), table.step, table.updates

@@ -30,7 +30,7 @@ from .rows_in_tensors import NOT_WHOLE, RowTensors
 from .save_requests import SaveRequests
 from .sharded_snapshots import ShardedSnapshots
 from .shared_folder import SharedFolder
-from .table_handle import LocalTableHandle, open_handle
+from .table_handle import LocalTableHandle, check_not_open, open_handle
 from .training_group import UNSETTLED
 
 if TYPE_CHECKING:
@@ -160,9 +160,7 @@ class ShardedTableHandle(ShardedSnapshots):
                 raise
 
     def _take(self, folder: str, options: StoreOptions) -> SharedFolder:
-        older = _by_folder.get(folder)
-        if older is not None:
-            older.close()
+        check_not_open(_by_folder, folder, self.name)
         return SharedFolder(self.world.rank, self.name, options)
 
     def _begin(self, rows: RecoveryDecision) -> None:
@@ -178,6 +176,11 @@ class ShardedTableHandle(ShardedSnapshots):
     def local_table(self) -> OpenTable:
         """The table of the rows that this rank has."""
         return self.own.table
+
+    def rename(self, name: str) -> None:
+        """As `LocalTableHandle.rename`."""
+        self.name = self.table.name = name
+        self.own.rename(name)
 
     @property
     def unsettled(self) -> str:

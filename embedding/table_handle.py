@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import weakref
@@ -38,17 +39,11 @@ from .training_group import TrainingGroup, between_steps
 log = logging.getLogger("tierbed")
 T = TypeVar("T")
 
-_ONE_AT_A_TIME = (
-    "a folder is open in one embedding of a process, and the one that had it before is closed; use one embedding in "
-    "both places, or give each a name or a persistent_path of its own"
-)
-
 _by_folder: weakref.WeakValueDictionary[str, LocalTableHandle] = weakref.WeakValueDictionary()
 
 
 class LocalTableHandle(LocalSnapshots):
-    """Opens a table and keeps it open. A process has one handle of a folder: a second, as in notebooks, closes the
-    first.
+    """Opens a table and keeps it open. A process has one handle of a folder.
 
     share: the shard of this process; None for all rows. decide: chooses the rows to open with, by default as
     `plan_open`. group: the embeddings that it is trained together with. for_load: whether its rows are about
@@ -68,7 +63,6 @@ class LocalTableHandle(LocalSnapshots):
     ) -> None:
         self.name, self.world = spec.name, World.of_one()
         self.device = device
-        self._replaced = False  # whether another embedding opened the folder
         self._process = os.getpid()
         self._table: OpenTable | None = None
         self._closed_at = 0  # the step of the rows when they were closed
@@ -78,12 +72,7 @@ class LocalTableHandle(LocalSnapshots):
         if options.persistent_path is not None:
             place = Path(options.persistent_path) / spec.name
             folder = os.path.realpath(place if share is None else share.folder(place))
-            older = _by_folder.get(folder)
-            if older is not None:
-                if older.own_open is not None:
-                    log.warning("embedding %r opens %s: %s", self.name, folder, _ONE_AT_A_TIME)
-                    older._replaced = True
-                older.close()
+            check_not_open(_by_folder, folder, spec.name)
         self._persistence = TablePersistence(spec, options, device, share, group)
         self.store, self.membership = self._persistence.folder, self._persistence.membership
         self.place = None if self.store is None else self.store.snapshots
@@ -108,8 +97,7 @@ class LocalTableHandle(LocalSnapshots):
     def table(self) -> OpenTable:
         """The open table. ClosedError after `close`, StoreError in a forked process, whose parent has the folder."""
         if self._table is None:
-            said = f"another embedding opened its folder, and {_ONE_AT_A_TIME}" if self._replaced else "create it again"
-            raise ClosedError(f"embedding {self.name!r} was closed: {said}")
+            raise ClosedError(f"embedding {self.name!r} was closed: create it again")
         if self._process != os.getpid() and (self._persistence.folder is not None or self._table.has_thread):
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, which holds its folder or its "
@@ -150,6 +138,13 @@ class LocalTableHandle(LocalSnapshots):
             self._share_gate()
             if self._table is not None:
                 self.membership.enlist()
+
+    def rename(self, name: str) -> None:
+        """Be called by another name from here on, with rows that are in memory."""
+        self.name = name
+        self._persistence.spec = replace(self._persistence.spec, name=name)
+        if self._table is not None:
+            self._table.spec = replace(self._table.spec, name=name)
 
     def note_torn(self) -> None:
         """The rows are of another step than those of embeddings that are trained together with them."""
@@ -423,6 +418,20 @@ class LocalTableHandle(LocalSnapshots):
             self._closed_at = self._table.step
         self._table = None
         self._persistence.release()
+
+
+def check_not_open(by_folder: Mapping[str, Any], folder: str, name: str) -> None:
+    """StoreError if another embedding of this process has a folder open."""
+    for is_last in (False, True):
+        older = by_folder.get(folder)
+        if older is None or older.own_open is None:
+            return
+        if not is_last:
+            gc.collect()  # an embedding that nobody can use may wait in a circle of references
+    raise StoreError(
+        f"embedding {name!r}: another embedding of that name in this process has {folder} open; use that one in both "
+        "places, or call its close(), or give one of them another name or persistent_path"
+    )
 
 
 def open_handle(by_folder: Mapping[str, Any], store: str) -> Any:

@@ -418,6 +418,7 @@ class Layout:
         dtype: str = "float32",
         state_dtype: str = "float32",
         narrow_states: int = 0,
+        zero_key: int | None = None,
         last_ids: Sequence[int] | None = None,
     ) -> None:
         """`states`: the initial value of each optimizer state; `state_widths`: its numbers in a row, `dim` or, last, 1.
@@ -430,7 +431,7 @@ class Layout:
         describes the initial
         values; u is uniform in [0, 1):
         kind 0 constant a; 1 uniform a + u * (b - a); 2 normal a + b * quantile(q0 + u * (q1 - q0)), with (q0, q1) =
-        (0, 1) untruncated.
+        (0, 1) untruncated. `zero_key`: the key of the row that begins as zeros in every table.
 
         `last_ids` [tables]: the last id of each; if there are not too many, they have numbers, and the full table an
         array as index.

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..embedding.eager import EagerOptimizer
 from ..embedding.gradients import ShadowGrad
+from ..embedding.names import name_embeddings
 from ..embedding.saved_rows import SavedRows, rows_apart
 from ..embedding.training_group import train_together
 from ..engine.errors import GraphError, InputError
@@ -119,6 +120,7 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tupl
     if not isinstance(model, nn.Module) or isinstance(model, Graph):
         remedy = "call its save and load" if isinstance(model, Graph) else "give the nn.Module that is trained"
         raise InputError(f"model={type(model).__name__}: {remedy}")
+    name_embeddings(model)
     train_together(model.modules())
     given = optimizers if isinstance(optimizers, Sequence) else [optimizers]
     for one in given:

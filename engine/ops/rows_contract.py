@@ -77,6 +77,8 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     row_optimizer: RowOptimizer | None  # the optimizer of the next update
     world: Any = None  # the ranks that own the rows
     group: Any = None  # of the embeddings that are trained together with this one
+    # "path": the module has no name until its place in a model is known; "default": its name may give way; "given"
+    naming: str = "given"
 
     def join(self) -> None:
         """Note that `group` has changed."""
@@ -84,6 +86,10 @@ class EmbeddingBase(NoTorchScript, nn.Module):
 
     @property
     def name(self) -> str:
+        raise NotImplementedError
+
+    def take_name(self, name: str) -> None:
+        """Be called by this name from here on."""
         raise NotImplementedError
 
     @property

@@ -312,6 +312,7 @@ class InitialValues(NamedTuple):
     dtype: str = "float32"  # of the embedding's numbers
     state_dtype: str = "float32"  # of the numbers of the first `narrow_states` states
     narrow_states: int = 0
+    zero_key: int | None = None  # of a row that begins as zeros, whatever the initializer
 
 
 def as_arrays(

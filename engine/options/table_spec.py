@@ -42,6 +42,7 @@ class TableSpec:
     dtype: str = "float32"  # of the embedding's numbers: a name of NUMBERS
     state_dtype: str = "float32"  # of the numbers of states that elements have
     has_own_seed: bool = True  # whether the seed was given; else it is made of the name, or that of the stored rows
+    zero_key: int | None = None  # the 64 bits of the id whose row begins as zeros
     dim: int = field(init=False)  # numbers of a row, optimizer state apart
     num_tables: int = field(init=False)
     padding_key: int | None = field(init=False)  # the 64 bits of `padding_idx`
@@ -90,7 +91,8 @@ class TableSpec:
     def initial_values(self, state: RowState) -> InitialValues:
         arrays = as_arrays(self.tables, self.columns)
         seed = self.seed % 2**64
-        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, self.dtype, *state.narrow)
+        narrow = self.dtype, *state.narrow
+        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *narrow, self.zero_key)
 
     def form(self, state: RowState) -> RowForm:
         """The form of a row with that state."""

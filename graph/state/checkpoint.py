@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_map_only
 from ...distributed.world import World
 from ...embedding.dense_part import note_run
 from ...embedding.model_snapshots import load_rows, save_rows
+from ...embedding.names import bare_name
 from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.checks import is_folder_name
 from ...engine.durable import (
@@ -61,7 +62,7 @@ from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotErr
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import refuse_worlds
-from ..trace.names import bare_name, path_of, plain_names
+from ..trace.names import path_of, plain_names
 from .kept import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, kept, read_format
 from .optimizer_set import embeddings_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...embedding.dense_part import DensePart, note_versions
 from ...embedding.eager import IN_BACKWARD, EagerOptimizer
+from ...embedding.names import name_embeddings
 from ...embedding.saved_rows import SavedRows
 from ...embedding.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
@@ -28,21 +28,9 @@ log = logging.getLogger("tierbed")
 
 
 def embeddings_of(root: nn.Module) -> dict[str, EmbeddingBase]:
-    """The embeddings under `root`, by path. GraphError for two of one store folder, since only one can be open."""
-    found = {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
-    folders: dict[str, str] = {}
-    for path, embedding in found.items():
-        path_of_stores = embedding.store_options.persistent_path
-        if path_of_stores is None:
-            continue
-        folder = os.path.realpath(os.path.join(path_of_stores, embedding.name))
-        other = folders.setdefault(folder, path)
-        if other != path:
-            raise GraphError(
-                f"{other} and {path} are two embeddings named {embedding.name!r} with the store folder {folder!r}, "
-                "which one embedding at a time can open; use one embedding for both, or give each its own name"
-            )
-    return found
+    """The embeddings under `root`, by path, each with a name from here on. GraphError for two of one name."""
+    name_embeddings(root, GraphError)
+    return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
 
 
 def embeddings_by_shadow(root: nn.Module) -> dict[int, EmbeddingBase]:

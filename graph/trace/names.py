@@ -9,14 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...embedding.names import WRAPPERS
 from ...engine.errors import InputError
 from ...engine.ops.rows_contract import NoTorchScript
-
-# classes whose modules wrap one other, and what they call it
-_WRAPPERS = {
-    "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
-    "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
-}  # fmt: skip
 
 
 class HasBuild(NoTorchScript, nn.Module):
@@ -69,7 +64,7 @@ def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[st
 
 def _wrapped(module: nn.Module) -> str | None:
     """The name of the module that a wrapper wraps; None for any other module."""
-    names = (_WRAPPERS.get(kind.__name__) for kind in type(module).__mro__)
+    names = (WRAPPERS.get(kind.__name__) for kind in type(module).__mro__)
     return next((name for name in names if isinstance(getattr(module, name or "", None), nn.Module)), None)
 
 
@@ -89,11 +84,6 @@ def plain_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
             changed = (name for name, one in plain.items() if one.startswith(inner))
             plain |= {name: f"{path}.{plain[name].removeprefix(inner)}" for name in changed}
     return {name: one[:-1] for name, one in plain.items()}
-
-
-def bare_name(name: str) -> str:
-    """A path without any name that a wrapper gives: equal for all ways to wrap."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
 
 
 def path_of(path: Any) -> Path:

@@ -44,9 +44,11 @@ class EmbeddingBagCollection(TableCollection):
     tables: an EmbeddingBagConfig, or TorchRec's, for each. store_options: from a `make_*_store_options`, divided
     between the embeddings as `stores()` shows; or a mapping of such options by the name of an embedding. None: all rows
     in the memory of the device.
-    name: embeddings are named `<name>-d<dim>`, one for all tables of a dim, or `<name>-d<dim>-<group>`.
+    name: embeddings are named `<name>-d<dim>`, one for all tables of a dim, or `<name>-d<dim>-<group>`. None is "ebc";
+    if two such collections meet in a model, their embeddings are named by their places in it.
     is_weighted: whether rows are weighted by the batch's weights. key_type: the dtype of ids; ids of other integer
-    dtypes are converted. seed: of initial rows, with the name of the embedding. output_dtype: of results and gradients.
+    dtypes are converted. seed: of initial rows, with the names of the embedding and its
+    tables. output_dtype: of results and gradients.
     share: a collection whose tables of the same name are looked up here as well; store_options are for the others.
     device: where lookups run, as after `.to(device)`; "meta" computes shapes alone, and allocates nothing.
     world: a `World` of tierbed.distributed, over whose ranks the rows are spread; shared tables have their own.
@@ -55,14 +57,14 @@ class EmbeddingBagCollection(TableCollection):
     Raises OptionError.
     """
 
-    _kind = "embedding_bags"
+    _kind, _default_name = "embedding_bags", "ebc"
 
     @checked_arguments("name", "is_weighted", "seed")
     def __init__(
         self,
         tables: Sequence[Any],
         store_options: Mapping[str, Any] | None = None,
-        name: str = "ebc",
+        name: str | None = None,
         is_weighted: bool = False,
         key_type: torch.dtype = torch.int64,
         seed: int = 0,
@@ -236,14 +238,14 @@ class EmbeddingCollection(TableCollection):
     every feature. The other arguments are those of an EmbeddingBagCollection. Raises OptionError.
     """
 
-    _kind = "embeddings"
+    _kind, _default_name = "embeddings", "ec"
 
     @checked_arguments("name", "need_indices", "seed")
     def __init__(
         self,
         tables: Sequence[Any],
         store_options: Mapping[str, Any] | None = None,
-        name: str = "ec",
+        name: str | None = None,
         need_indices: bool = False,
         key_type: torch.dtype = torch.int64,
         seed: int = 0,

@@ -13,16 +13,16 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...embedding.dense_rows import dense_rows, dense_states, dense_tensors
+from ...embedding.dense_rows import dense_rows, dense_states, dense_tensors, put_in_state
 from ...embedding.eager import follow_in_backward
 from ...embedding.embedding import MultiTableEmbedding
 from ...embedding.model_snapshots import ModelSnapshots
+from ...embedding.read_only import ReadOnlyCopy
 from ...embedding.rows_in_tensors import RowTensors
-from ...embedding.rows_reference import RowsReference
-from ...embedding.saved_rows import EXTRA, ROWS, SavedRows, extra_state_of
+from ...embedding.saved_rows import SavedRows
 from ...embedding.training_group import train_together
 from ...engine.checks import checked_arguments
-from ...engine.errors import InputError, OptionError, TierbedError
+from ...engine.errors import InputError, OptionError
 from ...engine.ops.rows_contract import NoTorchScript
 from ...engine.options.initializers import AnyTableOptions
 from ...engine.options.lookup import DEVICES
@@ -32,7 +32,6 @@ from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
 from ..tensors.validation import is_empty
 from .configs import EmbeddingConfig, config_of
-from .read_only import ReadOnlyCopy
 from .store_split import StoreRequest, stores_of, stores_text
 
 log = logging.getLogger("tierbed")
@@ -136,9 +135,11 @@ class Embeddings(nn.ModuleDict):
 class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
     """A module of named tables, each in one of its `embeddings`."""
 
-    def __init__(self, name: str, tables: Sequence[str]) -> None:
+    _default_name: str  # of one that was made without a name
+
+    def __init__(self, name: str | None, tables: Sequence[str]) -> None:
         super().__init__()
-        self.name = name
+        self.name, self._is_named = name or self._default_name, name is not None
         self.embeddings = Embeddings()
         self._tables = list(tables)
         self._locations: dict[str, tuple[str, int]] = {}  # of each table: its embedding, and its number in it
@@ -168,9 +169,13 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                 [table.table_options() for table in tables],
                 stores[group],
                 # with one seed for all, the same key would have the same initial row in several embeddings
-                seed=(seed + crc32(self._seed_name(group, first).encode())) % 2**63,
+                seed=(seed + crc32(self._seed_name(group, tables).encode())) % 2**63,
                 **options,
             )
+            embedding = self.embedding(group)
+            embedding.set_spec(has_own_seed=False)  # stored rows may be of an earlier formula
+            if not self._is_named and stores[group].persistent_path is None:
+                embedding.naming = "default"
             for number, table in enumerate(tables):
                 self._locations[table.name] = group, number
                 self._show(table)
@@ -182,9 +187,9 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         size = table.num_embeddings, table.embedding_dim, table.dtype
         self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), number)
 
-    def _seed_name(self, group: str, first: Table) -> str:
-        """The name that an embedding's initial rows depend on."""
-        return group
+    def _seed_name(self, group: str, tables: Sequence[Table]) -> str:
+        """The text that an embedding's initial rows depend on."""
+        return "\n".join([group, *(table.name for table in tables)])
 
     def _warn_of_other_dtypes(self, group: str, tables: Sequence[Table], options: StoreOptions, used: set[str]) -> None:
         """Log that an embedding starts empty, if only rows of another dtype are stored for its tables."""
@@ -204,7 +209,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                 )
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
-        return [embedding for embedding in self.each() if embedding.name not in self._shared]
+        return [self.embedding(group) for group in self.embeddings if group not in self._shared]
 
     def each(self) -> Iterator[MultiTableEmbedding]:
         """The embeddings, those of shared tables too."""
@@ -242,9 +247,8 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         A later lookup raises ClosedError.
         """
         with ExitStack() as stack:  # closes all, also if one of them raises
-            for embedding in self.each():
-                if embedding.name not in self._shared:
-                    stack.callback(embedding.close)
+            for embedding in self._snapshot_embeddings():
+                stack.callback(embedding.close)
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +272,7 @@ class TableCollection(TableModule):
         tables: Sequence[Any],
         kind: type[EmbeddingConfig],
         store_options: Mapping[str, Any] | None,
-        name: str,
+        name: str | None,
         key_type: torch.dtype,
         seed: int,
         share: TableCollection | None,
@@ -290,7 +294,7 @@ class TableCollection(TableModule):
                 self._adopt_shared(share, config, options["output_dtype"], options["state_dtype"])
         own = [config for config in configs if config.name not in self._locations]
         if own:
-            groups = group_tables(name, own)
+            groups = group_tables(self.name, own)
             store = make_device_mem_store_options() if store_options is None else store_options
             stores = stores_of(store, store_requests(groups))
             self._make_embeddings(groups, stores, seed, key_type, **options)
@@ -366,28 +370,11 @@ class TableCollection(TableModule):
         dense = {name: state_dict.pop(prefix + name) for name in self._weight_names if prefix + name in state_dict}
         if dense:
             missing += [prefix + name for name in self._weight_names if name not in dense]
-        for embedding in self.each() if dense else ():
+        for group in self.embeddings if dense else ():
+            embedding = self.embedding(group)
             tables = {config.name: dense[name] for name, config in self._weight_names.items() if name in dense}
             own = {name: rows for name, rows in tables.items() if self.embedding_of(name) is embedding}
-            where = f"{prefix}embeddings.{embedding.name}."
-            state_dict[f"{where}shadow"] = embedding.shadow
-            try:
-                with embedding.raise_on_all_ranks():
-                    whole = len(own) == embedding.spec.num_tables
-                    rows = dense_tensors(embedding, own, {}, 0 if whole else None) if own else {}
-                if (
-                    rows
-                    and (table := embedding.table_handle(for_load=True).local_table).state.names
-                    and table.counts.rows
-                ):
-                    log.warning("embedding %r: a load of rows drops optimizer state; load it after", embedding.name)
-            except TierbedError as error:
-                errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
-                embedding.note_failed()
-                rows = {}
-            state_dict |= {f"{where}{ROWS}{name}": tensor for name, tensor in rows.items()}
-            if not rows:
-                state_dict[where + EXTRA] = extra_state_of(RowsReference(None))
+            put_in_state(embedding, own, state_dict, f"{prefix}embeddings.{group}.", errors)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset_parameters(self) -> None:
@@ -404,8 +391,9 @@ class TableCollection(TableModule):
             wanted = None
         if wanted is None or wanted.type not in (*DEVICES, "meta"):
             raise OptionError(f"device={device!r}: lookups run on 'cpu', 'cuda' or 'meta'; give one of them")
-        for embedding in self.each():
-            if embedding.name in self._shared and embedding.device.type != wanted.type:
+        for group in self._shared:
+            embedding = self.embedding(group)
+            if embedding.device.type != wanted.type:
                 raise OptionError(
                     f"device={device!r}: the shared embedding {embedding.name!r} is on {embedding.device}; give that, "
                     "or move both collections by .to(device)"
@@ -441,7 +429,8 @@ class TableCollection(TableModule):
                 f"table {config.name!r}: new rows or bad_ids differ from those in share, {share.name!r}; give the same "
                 "initializer, range and bad_ids, or another name for a separate table"
             )
-        embedding = share.embedding_of(config.name)
+        group, number = share.table_location(config.name)
+        embedding = share.embedding(group)
         for option, own, other in (
             ("key_type", self.key_type, share.key_type),
             ("output_dtype", output_dtype, embedding.output_dtype),
@@ -449,10 +438,10 @@ class TableCollection(TableModule):
         ):
             if own != other:
                 raise OptionError(f"{option}={own}: the tables of share keep {option}={other}; give that")
-        self._locations[config.name] = share.table_location(config.name)
-        if embedding.name not in self._shared:
-            self._shared.append(embedding.name)
-            self.embeddings[embedding.name] = embedding
+        self._locations[config.name] = group, number
+        if group not in self._shared:
+            self._shared.append(group)
+            self.embeddings[group] = embedding
 
 
 def _may_have(folder: Path, tables: set[str]) -> bool:

@@ -19,6 +19,7 @@ from ...distributed.world import World
 from ...embedding.ddp_guard import LEAVES_ROWS
 from ...embedding.eager import IN_BACKWARD
 from ...embedding.embedding import MultiTableMultiColumnEmbedding
+from ...embedding.names import name_embeddings
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
 from .fused_settings import check_sharding, fuse
@@ -61,6 +62,7 @@ class DistributedModelParallel(nn.Module):
         self.device = torch.device("cpu" if device is None else device)
         self._world, self._group = _world_of(env)
         self._wrapped: nn.Module = module
+        name_embeddings(module)
         for embedding in self._embeddings():
             if embedding.world is None and self._world.size > 1:
                 if embedding.is_open:

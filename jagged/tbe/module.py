@@ -14,13 +14,13 @@ from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
 from ...embedding.dense_rows import CHUNK, dense_states, dense_tensors
+from ...embedding.read_only import ReadOnlyCopy
 from ...engine.checks import as_number, checked_arguments, int_option
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
 from ...engine.row_format import LAST_STEP
-from ..collections.read_only import ReadOnlyCopy
 from ..collections.tables import Table, TableModule, group_tables
 from ..tensors.validation import is_traced
 from .call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, idle, refuse
@@ -72,6 +72,8 @@ class TableBatchedEmbeddingBags(TableModule):
     rows; in evaluation, and under no_grad, nothing changes. Raises OptionError, OptimizerError.
     """
 
+    _default_name = "tbe"
+
     def __init__(
         self,
         embedding_specs: Sequence[tuple[int, int, Any, Any]],
@@ -99,7 +101,7 @@ class TableBatchedEmbeddingBags(TableModule):
         optimizer_state_dtypes: Mapping[str, Any] | None = None,
         device: Any = None,
         store_options: Mapping[str, Any] | None = None,
-        name: str = "tbe",
+        name: str | None = None,
         seed: int = 0,
         world: World | None = None,
         **unsupported: Any,
@@ -107,9 +109,10 @@ class TableBatchedEmbeddingBags(TableModule):
         dtype = parse_dtype(weights_precision, "weights_precision")
         unused = idle(unsupported, dtype)
         refuse(unsupported, CONSTRUCTOR, [*IDLE, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())])
-        bounds = Bounds(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), name)
+        called = check_name(self._default_name if name is None else name)
+        bounds = Bounds(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), called)
         tables = checked_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
-        super().__init__(check_name(name), [table.name for table in tables])
+        super().__init__(name, [table.name for table in tables])
         self.tables, self._bounds = tables, bounds
         self.features = self.feature_table_map = checked_features(feature_table_map, len(tables))
         self.embedding_specs: list[tuple[Any, ...]] = list(embedding_specs)
@@ -141,7 +144,7 @@ class TableBatchedEmbeddingBags(TableModule):
             of_state = check_state_dtype(state_dtype)
             widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
             unused += self._settings.idle()
-        groups = group_tables(name, tables)
+        groups = group_tables(called, tables)
         stores = stores_for(groups, store_options, algorithm, cache_load_factor, widths, unused)
         self._make_embeddings(
             groups, stores, check_seed(seed), output_dtype=output, world=world, state_dtype=state_dtype
@@ -154,17 +157,17 @@ class TableBatchedEmbeddingBags(TableModule):
                 self._updaters.append(FusedUpdater(embedding, self._rows, clip))
         places = {group: number for number, group in enumerate(groups)}
         self._splitter = CallSplitter(
-            name,
+            called,
             [embedding.spec for embedding in self.each()],
             [(places[group], table) for group, table in map(self.table_location, self.features)],
             POOLING[self.pooling_mode],
         )
         self.to(run_on)
         if unused:
-            log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", name, "; ".join(unused))
+            log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", called, "; ".join(unused))
 
-    def _seed_name(self, group: str, first: Table) -> str:
-        return first.name  # initial rows do not depend on where they live
+    def _seed_name(self, group: str, tables: Sequence[Table]) -> str:
+        return tables[0].name  # initial rows do not depend on where they live
 
     def forward(
         self,

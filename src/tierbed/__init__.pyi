@@ -15,6 +15,9 @@ from .embedding.metrics import write_tensorboard as write_tensorboard
 from .embedding.plan import Curve as Curve
 from .embedding.plan import Plan as Plan
 from .embedding.plan import plan as plan
+from .embedding.torch_embedding import Embedding as Embedding
+from .embedding.torch_embedding_bag import EmbeddingBag as EmbeddingBag
+from .embedding.torch_table import to_dense_state_dict as to_dense_state_dict
 from .engine import errors as errors
 from .engine.errors import CapacityError as CapacityError
 from .engine.errors import ClosedError as ClosedError

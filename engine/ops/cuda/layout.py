@@ -22,6 +22,8 @@ _ROW = np.dtype(
         ("states", "<u8"),
         ("state_ends", "<u8"),
         ("state_count", "<u4"),
+        ("has_zero_key", "<u4"),
+        ("zero_key", "<u8"),
     ],
     align=True,
 )
@@ -61,6 +63,8 @@ class Layout:
         self.initial = np.zeros((), _ROW)
         self.initial["seed"] = initial.seed
         self.initial["groups"], self.initial["state_count"] = len(initial.columns), len(initial.states)
+        if initial.zero_key is not None:
+            self.initial["has_zero_key"], self.initial["zero_key"] = 1, initial.zero_key
         names = ("values", "group_ends", "states", "state_ends")
         for name, memory in zip(names, self._memory, strict=True):
             self.initial[name] = memory.data_ptr()

@@ -1,5 +1,5 @@
 // Initial values of a row: a pure function of (seed, table, key, column), so that a row that was never updated need not
-// be stored.
+// be stored. The row of `zero_key`, if there is one, begins as zeros.
 //
 // One tile writes one whole line: embedding, optimizer state, record, padding. Column c takes word c % 4 of Philox with
 // counter (c / 4, table, key low, key high) and the seed as key: every column has other 32 bits.
@@ -46,6 +46,8 @@ struct InitialRow {
     const float* states;    // [state_count], the initial value of each optimizer state
     const u32* state_ends;  // [state_count], the word of the line after each state's last
     u32 state_count;
+    u32 has_zero_key;
+    u64 zero_key;  // of the row whose embedding begins as zeros, in every table
 };
 
 TIERBED_FN float initial_value(const InitialValues& how, u32 bits) {
@@ -64,13 +66,15 @@ template <class Type>
 TIERBED_FN void initialise_embedding(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
                                      u64 key) {
     auto* out = reinterpret_cast<typename Type::Stored*>(line);
+    const bool is_zero = row.has_zero_key != 0 && key == row.zero_key;
     for (u32 block = tile.lane; block * 4 < shape.dim; block += tile.size) {
         const Words words = philox(Words{{block, table, static_cast<u32>(key), static_cast<u32>(key >> 32)}}, row.seed);
         u32 group = 0;
         for (u32 j = 0; j < 4 && block * 4 + j < shape.dim; ++j) {
             const u32 column = block * 4 + j;
             while (column >= row.group_ends[group]) ++group;
-            out[column] = Type::store(initial_value(row.values[table * row.groups + group], words.x[j]));
+            const InitialValues& how = row.values[table * row.groups + group];
+            out[column] = Type::store(is_zero ? 0.0f : initial_value(how, words.x[j]));
         }
     }
     if (sizeof(*out) == 2 && shape.dim % 2 == 1 && tile.lane == 0) out[shape.dim] = 0;

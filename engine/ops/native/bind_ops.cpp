@@ -306,7 +306,7 @@ void bind_layout(nb::module_& m) {
             [](Layout* self, u32 dim, std::vector<float> states, std::vector<u32> state_widths, u64 seed,
                std::vector<u32> columns, std::vector<u32> kinds, In<float, nb::shape<-1, 2>> parameters,
                In<double, nb::shape<-1, 2>> quantiles, const std::string& dtype, const std::string& state_dtype,
-               u32 narrow_states, std::optional<std::vector<u64>> last_ids) {
+               u32 narrow_states, std::optional<u64> zero_key, std::optional<std::vector<u64>> last_ids) {
                 require(states.size() == state_widths.size(), "states and state_widths differ in length");
                 require(kinds.size() == parameters.shape(0) && kinds.size() == quantiles.shape(0),
                         "kinds, parameters and quantiles differ in length");
@@ -332,11 +332,12 @@ void bind_layout(nb::module_& m) {
                 }
                 require(!last_ids || last_ids->size() * columns.size() == kinds.size(), "last_ids must be [tables]");
                 new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values), types,
-                                  narrow_states, last_ids ? Numbering(*last_ids) : Numbering());
+                                  narrow_states, last_ids ? Numbering(*last_ids) : Numbering(), zero_key);
             },
             nb::arg("dim"), nb::arg("states"), nb::arg("state_widths"), nb::arg("seed"), nb::arg("columns"),
             nb::arg("kinds"), nb::arg("parameters"), nb::arg("quantiles"), nb::arg("dtype") = "float32",
             nb::arg("state_dtype") = "float32", nb::arg("narrow_states") = 0,
+            nb::arg("zero_key").none() = nb::none(),
             nb::arg("last_ids").none() = nb::none())
         .def_prop_ro("dim", [](const Layout& l) { return l.shape.dim; })
         .def_prop_ro("width", [](const Layout& l) { return l.shape.width; })

@@ -28,11 +28,13 @@ Numbering::Numbering(const std::vector<u64>& last) {
 
 Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
                const std::vector<u32>& columns, std::vector<InitialValues> values,
-               std::pair<FloatType, FloatType> types, u32 narrow_states, Numbering numbers)
+               std::pair<FloatType, FloatType> types, u32 narrow_states, Numbering numbers,
+               std::optional<u64> zero_key)
     : shape(shape_of(dim, state_widths, types, narrow_states)),
       tables(static_cast<u32>(values.size() / columns.size())),
       seed(seed),
       numbering(std::move(numbers)),
+      zero_key_(zero_key),
       states_(std::move(states)),
       values_(std::move(values)) {
     u32 end = 0;
@@ -49,7 +51,9 @@ void Layout::initialise(u64 line, u32 table, u64 key) const {
                          static_cast<u32>(group_ends_.size()),
                          states_.data(),
                          state_ends_.data(),
-                         static_cast<u32>(states_.size())};
+                         static_cast<u32>(states_.size()),
+                         zero_key_.has_value(),
+                         zero_key_.value_or(0)};
     initialise_line(THREAD, line, shape, row, table, key);
 }
 

@@ -1,6 +1,7 @@
 // The shape and the initial values of a table's lines. The layout owns the arrays that kernels get views of.
 #pragma once
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -38,11 +39,11 @@ private:
 class Layout {
 public:
     // states: the initial value of each optimizer state. state_widths: the numbers of each in a row, 1 or `dim`. types:
-    // of the embedding, and of the first `narrow_states` states.
+    // of the embedding, and of the first `narrow_states` states. zero_key: of a row that begins as zeros.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0,
-           Numbering numbering = {});
+           Numbering numbering = {}, std::optional<u64> zero_key = {});
     Layout(const Layout&) = delete;
 
     void initialise(u64 line, u32 table, u64 key) const;
@@ -53,6 +54,7 @@ public:
     const Numbering numbering;
 
 private:
+    const std::optional<u64> zero_key_;
     std::vector<float> states_;
     std::vector<InitialValues> values_;
     std::vector<u32> group_ends_, state_ends_;

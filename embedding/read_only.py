@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...engine.errors import InputError
+from ..engine.errors import InputError
 
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
 
@@ -73,4 +73,4 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         memory = result.untyped_storage()._cdata
         copy = next((one for one in copies if one.untyped_storage()._cdata == memory), None)
-    return result if copy is None else ReadOnlyCopy.of(result, copy.remedy)
+    return result if copy is None else type(copy).of(result, copy.remedy)

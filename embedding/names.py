@@ -1,0 +1,54 @@
+"""Names of embeddings: one that was made without a name takes its path in the model in which it is first seen."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from itertools import count
+
+from torch import nn
+
+from ..engine.errors import OptionError, TierbedError
+from ..engine.ops.rows_contract import EmbeddingBase
+
+# classes whose modules wrap one other, and what they call it
+WRAPPERS = {
+    "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
+    "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
+}  # fmt: skip
+_unnamed, _seeded = count(1), count(1)  # of this process, so that equal scripts have equal names and rows
+
+
+def bare_name(name: str) -> str:
+    """A path without any name that a wrapper gives: equal for all ways to wrap."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS.values())
+
+
+def provisional_name() -> str:
+    """What messages call an embedding that has no name yet."""
+    return f"unnamed-{next(_unnamed)}"
+
+
+def next_seed() -> int:
+    """The seed of the next embedding without a name."""
+    return zlib.crc32(f"embedding {next(_seeded)}".encode())
+
+
+def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError) -> None:
+    """Name each unnamed embedding under `root` by its path. Raises `error` for two embeddings of one name.
+
+    Embeddings of a collection that was made without a name keep the name that it gave them, unless two meet.
+    """
+    found = {path: one for path, one in root.named_modules() if isinstance(one, EmbeddingBase)}
+    paths = {path: re.sub(r"[^\w.-]", "-", bare_name(path))[-200:].strip(".") or "embedding" for path in found}
+    names = [one.name for one in found.values()]
+    for path, one in found.items():
+        if one.naming == "path" or (one.naming == "default" and names.count(one.name) > 1):
+            one.take_name(paths[path])
+    first: dict[str, str] = {}
+    for path, one in found.items():
+        if first.setdefault(one.name, path) != path:
+            raise error(
+                f"{first[one.name]} and {path} are two embeddings named {one.name!r}; use one embedding for both, or "
+                "give each its own name, or name=None, which names each by its place in the model"
+            )

@@ -1,0 +1,202 @@
+"""What `Embedding` and `EmbeddingBag` share: one table with the attributes and the `weight` of torch's modules."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.world import World
+from ..engine.checks import as_int
+from ..engine.errors import InputError, OptionError
+from ..engine.options.initializers import make_normal_initializer, make_table_options
+from ..engine.options.lookup import Lookup
+from ..engine.options.store_options import load_store_options, make_host_mem_store_options, read_store_options
+from . import lookup_op as ops
+from .dense_rows import dense_rows
+from .embedding import MultiTableEmbedding
+from .read_only import ReadOnlyCopy
+from .rows_in_tensors import RowTensors
+from .saved_rows import rows_apart
+
+MAX_WEIGHT = 1 << 26  # numbers of a `weight`, 256 MiB of float32
+
+
+class Weight(ReadOnlyCopy):
+    """The rows of a table as a tensor. Autograd reaches the rows through it; writing to it raises InputError."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_grad = getattr(func, "__self__", None) is Tensor.grad  # its getter
+        if (is_grad or func.__name__ in ("__set__", "requires_grad_")) and isinstance(args[0], Weight):
+            raise InputError(args[0].remedy)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class TorchTable(MultiTableEmbedding):
+    """One table with torch's arguments. All of them are those of `Embedding` and `EmbeddingBag`."""
+
+    num_embeddings: int | None
+    embedding_dim: int
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        padding_idx: int | None,
+        refused: Mapping[str, Any],
+        weight: Tensor | None,
+        device: Any,
+        dtype: torch.dtype | None,
+        store: Mapping[str, Any] | str | os.PathLike[str] | None,
+        name: str | None,
+        initializer: Mapping[str, Any] | None,
+        seed: int | None,
+        world: World | None,
+    ) -> None:
+        for argument, value in refused.items():
+            if value:
+                raise OptionError(f"{argument}={value!r}: {_REMEDIES[argument]}")
+        if num_embeddings is not None and (num_embeddings := as_int(num_embeddings, minimum=1)) is None:
+            raise OptionError("num_embeddings: give a whole number from 1, or None for a table that takes any id")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        how = make_normal_initializer(0.0, 1.0) if initializer is None else initializer
+        super().__init__(
+            name,
+            embedding_dim,
+            dtype,
+            torch.int64,
+            [make_table_options(how, ids=num_embeddings)],
+            _store_options(store, name),
+            seed=seed,
+            output_dtype=dtype,
+            world=world,
+        )
+        self.num_embeddings, self.embedding_dim = num_embeddings, self.spec.dim
+        self.padding_idx = _padding(padding_idx, num_embeddings)
+        if self.padding_idx is not None:
+            self.set_spec(zero_key=self.padding_idx % 2**64)
+        if device is not None:
+            self.to(device)
+        if weight is not None:
+            self.load_dense(weight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self._refuse_write()
+        super().__setattr__(name, value)
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows [num_embeddings, embedding_dim], through which autograd reaches them: a lookup of all ids.
+
+        Each read of this attribute looks up all rows; use `emb(ids)` for those of some ids. Writing to the tensor, and
+        assigning the attribute, raise InputError. InputError also for a table of any ids, and for more than 2**26
+        numbers.
+        """
+        rows = self.num_embeddings
+        if rows is None:
+            raise InputError(f"weight of embedding {self.name!r}: it takes any id; look up the ids that you need")
+        if rows * self.embedding_dim > MAX_WEIGHT:
+            raise InputError(
+                f"weight of embedding {self.name!r}: {rows} rows of {self.embedding_dim} numbers are more than "
+                f"{MAX_WEIGHT:,}; call emb(torch.arange(n)) for the rows that you need"
+            )
+        ids = torch.arange(rows, device=self.device)
+        weight = self.look_up(Lookup(ids), None)
+        return Weight.of(weight, self._remedy()) if ops.runs_at_once(ids) else weight
+
+    def _remedy(self) -> str:
+        return (
+            f"weight of embedding {self.name!r} is the result of a lookup: a write into it, or an attribute that is "
+            "set, would change no row, and its gradient is with the rows. Call load_dense(weight) to replace rows, "
+            "give initializer= for other initial ones, and requires_grad_(False) of the module to freeze them"
+        )
+
+    def _refuse_write(self) -> NoReturn:
+        raise InputError(self._remedy())
+
+    def load_dense(self, weights: Any, states: Any = None, step: int | None = None) -> None:
+        """As `MultiTableEmbedding.load_dense`, which takes the tensor [num_embeddings, embedding_dim] itself, too."""
+        by_table = {0: weights} if isinstance(weights, Tensor) else weights
+        super().load_dense(by_table, {0: states} if states and 0 not in states else states, step)
+
+    def reset_parameters(self) -> None:
+        """Forget all rows and their optimizer state: rows begin again with their initial values."""
+        if self._handle is not None or self.store_options.persistent_path is not None:
+            self.load_tensors(RowTensors.none(self.spec).tensors)
+
+    def to_dense_state_dict(self) -> dict[str, Tensor]:
+        """The state of torch's module: {"weight": [num_embeddings, embedding_dim]}, a copy. InputError for any ids."""
+        if self.num_embeddings is None:
+            raise InputError(f"embedding {self.name!r} takes any id, so it is no dense tensor; use chunks()")
+        return {"weight": dense_rows(self, 0, self.num_embeddings, self.output_dtype)}
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, store={self.store_options.store}"
+
+    @classmethod
+    def _from_pretrained(cls, embeddings: Tensor, freeze: bool, **arguments: Any) -> Self:
+        if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
+            raise InputError("embeddings: give a tensor [num_embeddings, embedding_dim]")
+        made = cls(*embeddings.shape, _weight=embeddings, **arguments)
+        return made.requires_grad_(not freeze)
+
+
+def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
+    """The state of `model` as its form with torch's modules has it: each Embedding and EmbeddingBag is its `weight`.
+
+    Raises:
+        InputError: a table takes any id.
+    """
+    tables = {path: one for path, one in model.named_modules(remove_duplicate=False) if isinstance(one, TorchTable)}
+    prefixes = {path: f"{path}." if path else "" for path in tables}
+    with rows_apart():
+        state = model.state_dict()
+    dense: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        path = next((path for path, prefix in prefixes.items() if key.startswith(prefix)), None)
+        if path is None:
+            dense[key] = value
+        elif f"{prefixes[path]}weight" not in dense:
+            dense[f"{prefixes[path]}weight"] = tables[path].to_dense_state_dict()["weight"]
+    return dense
+
+
+_REMEDIES = {
+    "max_norm": "rows are scaled after updates, by max_row_norm in their optimizer's param group; leave max_norm out",
+    "scale_grad_by_freq": "gradients are not divided by counts of ids in a batch; leave it out",
+}
+
+
+def _store_options(store: Any, name: str | None) -> Mapping[str, Any]:
+    """The options of `store=`: options, a dict of them, or the path of a TOML file with a table [name]."""
+    if store is None:
+        return make_host_mem_store_options()
+    if not isinstance(store, (str, os.PathLike)):
+        return store  # type: ignore[no-any-return]
+    if name is None:
+        tables = list(read_store_options(store))
+        if len(tables) != 1:
+            raise OptionError(
+                f"store={os.fspath(store)!r} has the tables {', '.join(tables)}; give name=, that of one of them"
+            )
+        name = tables[0]
+    return load_store_options(Path(store), name)
+
+
+def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
+    """padding_idx from 0, as torch's modules have it. OptionError."""
+    if padding_idx is None:
+        return None
+    low, high = (-(2**63), 2**63 - 1) if num_embeddings is None else (-num_embeddings, num_embeddings - 1)
+    padding = as_int(padding_idx, low, high)
+    if padding is None:
+        raise OptionError(f"padding_idx={padding_idx!r}: give a whole number from {low} to {high}, or None")
+    return padding if num_embeddings is None else padding % num_embeddings
