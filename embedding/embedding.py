@@ -174,26 +174,25 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
             check_weights(self.spec, lookup, weights)
-            if (device := self.device) != ids.device:
+            shadow = self._shadow_here()
+            if (device := shadow.device) != ids.device:
                 raise InputError(
                     f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
                     f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
                 )
-        return self.look_up(lookup, weights)
+        return ops.look_up(self, shadow, lookup, weights)
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """The result of a lookup with checked arguments, through which autograd reaches the rows."""
-        shadow = self._shadow_here()
-        if not torch.is_grad_enabled():
-            shadow = shadow.detach()  # the op counts it as evaluation
-        return ops.look_up(self, shadow, lookup, weights)
+        return ops.look_up(self, self._shadow_here(), lookup, weights)
 
     def _shadow_here(self) -> Tensor:
         """The shadow parameter; while another thread traces, not the fake tensor of its trace.
 
         Two threads in autograd of one fake tensor wait for each other: one has its lock, the other Python's.
         """
-        shadow = self.shadow
+        shadow = self._parameters["shadow"]  # faster than the attribute
+        assert shadow is not None
         traced: tuple[int, Tensor] | None = getattr(shadow, TRACED, None)
         return shadow if traced is None or traced[0] == get_ident() else traced[1]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
 from ..engine.errors import ClosedError, GraphError
 from ..engine.ops.rows_contract import EmbeddingBase
@@ -174,8 +175,11 @@ def _refuse(ctx: Any, grad: Tensor) -> None:
     )
 
 
-class EagerLookup(torch.autograd.Function):
-    """The op `lookup` without the dispatcher, whose part in a small lookup is larger than that of the rows."""
+class EagerLookup(_SingleLevelFunction):
+    """The op `lookup` without the dispatcher, which takes longer than a small lookup.
+
+    Its base is that of autograd.Function, whose `apply` cares for torch.func as well: no lookup comes here from there.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -189,13 +193,11 @@ class EagerLookup(torch.autograd.Function):
 
 def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Tensor | None) -> Tensor:
     """The result of a checked lookup: read at once, or by an op where a trace or a transform must see one."""
-    output: Tensor
-    if not runs_at_once(rows.ids):
-        output = lookup(shadow, *rows, weights, embedding.handle)
-    elif torch.is_grad_enabled():
-        output = EagerLookup.apply(shadow, *rows, weights, embedding.handle)
-    else:
-        output = embedding.read(rows, weights)
+    is_trained, at_once = torch.is_grad_enabled(), runs_at_once(rows.ids)
+    if at_once and not is_trained:
+        return embedding.read(rows, weights)
+    look_up = EagerLookup.apply if at_once else lookup
+    output: Tensor = look_up(shadow if is_trained else shadow.detach(), *rows, weights, embedding.handle)
     return output
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from threading import RLock
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+from ..distributed.world import World
 from ..engine.checks import checked_arguments
 from ..engine.errors import (
     ClosedError,
@@ -43,6 +44,7 @@ log = logging.getLogger("tierbed")
 EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
 ROWS = "rows."  # begins the names of rows in a state_dict
 APART, STAY = "apart", "stay"
+ALONE = nullcontext()  # of calls that no other rank makes
 _EXTRA_BYTES = 1024  # more than a name of 200 bytes and a digest take
 _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
@@ -97,14 +99,17 @@ class SavedRows(EmbeddingBase):
         if self._handle is not None and self.group is not None and not self._closed:
             self._handle.join(self.group)
 
-    @contextmanager
-    def raise_on_all_ranks(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """A block before the first collective of a call: what it raises on one rank is raised on all."""
+        return ALONE if self.world is None else self._raise_on_all_ranks(self.world)
+
+    @contextmanager
+    def _raise_on_all_ranks(self, world: World) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if self.world is not None and self.world.must_report(error) and detect_fake_mode() is None:
-                self.world.handshake(f"a call of embedding {self.name!r}", error)
+            if world.must_report(error) and detect_fake_mode() is None:
+                world.handshake(f"a call of embedding {self.name!r}", error)
             raise
 
     @checked_arguments("kind")

@@ -154,7 +154,7 @@ def _tables(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
         position = int(outside.argmax())
         raise InputError(
             f"table_ids of embedding {spec.name!r}: table id {flat[position]} at position {position}; "
-            f"they run from 0 to {spec.num_tables - 1}"
+            f"they run from 0 to {spec.num_tables - 1}; offsets of bags are given by name, offsets="
         )
     return flat.astype(np.uint32)
 

@@ -96,6 +96,11 @@ def check_lookup(
         raise InputError(f"{where}: got {table_ids.dtype}; give a torch.Tensor of an integer dtype")
     _check_device(where, "table_ids", table_ids, ids)
     expected = lookup.shape if lookup.feature_columns is None else lookup.shape[-1:]
+    if spec.num_tables == 1 and pooling is None and table_ids.dim() == 1 and table_ids.shape != ids.shape:
+        raise InputError(
+            f"{where}: shape {tuple(table_ids.shape)} with ids {tuple(ids.shape)}, and there is one table; for bags, "
+            "give offsets= by name, with pooling='sum' or 'mean', or make a tierbed.EmbeddingBag"
+        )
     try:
         return lookup._replace(table_ids=table_ids.broadcast_to(expected))
     except RuntimeError:

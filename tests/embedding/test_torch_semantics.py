@@ -1,0 +1,307 @@
+"""`tierbed.Embedding` and `tierbed.EmbeddingBag` compute what torch's modules compute: results, gradients, states."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import tierbed
+from support.examples import examples
+
+ROWS, DIM = 7, 3
+IDS = st.integers(0, ROWS - 1)
+WEIGHTS = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
+SHAPES = st.sampled_from([(), (0,), (1,), (4,), (2, 3), (2, 0), (1, 2, 3)])
+
+
+def filled(module: Any, draw: Any) -> Any:
+    """The module with drawn rows: whole numbers, so that sums in another order are equal."""
+    numbers = draw(st.lists(st.integers(-4, 4), min_size=ROWS * DIM, max_size=ROWS * DIM))
+    module.load_state_dict({"weight": torch.tensor(numbers, dtype=torch.float32).view(ROWS, DIM)})
+    return module
+
+
+def check_step(theirs: nn.Module, ours: Any, call: Callable[[Any], Tensor]) -> None:
+    """The results of a call of both, and their rows after a step of SGD, which shows the gradient."""
+    optimizers = [
+        torch.optim.SGD(theirs.parameters(), lr=1.0),
+        tierbed.EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=1.0), ours),
+    ]
+    results = [call(theirs), call(ours)]
+    torch.testing.assert_close(results[1].detach().as_subclass(Tensor), results[0].detach(), rtol=1e-6, atol=1e-6)
+    for result, optimizer in zip(results, optimizers, strict=True):
+        (result * torch.arange(1.0, result.numel() + 1).view(result.shape)).sum().backward()
+        optimizer.step()
+    weight = ours.to_dense_state_dict()["weight"]
+    torch.testing.assert_close(weight, theirs.state_dict()["weight"], rtol=1e-6, atol=1e-6)
+
+
+@st.composite
+def embedding_calls(draw: st.DrawFn) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
+    padding = draw(st.none() | st.integers(-ROWS, ROWS - 1))
+    theirs = filled(nn.Embedding(ROWS, DIM, padding), draw)
+    ours = tierbed.Embedding(ROWS, DIM, padding)
+    ours.load_state_dict(theirs.state_dict())
+    shape = draw(SHAPES)
+    count = torch.Size(shape).numel()
+    ids = torch.tensor(draw(st.lists(IDS, min_size=count, max_size=count)), dtype=torch.int64).view(shape)
+    head = torch.arange(DIM * 1.0)
+    call = draw(
+        st.sampled_from(
+            [
+                lambda module: module(ids),
+                lambda module: module.weight[ids],
+                lambda module: head @ module.weight.T,
+                lambda module: module(ids).sum() + (module.weight**2).sum(),
+                lambda module: nn.functional.linear(module(ids), module.weight),
+            ]
+        )
+    )
+    return theirs, ours, call
+
+
+@st.composite
+def bag_calls(draw: st.DrawFn) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
+    arguments: dict[str, Any] = {
+        "mode": draw(st.sampled_from(["sum", "mean"])),
+        "include_last_offset": draw(st.booleans()),
+        "padding_idx": draw(st.none() | st.integers(-ROWS, ROWS - 1)),
+    }
+    theirs = filled(nn.EmbeddingBag(ROWS, DIM, **arguments), draw)
+    ours = tierbed.EmbeddingBag(ROWS, DIM, **arguments)
+    ours.load_state_dict(theirs.state_dict())
+    if draw(st.booleans()):
+        bags, length = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+        ids, offsets = torch.tensor(draw(st.lists(IDS, min_size=bags * length, max_size=bags * length))), None
+        ids = ids.to(torch.int64).view(bags, length)
+    else:
+        lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+        ids = torch.tensor(draw(st.lists(IDS, min_size=sum(lengths), max_size=sum(lengths))), dtype=torch.int64)
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        offsets = ends if arguments["include_last_offset"] else ends[:-1]
+    weights = None
+    if arguments["mode"] == "sum" and draw(st.booleans()):
+        weights = torch.arange(1.0, ids.numel() + 1).view(ids.shape)
+    if draw(st.booleans()):
+        return theirs, ours, lambda module: module(ids, offsets, weights)
+    return theirs, ours, lambda module: module(ids, offsets=offsets, per_sample_weights=weights)
+
+
+@examples(5)
+@given(embedding_calls())
+def test_an_embedding_returns_and_learns_what_that_of_torch_does(drawn: Any) -> None:
+    check_step(*drawn)
+
+
+@examples(5)
+@given(bag_calls())
+def test_a_bag_returns_and_learns_what_that_of_torch_does(drawn: Any) -> None:
+    check_step(*drawn)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+def test_weights_of_a_bag_get_the_gradient_of_torch(padding: int | None) -> None:
+    ids, offsets, found = torch.tensor([1, 2, 3, 2]), torch.tensor([0, 1]), []
+    for bag in (
+        nn.EmbeddingBag.from_pretrained(WEIGHTS, False, mode="sum", padding_idx=padding),
+        tierbed.EmbeddingBag.from_pretrained(WEIGHTS, True, mode="sum", padding_idx=padding),
+    ):
+        weights = torch.tensor([1.0, 2, 3, 4], requires_grad=True)
+        bag(ids, offsets, weights)[:, 0].sum().backward()
+        found.append(weights.grad)
+    torch.testing.assert_close(*found)
+
+
+class Tied(nn.Module):
+    """A small sequence model: padding, weights tied to the output, and a penalty on them."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.items = layers.Embedding(ROWS, DIM, padding_idx=0)
+        self.side = layers.EmbeddingBag(ROWS, DIM, mode="mean", padding_idx=1)
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.out(self.items(ids).mean(1) + self.side(ids))
+        penalty = 0.01 * (self.items.weight**2).sum()
+        return nn.functional.cross_entropy(hidden @ self.items.weight.T, ids[:, 0]) + penalty
+
+
+class TiedGraph(tierbed.Graph):
+    def __init__(self, model: Tied, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+
+    def build(self, ids: Tensor) -> Tensor:
+        loss = self.model(ids)
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("way", ["loop", "graph"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_tied_model_with_a_padding_row_trains_as_with_torch(kind: Any, way: str) -> None:
+    torch.manual_seed(0)
+    theirs, ours = Tied(nn), Tied(tierbed)
+    nn.init.normal_(theirs.items.weight)  # also the row of padding
+    ours.load_state_dict(theirs.state_dict())
+    optimizers = kind(theirs.parameters(), lr=0.1), kind(ours.parameters(), lr=0.1)
+    graph = TiedGraph(ours, optimizers[1]) if way == "graph" else None
+    eager = tierbed.EagerOptimizer(optimizers[1], ours) if graph is None else None
+    for _ in range(20):
+        ids = torch.randint(ROWS, (4, 5))
+        expected = theirs(ids)
+        expected.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        if graph is not None:
+            loss = graph(ids)
+        else:
+            assert eager is not None
+            loss = ours(ids)
+            loss.backward()
+            eager.step()
+            eager.zero_grad()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    dense = tierbed.to_dense_state_dict(ours)
+    assert list(dense) == list(theirs.state_dict())
+    torch.testing.assert_close(dense, OrderedDict(theirs.state_dict()), rtol=1e-5, atol=1e-6)
+    theirs.load_state_dict(dense)
+
+
+def test_a_row_of_padding_stays_through_stores_states_and_snapshots(tmp_path: Path) -> None:
+    def made() -> tierbed.Embedding:
+        store = tierbed.make_host_mem_store_options(persistent_path=str(tmp_path))
+        one = tierbed.Embedding(ROWS, DIM, padding_idx=1, store=store, name="e")
+        made.optimizer = tierbed.EagerOptimizer(torch.optim.Adagrad(one.parameters(), lr=0.1), one)  # type: ignore[attr-defined]
+        return one
+
+    first = made()
+    assert not first(torch.tensor([1])).any()
+    first.load_dense(WEIGHTS)
+    for _ in range(3):
+        first(torch.tensor([1, 1, 2])).sum().backward()
+        made.optimizer.step()  # type: ignore[attr-defined]
+        made.optimizer.zero_grad()  # type: ignore[attr-defined]
+    rows = first.weight.detach().clone()
+    assert torch.equal(rows[1], WEIGHTS[1])
+    assert not torch.equal(rows[2], WEIGHTS[2])
+    first.save_snapshot("one")
+    first.close()
+    second = made()
+    assert torch.equal(second.weight, rows)
+    second.load_dense(torch.zeros(ROWS, DIM))
+    second.load_snapshot("one")
+    assert torch.equal(second(torch.tensor([1]))[0], rows[1])
+    second.reset_parameters()
+    assert not second.weight[1].any()
+    assert second.weight[2].any()
+
+
+def test_a_state_without_rows_leaves_zeros_for_padding() -> None:
+    trained, fresh = (tierbed.Embedding(ROWS, DIM, padding_idx=0) for _ in range(2))
+    trained.load_dense(WEIGHTS)
+    trained.load_state_dict(fresh.state_dict())
+    assert not trained(torch.tensor([0])).any()
+    trained.load_dense(WEIGHTS)
+    kept = copy.deepcopy(trained.state_dict())
+    trained.load_dense(torch.zeros(ROWS, DIM))
+    trained.load_state_dict(kept)
+    assert torch.equal(trained.weight, WEIGHTS)
+
+
+REFUSED: list[tuple[Callable[[tierbed.Embedding], Any], str]] = [
+    (lambda e: nn.init.normal_(e.weight), "load_dense"),
+    (lambda e: e.weight.data.copy_(WEIGHTS), "load_dense"),
+    (lambda e: e.weight.data.mul_(2), "load_dense"),
+    (lambda e: e.weight[0].fill_(0), "load_dense"),
+    (lambda e: setattr(e.weight, "data", WEIGHTS), "load_dense"),
+    (lambda e: setattr(e, "weight", nn.Parameter(WEIGHTS)), "load_dense"),
+    (lambda e: setattr(e, "weight", WEIGHTS), "load_dense"),
+    (lambda e: setattr(e.weight, "requires_grad", False), "requires_grad_"),
+    (lambda e: e.weight.requires_grad_(False), "requires_grad_"),
+    (lambda e: e.weight.grad, "gradient is with the rows"),
+    (lambda e: nn.Parameter(e.weight), "load_dense"),
+    (lambda e: e(torch.tensor([ROWS])), "ids"),
+    (lambda e: e(torch.tensor([-1])), "ids"),
+    (lambda e: e.load_dense(WEIGHTS[:3]), "3 rows"),
+    (lambda e: e.load_state_dict({"weight": WEIGHTS[:3]}), "3 rows"),
+    (lambda e: tierbed.Embedding(2**20, 128).weight, r"emb\(torch.arange\(n\)\)"),
+    (lambda e: tierbed.Embedding(None, 3).weight, "takes any id"),
+    (lambda e: tierbed.Embedding(None, 3).to_dense_state_dict(), "takes any id"),
+    (lambda e: tierbed.Embedding(5, 3, padding_idx=5), "padding_idx=5"),
+    (lambda e: tierbed.Embedding(0, 3), "num_embeddings"),
+    (lambda e: tierbed.Embedding(5, 3, max_norm=1.0), "max_row_norm"),
+    (lambda e: tierbed.Embedding(5, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    (lambda e: tierbed.Embedding(5, 3, dtype=torch.float64), "float64"),
+    (lambda e: tierbed.EmbeddingBag(5, 3, mode="max"), "mode='max'"),
+    (lambda e: tierbed.EmbeddingBag(5, 3)(torch.tensor([1])), "offsets"),
+    (lambda e: tierbed.EmbeddingBag(5, 3)(torch.tensor([[1]]), torch.tensor([0])), "offsets"),
+    (lambda e: tierbed.EmbeddingBag(5, 3)(torch.tensor([[1]]), None, torch.ones(1, 1)), "mode='sum'"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_cannot_be_had_raises_and_names_the_remedy(number: int) -> None:
+    embedding = tierbed.Embedding(ROWS, DIM)
+    embedding.load_dense(WEIGHTS)
+    call, said = REFUSED[number]
+    with pytest.raises((tierbed.TierbedError, RuntimeError), match=said):
+        call(embedding)
+    embedding.keep_rows()  # after a load that failed
+    assert torch.equal(embedding.weight, WEIGHTS)
+
+
+def test_arguments_of_torch_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "stores.toml").write_text('[items]\nstore = "host_mem"\ncapacity = 100\n')
+    made = tierbed.Embedding(ROWS, DIM, sparse=True, dtype=torch.bfloat16, device="cpu", store=tmp_path / "stores.toml")
+    assert (made.num_embeddings, made.embedding_dim, made.padding_idx) == (ROWS, DIM, None)
+    assert made(torch.tensor([1])).dtype == made.weight.dtype == torch.bfloat16
+    assert made.store_options.capacity == 100
+    assert repr(made) == "Embedding(7, 3, store=host_mem)"
+    frozen = tierbed.Embedding.from_pretrained(WEIGHTS)
+    assert not frozen(torch.tensor([1])).requires_grad
+    assert torch.equal(frozen.weight, WEIGHTS)
+    grows = tierbed.Embedding(None, DIM, padding_idx=-1)
+    assert grows(torch.tensor([-1, 2**40])).shape == (2, DIM)
+    rows = tierbed.Embedding(1000, 16).weight.detach()
+    assert abs(float(rows.mean())) < 0.05
+    assert abs(float(rows.std()) - 1) < 0.05
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_of_the_unported_model_loads_or_names_load_dense(strict: bool) -> None:
+    old = nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, 1))
+
+    def ported(tables: Any = None, **more: Any) -> nn.Sequential:
+        store = tierbed.make_host_mem_store_options()
+        one = tierbed.MultiTableEmbedding("e", DIM, torch.float32, torch.int64, tables, store, **more)
+        return nn.Sequential(one, nn.Linear(DIM, 1))
+
+    new = ported()
+    new.load_state_dict(old.state_dict(), strict=strict)
+    torch.testing.assert_close(new(torch.arange(ROWS)), old(torch.arange(ROWS)))
+    for refused, said in (
+        (ported(padding_idx=0), "tierbed.Embedding"),
+        (ported([tierbed.make_normal_initializer(0.0, 1.0)] * 2), "load_dense"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            refused.load_state_dict(old.state_dict(), strict=strict)
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 2], [0, 1, 2]])
+def test_offsets_in_the_place_of_table_ids_are_named(offsets: list[int]) -> None:
+    store = tierbed.make_host_mem_store_options()
+    one = tierbed.MultiTableEmbedding("e", DIM, torch.float32, torch.int64, None, store)
+    with pytest.raises(tierbed.InputError, match="offsets"):
+        one(torch.tensor([1, 2, 3]), torch.tensor(offsets))
