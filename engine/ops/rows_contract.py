@@ -77,7 +77,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     row_optimizer: RowOptimizer | None  # the optimizer of the next update
     world: Any = None  # the ranks that own the rows
     group: Any = None  # of the embeddings that are trained together with this one
-    # "path": the module has no name until its place in a model is known; "default": its name may give way; "given"
+    # "path": the module has no name until its place in a model is known; "default": a name that may change; "given"
     naming: str = "given"
 
     def join(self) -> None:

@@ -120,7 +120,7 @@ def test_unnamed_embeddings_begin_unlike_each_other_and_equal_scripts_alike(monk
 @pytest.mark.parametrize("see", SEEN)
 def test_two_embeddings_of_one_name_do_not_meet_in_a_model(tmp_path: Path, see: Any) -> None:
     towers = Towers(make=lambda path: unnamed(path, "same"))
-    with pytest.raises(tierbed.TierbedError, match="user and items.0 are two embeddings named 'same'|named 'same'"):
+    with pytest.raises(tierbed.TierbedError, match="two embeddings named 'same'"):
         see(towers, tmp_path)
 
 

@@ -111,12 +111,17 @@ def opened_first(path: Path, stores: tuple[str, ...], order: str) -> list[int]:
 
 
 def save_all(path: Path, stores: tuple[str, ...], kind: str, begin: Callable[[], None]) -> None:
+    saved(path, stores, kind, begin)
+
+
+def saved(path: Path, stores: tuple[str, ...], kind: str, begin: Callable[[], None]) -> Model:
     model = Model(path, stores)
     model.steps(1)
     model.save_snapshot("first")
     model.steps(2)
     begin()
     model.save_snapshot("final", kind, overwrite=True)
+    return model
 
 
 def nothing() -> None:
@@ -164,9 +169,8 @@ def copied(made: Path, path: Path) -> Path:
 
 
 def there_and_back(path: Path, stores: tuple[str, ...]) -> None:
-    save_all(path, stores, "full", nothing)
-    model = Model(path, stores)
-    model.load_snapshot("first")
+    saved(path, stores, "full", nothing).close()
+    Model(path, stores).load_snapshot("first")
 
 
 def load_all(path: Path, stores: tuple[str, ...], begin: Callable[[], None]) -> None:
