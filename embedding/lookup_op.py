@@ -196,7 +196,7 @@ def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Ten
     is_trained, at_once = torch.is_grad_enabled(), runs_at_once(rows.ids)
     if at_once and not is_trained:
         return embedding.read(rows, weights)
-    look_up = EagerLookup.apply if at_once else lookup
+    look_up = EagerLookup.apply if at_once else lookup  # type: ignore[attr-defined]
     output: Tensor = look_up(shadow if is_trained else shadow.detach(), *rows, weights, embedding.handle)
     return output
 

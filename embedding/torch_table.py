@@ -145,7 +145,7 @@ class TorchTable(MultiTableEmbedding):
     def _from_pretrained(cls, embeddings: Tensor, freeze: bool, **arguments: Any) -> Self:
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
             raise InputError("embeddings: give a tensor [num_embeddings, embedding_dim]")
-        made = cls(*embeddings.shape, _weight=embeddings, **arguments)
+        made = cls(*embeddings.shape, _weight=embeddings, **arguments)  # type: ignore[call-arg]
         return made.requires_grad_(not freeze)
 
 
@@ -175,12 +175,12 @@ _REMEDIES = {
 }
 
 
-def _store_options(store: Any, name: str | None) -> Mapping[str, Any]:
+def _store_options(store: Mapping[str, Any] | str | os.PathLike[str] | None, name: str | None) -> Mapping[str, Any]:
     """The options of `store=`: options, a dict of them, or the path of a TOML file with a table [name]."""
     if store is None:
         return make_host_mem_store_options()
     if not isinstance(store, (str, os.PathLike)):
-        return store  # type: ignore[no-any-return]
+        return store
     if name is None:
         tables = list(read_store_options(store))
         if len(tables) != 1:

@@ -209,6 +209,9 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                 )
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
+        return [*self._own()]
+
+    def _own(self) -> list[MultiTableEmbedding]:
         return [self.embedding(group) for group in self.embeddings if group not in self._shared]
 
     def each(self) -> Iterator[MultiTableEmbedding]:
@@ -247,7 +250,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         A later lookup raises ClosedError.
         """
         with ExitStack() as stack:  # closes all, also if one of them raises
-            for embedding in self._snapshot_embeddings():
+            for embedding in self._own():
                 stack.callback(embedding.close)
 
     def __enter__(self) -> Self:
