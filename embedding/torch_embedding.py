@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.world import World
-from .torch_table import TorchTable
+from .torch_table import Store, TorchTable
 
 
 class Embedding(TorchTable):
@@ -36,29 +35,16 @@ class Embedding(TorchTable):
     """
 
     def __init__(
-        self,
-        num_embeddings: int | None,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        store: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        name: str | None = None,
-        initializer: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        world: World | None = None,
-    ) -> None:
+        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+        _weight: Tensor | None = None, _freeze: bool = False, device: Any = None, dtype: torch.dtype | None = None,
+        *, store: Store = None, name: str | None = None, initializer: Mapping[str, Any] | None = None,
+        seed: int | None = None, world: World | None = None,
+    ) -> None:  # fmt: skip
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, refused, _weight, device, dtype, store, name, initializer,
-            seed, world,
+            num_embeddings, embedding_dim, padding_idx, refused, _weight, device, dtype, store=store, name=name,
+            initializer=initializer, seed=seed, world=world,
         )  # fmt: skip
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, sparse
         if _freeze:
@@ -73,21 +59,3 @@ class Embedding(TorchTable):
         if self.padding_idx is None or not rows.requires_grad:
             return rows
         return torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        embeddings: Tensor,
-        freeze: bool = True,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        **options: Any,
-    ) -> Self:
-        """An embedding with these rows [num_embeddings, embedding_dim], as of torch. options: `store`, `name`..."""
-        return cls._from_pretrained(
-            embeddings, freeze, padding_idx=padding_idx, max_norm=max_norm, norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse, **options,
-        )  # fmt: skip

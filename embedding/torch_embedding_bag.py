@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..distributed.world import World
 from ..engine.errors import InputError, OptionError
 from .embedding import MultiTableEmbedding
-from .torch_table import TorchTable
+from .torch_table import Store, TorchTable
 
 
 class EmbeddingBag(TorchTable):
@@ -30,32 +29,18 @@ class EmbeddingBag(TorchTable):
     """
 
     def __init__(
-        self,
-        num_embeddings: int | None,
-        embedding_dim: int,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        store: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        name: str | None = None,
-        initializer: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        world: World | None = None,
-    ) -> None:
+        self, num_embeddings: int | None, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
+        include_last_offset: bool = False, padding_idx: int | None = None, device: Any = None,
+        dtype: torch.dtype | None = None, *, store: Store = None, name: str | None = None,
+        initializer: Mapping[str, Any] | None = None, seed: int | None = None, world: World | None = None,
+    ) -> None:  # fmt: skip
         if mode not in ("sum", "mean"):
             raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for the largest of each column, call max of rows")
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, refused, _weight, device, dtype, store, name, initializer,
-            seed, world,
+            num_embeddings, embedding_dim, padding_idx, refused, _weight, device, dtype, store=store, name=name,
+            initializer=initializer, seed=seed, world=world,
         )  # fmt: skip
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, sparse
         self.mode, self.include_last_offset = mode, include_last_offset
@@ -104,26 +89,6 @@ class EmbeddingBag(TorchTable):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        embeddings: Tensor,
-        freeze: bool = True,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        **options: Any,
-    ) -> Self:
-        """A bag with these rows [num_embeddings, embedding_dim], as of torch. options: `store`, `name` and others."""
-        return cls._from_pretrained(
-            embeddings, freeze, max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq,
-            mode=mode, sparse=sparse, include_last_offset=include_last_offset, padding_idx=padding_idx, **options,
-        )  # fmt: skip
 
 
 def _counts(is_row: Tensor, offsets: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from .read_only import ReadOnlyCopy
 from .rows_in_tensors import RowTensors
 from .saved_rows import rows_apart
 
+Store = Mapping[str, Any] | str | os.PathLike[str] | None
 MAX_WEIGHT = 1 << 26  # numbers of a `weight`, 256 MiB of float32
 
 
@@ -45,20 +46,10 @@ class TorchTable(MultiTableEmbedding):
     embedding_dim: int
 
     def __init__(
-        self,
-        num_embeddings: int | None,
-        embedding_dim: int,
-        padding_idx: int | None,
-        refused: Mapping[str, Any],
-        weight: Tensor | None,
-        device: Any,
-        dtype: torch.dtype | None,
-        store: Mapping[str, Any] | str | os.PathLike[str] | None,
-        name: str | None,
-        initializer: Mapping[str, Any] | None,
-        seed: int | None,
-        world: World | None,
-    ) -> None:
+        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None, refused: Mapping[str, Any],
+        weight: Tensor | None, device: Any, dtype: torch.dtype | None, *, store: Store = None, name: str | None = None,
+        initializer: Mapping[str, Any] | None = None, seed: int | None = None, world: World | None = None,
+    ) -> None:  # fmt: skip
         for argument, value in refused.items():
             if value:
                 raise OptionError(f"{argument}={value!r}: {_REMEDIES[argument]}")
@@ -66,16 +57,9 @@ class TorchTable(MultiTableEmbedding):
             raise OptionError("num_embeddings: give a whole number from 1, or None for a table that takes any id")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         how = make_normal_initializer(0.0, 1.0) if initializer is None else initializer
+        table, options = make_table_options(how, ids=num_embeddings), _store_options(store, name)
         super().__init__(
-            name,
-            embedding_dim,
-            dtype,
-            torch.int64,
-            [make_table_options(how, ids=num_embeddings)],
-            _store_options(store, name),
-            seed=seed,
-            output_dtype=dtype,
-            world=world,
+            name, embedding_dim, dtype, torch.int64, [table], options, seed=seed, output_dtype=dtype, world=world
         )
         self.num_embeddings, self.embedding_dim = num_embeddings, self.spec.dim
         self.padding_idx = _padding(padding_idx, num_embeddings)
@@ -88,7 +72,7 @@ class TorchTable(MultiTableEmbedding):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            self._refuse_write()
+            raise InputError(self._remedy())
         super().__setattr__(name, value)
 
     @property
@@ -118,9 +102,6 @@ class TorchTable(MultiTableEmbedding):
             "give initializer= for other initial ones, and requires_grad_(False) of the module to freeze them"
         )
 
-    def _refuse_write(self) -> NoReturn:
-        raise InputError(self._remedy())
-
     def load_dense(self, weights: Any, states: Any = None, step: int | None = None) -> None:
         """As `MultiTableEmbedding.load_dense`, which takes the tensor [num_embeddings, embedding_dim] itself, too."""
         by_table = {0: weights} if isinstance(weights, Tensor) else weights
@@ -142,10 +123,14 @@ class TorchTable(MultiTableEmbedding):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, store={self.store_options.store}"
 
     @classmethod
-    def _from_pretrained(cls, embeddings: Tensor, freeze: bool, **arguments: Any) -> Self:
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, *arguments: Any, **options: Any) -> Self:
+        """A module with these rows [num_embeddings, embedding_dim], as of torch; the other arguments are as of `cls`.
+
+        InputError for anything but a tensor of two dimensions.
+        """
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
             raise InputError("embeddings: give a tensor [num_embeddings, embedding_dim]")
-        made = cls(*embeddings.shape, _weight=embeddings, **arguments)  # type: ignore[call-arg]
+        made = cls(*embeddings.shape, *arguments, _weight=embeddings, **options)  # type: ignore[call-arg]
         return made.requires_grad_(not freeze)
 
 
@@ -175,7 +160,7 @@ _REMEDIES = {
 }
 
 
-def _store_options(store: Mapping[str, Any] | str | os.PathLike[str] | None, name: str | None) -> Mapping[str, Any]:
+def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
     """The options of `store=`: options, a dict of them, or the path of a TOML file with a table [name]."""
     if store is None:
         return make_host_mem_store_options()

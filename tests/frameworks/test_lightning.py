@@ -108,6 +108,7 @@ def test_the_best_of_eight_epochs_comes_back_whole(tmp_path: Path, kind: str) ->
     module = Trained(stores(kind, tmp_path / "store"))
     keeps = fit(module, tmp_path / "eight", 8, monitor="score")
     assert "epoch=1-" in keeps.best_model_path
+    module.model.close()
     again = Trained(stores(kind, tmp_path / "store"))
     fit(again, tmp_path / "again", 4, keeps.best_model_path)
     assert again.losses == module.losses[12:24]
