@@ -22,7 +22,6 @@ class HasBuild(NoTorchScript, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} defines no build(self, ...)")
 
 
-
 def tensor_names(root: nn.Module) -> dict[int, str]:
     """The path of each parameter and buffer under `root`, by id; of a tied tensor, the first path."""
     names: dict[int, str] = {}
