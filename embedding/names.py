@@ -34,13 +34,16 @@ def next_seed() -> int:
     return zlib.crc32(f"embedding {next(_seeded)}".encode())
 
 
-def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError) -> None:
+def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model: str = "") -> None:
     """Name each unnamed embedding under `root` by its path. Raises `error` for two embeddings of one name.
+
+    model: the path of the model under `root` in which the paths of names begin.
 
     Embeddings of a collection that was made without a name keep the name that it gave them, unless two meet.
     """
     found = {path: one for path, one in root.named_modules() if isinstance(one, EmbeddingBase)}
-    paths = {path: re.sub(r"[^\w.-]", "-", bare_name(path))[-200:].strip(".") or "embedding" for path in found}
+    bare = {path: bare_name(path.removeprefix(f"{model}.")) for path in found}
+    paths = {path: re.sub(r"[^\w.-]", "-", name)[-200:].strip(".") or "embedding" for path, name in bare.items()}
     names = [one.name for one in found.values()]
     for path, one in found.items():
         if one.naming == "path" or (one.naming == "default" and names.count(one.name) > 1):

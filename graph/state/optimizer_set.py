@@ -29,9 +29,8 @@ log = logging.getLogger("tierbed")
 
 def embeddings_of(root: nn.Module) -> dict[str, EmbeddingBase]:
     """The embeddings under `root`, by path, each with a name from here on. GraphError for two of one name."""
-    parts = [one for one in root.children() if any(isinstance(m, EmbeddingBase) for m in one.modules())]
-    is_around_model = len(parts) == 1 and not isinstance(parts[0], EmbeddingBase)  # as plain loops call it
-    name_embeddings(parts[0] if is_around_model else root, GraphError)
+    parts = [name for name, one in root.named_children() if any(isinstance(m, EmbeddingBase) for m in one.modules())]
+    name_embeddings(root, GraphError, parts[0] if len(parts) == 1 else "")  # the name that a plain loop gives
     return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
 
 

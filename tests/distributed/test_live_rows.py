@@ -254,15 +254,17 @@ def test_closing_waits_for_no_other_rank(tmp_path: Path) -> None:
 
 
 def opened_twice(world: World, folder: Path) -> bool:
-    """As in a notebook, where a cell is run again."""
     first = opened(world, folder)
     step(first, 0)
     rows = own_rows(first)
     second = opened(world, folder)
+    with pytest.raises(StoreError, match=r"call its close\(\)"):
+        second.size()
+    first.close()
     return own_rows(second) == rows
 
 
-def test_a_second_embedding_of_a_process_takes_the_folder_over(tmp_path: Path) -> None:
+def test_a_second_embedding_of_a_process_waits_until_the_first_is_closed(tmp_path: Path) -> None:
     assert run_ranks(2, opened_twice, tmp_path) == [True, True]
 
 
