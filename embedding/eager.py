@@ -26,8 +26,9 @@ from ..engine.signals import uninterrupted
 from .ddp_guard import refuse_eager_ranks
 from .dense_part import DensePart, note_versions
 from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders
+from .lookup_op import embeddings_of
 from .model_snapshots import ModelSnapshots
-from .names import name_embeddings
+from .names import check_distinct, name_embeddings
 from .saved_rows import SavedRows
 from .training_group import check_failed_step, train_together
 
@@ -51,16 +52,19 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     optimizer: holds the parameters of all embeddings under `module` that are trained, and any others. Rows follow its
     param groups; docs/optimizers.md says which kinds of optimizers they can follow.
+    module: the model. None trains the embeddings whose parameters `optimizer` holds, and takes its other parameters for
+    the dense part. Then `save_snapshot` and recovery leave out embeddings that `optimizer` does not hold.
 
-    From here until this object is gone, backward() through a lookup keeps the lookup's gradient for `step()`. Raises
-    OptimizerError for what is no torch optimizer, an optimizer that rows cannot follow, an embedding that `optimizer`
-    does not hold or another EagerOptimizer has, and a module that ranks share with an embedding that they do not.
-    Embeddings that have a world are trained by the mean over its ranks, which all call `step()`; dense parameters are
-    left to a DistributedDataParallel beside them.
+    From here until this object is gone, backward() through a lookup keeps the lookup's gradient for `step()`. A newer
+    EagerOptimizer over an embedding takes over, and `step()` of the older one raises OptimizerError. The constructor
+    raises OptimizerError for what is no torch optimizer, an optimizer that rows cannot follow, an embedding of `module`
+    that `optimizer` does not hold, gradients that the older EagerOptimizer has not applied, and a module that ranks
+    share with an embedding that they do not. Embeddings that have a world are trained by the mean over its ranks, which
+    all call `step()`; dense parameters are left to a DistributedDataParallel beside them.
     """
 
     @checked_arguments("module")
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> None:
         # not super().__init__: groups, state, defaults and hooks are the wrapped optimizer's
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
@@ -69,9 +73,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         check_is_optimizer(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        modules = (m for m in module.modules() if isinstance(m, EmbeddingBase))
-        embeddings = [m for m in modules if m.shadow.requires_grad]
-        self._world = refuse_eager_ranks(module, embeddings)
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        root = nn.ParameterList(held) if module is None else module
+        modules: list[nn.Module] = embeddings_of(groups) if module is None else [*module.modules()]
+        embeddings = [m for m in modules if isinstance(m, EmbeddingBase) and m.shadow.requires_grad]
+        self._world = refuse_eager_ranks(root, embeddings)
         self._partial_update = ""  # what this rank alone raised during the updates of a step
         if self._world is not None and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
@@ -88,21 +94,47 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                     f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
                     "trains its rows in backward(); leave the embedding out of this one, or make it again"
                 )
-            if embedding.handle in holders:
-                raise OptimizerError(
-                    f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
-                )
-        name_embeddings(module, OptimizerError)
-        train_together(module.modules())
-        self._module = ref(module)
+            self._check_can_take(embedding)
+        if module is None:
+            check_distinct({f"parameter {at}": one for at, one in enumerate(embeddings)}, OptimizerError)
+        else:
+            name_embeddings(module, OptimizerError)
+        train_together(modules)
+        self._module = None if module is None else ref(module)
+        self._taken = ""  # the name of an embedding that a newer one has taken
         self._has_met = False  # whether it looked at the dense part, at its first step
         note_versions(self._dense(embeddings))
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
-        holders.update((embedding.handle, self) for embedding in embeddings)
+        for embedding in embeddings:
+            older = holders.get(embedding.handle)
+            if isinstance(older, EagerOptimizer):
+                older._taken = embedding.name
+            holders[embedding.handle] = self
+
+    def _check_can_take(self, embedding: EmbeddingBase) -> None:
+        """OptimizerError if the EagerOptimizer that has the embedding would lose gradients, or is to keep it."""
+        if embedding.handle not in holders:
+            return
+        if isinstance(self, InBackwardOptimizer):
+            raise OptimizerError(
+                f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
+                "parameter an optimizer too; drop the first by del, or leave the embedding out of the second"
+            )
+        grad = embedding.shadow.grad
+        if isinstance(grad, ShadowGrad) and grad.rows.is_waiting:
+            raise OptimizerError(
+                f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
+                "its step(), or drop them by zero_grad() of the model, before you make a new one"
+            )
+
+    def _modules(self) -> Iterable[nn.Module]:
+        if self._module is None:
+            return [embedding for embedding, _ in self._rows]
+        module = self._module()
+        return () if module is None else module.modules()
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
-        module = self._module()
-        return [] if module is None else [one for one in module.modules() if isinstance(one, SavedRows)]
+        return [one for one in self._modules() if isinstance(one, SavedRows)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Those of its embeddings."""
@@ -137,6 +169,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if detect_fake_mode() is not None:
             raise GraphError(
                 "build calls step() of an EagerOptimizer; leave it out, and give the wrapped optimizer to add_optimizer"
+            )
+        if self._taken:
+            raise OptimizerError(
+                f"a newer EagerOptimizer has taken over embedding {self._taken!r}; call step() of that one, or make "
+                "this one again"
             )
         for embedding, _ in self._rows:
             check_not_traced(embedding)
@@ -282,7 +319,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor]:
         """The parameters of the module and the optimizer that are no rows."""
-        module, shadows = self._module(), {id(embedding.shadow) for embedding in embeddings}
+        module, shadows = self._module and self._module(), {id(embedding.shadow) for embedding in embeddings}
         groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         found = [*([] if module is None else module.parameters()), *groups]
         return [one for one in dict.fromkeys(found) if id(one) not in shadows]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,12 @@ def embedding_of(handle: int) -> EmbeddingBase:
             "call the embedding before the program"
         )
     return embedding
+
+
+def embeddings_of(parameters: Iterable[int]) -> list[EmbeddingBase]:
+    """The living embeddings whose parameter is one of those, given by `id`, in their order."""
+    by_shadow = {id(embedding.shadow): embedding for embedding in _embeddings.values()}
+    return [by_shadow[one] for one in parameters if one in by_shadow]
 
 
 def refuse_export(name: str) -> None:

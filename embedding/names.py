@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Mapping
 from itertools import count
 
 from torch import nn
@@ -48,8 +49,13 @@ def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, mo
     for path, one in found.items():
         if one.naming == "path" or (one.naming == "default" and names.count(one.name) > 1):
             one.take_name(paths[path])
+    check_distinct(found, error)
+
+
+def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedError]) -> None:
+    """Raises `error` if two embeddings have one name. embeddings: by their paths in the model."""
     first: dict[str, str] = {}
-    for path, one in found.items():
+    for path, one in embeddings.items():
         if first.setdefault(one.name, path) != path:
             raise error(
                 f"{first[one.name]} and {path} are two embeddings named {one.name!r}; use one embedding for both, or "
