@@ -21,7 +21,7 @@ from ..engine.errors import GraphError, OptimizerError
 from ..engine.ops.exact_sum import sum_of_squares
 from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.optim.base import LARGEST, SMALLEST
-from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
+from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
 from ..engine.signals import uninterrupted
 from .ddp_guard import refuse_eager_ranks
 from .dense_part import DensePart, note_versions
@@ -105,6 +105,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._has_met = False  # whether it looked at the dense part, at its first step
         note_versions(self._dense(embeddings))
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
+        if not isinstance(self, InBackwardOptimizer):
+            note_lazy(self.row_optimizers())
         for embedding in embeddings:
             older = holders.get(embedding.handle)
             if isinstance(older, EagerOptimizer):

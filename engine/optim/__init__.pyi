@@ -1,4 +1,5 @@
 from .catch_up_adam import CatchUpAdam as CatchUpAdam
+from .catch_up_adam import CatchUpAdamW as CatchUpAdamW
 from .ftrl import Ftrl as Ftrl
 from .lamb import LAMB as LAMB
 from .lamb import PartialRowWiseLAMB as PartialRowWiseLAMB

@@ -73,11 +73,8 @@ def hyper(group: Group, step: int) -> dict[str, float]:
     }
 
 
-def _coupled(group: Group) -> bool:
-    return not group["decoupled_weight_decay"]
-
-
-def _decoupled(group: Group) -> bool:
+def is_decoupled(group: Group) -> bool:
+    """Whether weights decay as AdamW's do."""
     return bool(group["decoupled_weight_decay"])
 
 
@@ -85,7 +82,7 @@ RULES = tuple(
     rule
     for optimizer in (torch.optim.Adam, torch.optim.AdamW)
     for rule in (
-        Rule(ADAM, optimizer, hyper, when=_coupled),
-        Rule(ADAMW, optimizer, hyper, when=_decoupled),
+        Rule(ADAM, optimizer, hyper, when=lambda group: not is_decoupled(group)),
+        Rule(ADAMW, optimizer, hyper, when=is_decoupled),
     )
 )

@@ -1,17 +1,21 @@
-"""Adam whose rows catch up: lazy in work, equal to dense torch.optim.Adam in values.
+"""Adam and AdamW whose rows catch up: lazy in work, equal to dense torch.optim.Adam and AdamW in values.
 
 A row changes only in steps that touch it. When it is next looked up or touched, the steps that it missed are applied
-first. Those had a gradient of zero, so each of them, for s = last + 1 ... t - 1, is
+first. Those had a gradient of zero, so each of them, for s = last + 1 ... t - 1 with the lr of step s, is
 
-    m -= (1 - beta1) * m;  v = beta2 * v
-    w -= lr / (1 - beta1^s) * (m / (sqrt(v) / sqrt(1 - beta2^s) + eps))
+    CatchUpAdam     g  = weight_decay * w
+                    m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
+                    w -= lr / (1 - beta1^s) * (m / (sqrt(v) / sqrt(1 - beta2^s) + eps))
+    CatchUpAdamW    w *= 1 - lr * weight_decay, then CatchUpAdam without weight decay
 
-At most `terms` of them are applied one by one. For the rest, w is unchanged, and m and v are multiplied by powers of
-beta1 and beta2. Error: with r = beta1 / sqrt(beta2), the change of w in the j-th step after the first missed one is at
-most r^j sqrt(1 + j) times the first change (sqrt(1 - beta2^s) grows by no more than sqrt(1 + j)). `terms` is the number
-of steps after which the sum of the remaining bounds is below 2^-24, less than the rounding of the first step. The lr of
-missed steps is taken to be the current one. Weight decay is not supported: it would change rows that were never
-touched.
+A row that was never written has missed all steps before t, if there is a weight decay.
+
+CatchUpAdam with a weight decay applies all of them one by one: the next step depends on w, and no closed form is known.
+The others apply at most `terms` of them one by one. For the rest, m and v are multiplied by powers of beta1 and beta2,
+and w by those of the decay. Error: with r = beta1 / sqrt(beta2), the change of w in the j-th step after the first
+missed one is at most r^j sqrt(1 + j) times the first change (sqrt(1 - beta2^s) grows by no more than sqrt(1 + j)).
+`terms` is the number of steps after which the sum of the remaining bounds is below 2^-24, less than the rounding of the
+first step.
 
 The bias corrections advance step by step in double. OneFlow's SmartDecayAdam has the same purpose.
 """
@@ -25,8 +29,8 @@ from functools import cache
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ..errors import OptimizerError
 from .adam import hyper as adam_hyper
+from .adam import is_decoupled
 from .base import SMALLEST, number
 from .kernel import CatchUp, Kernel
 from .rule import Group, Rule
@@ -55,7 +59,7 @@ CATCH_UP_ADAM = Kernel(
         step="""
             power1 = power1 * decay1;
             power2 = power2 * decay2;
-            missed_size = static_cast<float>(lr / (1.0 - power1));
+            missed_size = static_cast<float>(rate / (1.0 - power1));
             missed_correction2 = static_cast<float>(square_root(1.0 - power2));
         """,
         element="""
@@ -75,11 +79,117 @@ CATCH_UP_ADAM = Kernel(
 )
 
 
+CATCH_UP_ADAM_L2 = Kernel(
+    name="catch_up_adam_l2",
+    hypers=(
+        "step_size",
+        "weight_decay",
+        "maximize",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "sqrt_correction2",
+        "eps",
+    ),
+    doubles=("lr", "decay1", "decay2"),
+    element_states=("exp_avg", "exp_avg_sq"),
+    element="""
+        g = decayed(g, w, weight_decay, maximize);
+        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
+        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
+        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
+    """,
+    catch_up=CatchUp(
+        limit="4294967040.0f",
+        doubles=("power1", "power2"),
+        values=("missed_size", "missed_correction2"),
+        begin="""
+            power1 = power(decay1, last);
+            power2 = power(decay2, last);
+        """,
+        step="""
+            power1 = power1 * decay1;
+            power2 = power2 * decay2;
+            missed_size = static_cast<float>(rate / (1.0 - power1));
+            missed_correction2 = static_cast<float>(square_root(1.0 - power2));
+        """,
+        element="""
+            const float g = weight_decay * w;
+            exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
+            exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
+            w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
+        """,
+        unwritten="steps",
+    ),
+)
+
+CATCH_UP_ADAMW = Kernel(
+    name="catch_up_adamw",
+    hypers=(
+        "step_size",
+        "decay",
+        "maximize",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "sqrt_correction2",
+        "eps",
+        "terms",
+    ),
+    doubles=("lr", "weight_decay", "decay1", "decay2"),
+    element_states=("exp_avg", "exp_avg_sq"),
+    element="""
+        g = decayed(g, w, 0.0f, maximize);
+        w = w * decay;
+        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
+        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
+        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
+    """,
+    catch_up=CatchUp(
+        limit="terms",
+        doubles=("power1", "power2"),
+        values=("missed_size", "missed_correction2", "missed_decay", "rest1", "rest2"),
+        begin="""
+            power1 = power(decay1, last);
+            power2 = power(decay2, last);
+        """,
+        step="""
+            power1 = power1 * decay1;
+            power2 = power2 * decay2;
+            missed_size = static_cast<float>(rate / (1.0 - power1));
+            missed_correction2 = static_cast<float>(square_root(1.0 - power2));
+            missed_decay = static_cast<float>(1.0 - rate * weight_decay);
+        """,
+        element="""
+            w = w * missed_decay;
+            exp_avg = exp_avg - exp_avg * one_minus_beta1;
+            exp_avg_sq = beta2 * exp_avg_sq;
+            w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
+        """,
+        rest="""
+            rest1 = static_cast<float>(power(decay1, rest));
+            rest2 = static_cast<float>(power(decay2, rest));
+            const double decay_of_one = 1.0 - rate * weight_decay;
+            const double rounded = static_cast<double>(static_cast<float>(decay_of_one));
+            missed_decay = static_cast<float>(power(is_constant ? rounded : decay_of_one, rest));
+        """,
+        rest_element="""
+            w = w * missed_decay;
+            exp_avg = exp_avg * rest1;
+            exp_avg_sq = exp_avg_sq * rest2;
+        """,
+        unwritten="rest",
+    ),
+)
+
+
 class CatchUpAdam(torch.optim.Adam):
     """torch.optim.Adam whose rows get the values of dense Adam, however rarely their ids occur; see above.
 
-    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for a weight decay, and for eps = 0: a row
-    that was put has moments of 0, and its missed steps would be 0 / 0.
+    weight_decay: L2, as of torch.optim.Adam. With it a row applies every step that it missed one by one.
+
+    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for eps = 0: a row that was put has moments of
+    0, and its missed steps would be 0 / 0.
     """
 
     def __init__(
@@ -88,10 +198,34 @@ class CatchUpAdam(torch.optim.Adam):
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, maximize=maximize)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
+        for group in self.param_groups:
+            _hyper(group, 1)
+
+
+class CatchUpAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW whose rows get the values of dense AdamW, however rarely their ids occur; see above.
+
+    weight_decay: decoupled, as of torch.optim.AdamW.
+
+    Over dense parameters it is torch.optim.AdamW. Raises OptimizerError for eps = 0, as CatchUpAdam.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
         for group in self.param_groups:
             _hyper(group, 1)
 
@@ -109,16 +243,12 @@ def terms(beta1: float, beta2: float) -> int:
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    if number(group, "weight_decay"):
-        raise OptimizerError(
-            f"param group: weight_decay={group['weight_decay']!r}; CatchUpAdam has none, since it would change rows "
-            "that were never touched: use torch.optim.Adam or AdamW"
-        )
     beta1, beta2 = map(float, group["betas"])
     lr = number(group, "lr")
     return {
         **adam_hyper(group, step),
         "lr": lr,
+        "weight_decay": number(group, "weight_decay"),
         "eps": number(group, "eps", low=SMALLEST),
         "decay1": beta1,
         "decay2": beta2,
@@ -126,4 +256,16 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     }
 
 
-RULES = (Rule(CATCH_UP_ADAM, CatchUpAdam, _hyper),)
+def _is_coupled(group: Group) -> bool:
+    return bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
+
+
+RULES = tuple(
+    rule
+    for optimizer in (CatchUpAdam, CatchUpAdamW)
+    for rule in (
+        Rule(CATCH_UP_ADAMW, optimizer, _hyper, when=is_decoupled),
+        Rule(CATCH_UP_ADAM_L2, optimizer, _hyper, when=_is_coupled),
+        Rule(CATCH_UP_ADAM, optimizer, _hyper),
+    )
+)

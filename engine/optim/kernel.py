@@ -38,10 +38,13 @@ LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")  # of every r
 class CatchUp:
     """How a row gets the steps that it missed when it is next needed.
 
-    At most `limit` steps (the name of a hyper-parameter) are applied one by one, the rest at once. Bodies see hypers,
-    and `values` (float32) and `doubles`, which one body passes to the next:
+    At most `limit` steps (an expression of hyper-parameters) are applied one by one, the rest at once. Bodies see
+    hypers, and `values` (float32) and `doubles`, which one body passes to the next:
     `begin` (may name `last`, the row's step); then for each step `step`, and `element` for w and element states;
-    then `rest` and `rest_element` with `rest`, the number of remaining steps.
+    then `rest` and `rest_element` with `rest`, the number of further steps; once if all rates are equal, else several
+    times. They see `rate`, the learning rate of the step (past_rates.py), or the mean of those of all `rest` steps, and
+    `is_constant`, whether these are equal. The double `lr` is the rate of the present step.
+    unwritten: "steps" if rows that were never written miss steps as well, "rest" if those change by `rest` alone.
     """
 
     limit: str
@@ -50,8 +53,9 @@ class CatchUp:
     begin: str
     step: str
     element: str
-    rest: str
-    rest_element: str
+    rest: str = ""
+    rest_element: str = ""
+    unwritten: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ def _struct(kernel: Kernel) -> str:
     reads = "".join(
         f"\n        {name} = static_cast<{kind}>(hyper[{i}]);" for i, (name, kind) in enumerate(hypers.items())
     )
+    reads += "\n        past = hyper + HYPERS + LIMITS;" if kernel.catch_up else ""
+    unwritten = kernel.catch_up.unwritten if kernel.catch_up else ""
     row = {"first": "bool", "step": "u32", "total": "float", "dim": "float"} | dict.fromkeys(kernel.row_values, "float")
     elements = {name: f"state[{i}]" for i, name in enumerate(kernel.element_states)}
     rows = {name: f"state[{i}]" for i, name in enumerate(kernel.row_states)}
@@ -163,6 +169,7 @@ struct {name} : Limits {{
     static constexpr const char* NAME = "{kernel.name}";
     static constexpr u32 ELEMENT_STATES = {len(elements)}, ROW_STATES = {len(rows)}, HYPERS = {len(hypers)};
     static constexpr bool REDUCES = {_flag(kernel.term)}, CATCHES_UP = {_flag(kernel.catch_up)};
+    static constexpr bool MISSES_UNWRITTEN = {_flag(unwritten)}, RESTS_UNWRITTEN = {_flag(unwritten == "rest")};
     static constexpr u32 NORMS = {len(kernel.norms)};
 {_members(hypers)}
     struct Row {{
@@ -203,13 +210,20 @@ def _norms(kernel: Kernel, elements: dict[str, str], row: dict[str, str]) -> str
 def _catch_up(catch_up: CatchUp | None, elements: dict[str, str]) -> str:
     if catch_up is None:
         return ""
-    fields = {"last": "u32", "rest": "u32", **dict.fromkeys(catch_up.doubles, "double")}
+    fields = {
+        "last": "u32",
+        "rest": "u32",
+        "is_constant": "bool",
+        **dict.fromkeys(("rate", *catch_up.doubles), "double"),
+    }
     fields |= dict.fromkeys(catch_up.values, "float")
     values, states = _references({}, fields, "missed"), _references(elements, fields, "missed")
     step = "float& w, float* state, const Missed& missed"
     return "\n".join(
         [
             f"    struct Missed {{\n{_members(fields, indent=8)}\n    }};",
+            "    const double* past;",
+            "    TIERBED_FN Rates rates() const { return Rates(past, lr); }",
             f"    TIERBED_FN float limit() const {{ return {catch_up.limit}; }}",
             _function("void", "begin_missed", "Missed& missed", values, catch_up.begin),
             _function("void", "missed_step", "Missed& missed", values, catch_up.step),

@@ -6,7 +6,9 @@ as in torch.
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ import torch
 from ..errors import OptimizerError
 from .base import betas, number, positive
 from .kernel import LIMITS
+from .past_rates import with_past
 from .row_state import RowState
 from .rule import Group, Rule, all_rules
 
+log = logging.getLogger("tierbed")
 _REFUSED = ("amsgrad", "centered", "differentiable")
 # keys of a group that change no step, from torch, its schedulers and users
 _LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
@@ -46,10 +50,11 @@ class RowOptimizer:
         self._limits = [0.0] * len(LIMITS)  # of these settings
         self.hyper(1)  # raises the errors of the group now
 
-    def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
+    def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
         """The rule's numbers at the embedding's step `step`, which counts from 1; limits at the end.
 
         Without a `max_row_norm` there is one limit less. clip_value: a clip of this step, in addition to the group's.
+        before: those of the step before, for a rule that catches up; [] if that was not the rule's, None if not known.
 
         Raises OptimizerError if the group now has the settings of another rule than at the start, or a wrong setting.
         """
@@ -77,9 +82,9 @@ class RowOptimizer:
         if rule.kernel.name != self.rule:
             raise OptimizerError(
                 f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now has the settings of "
-                f"{rule.kernel.name!r}, whose state the rows lack; do not change momentum (from or to zero) or "
-                "decoupled_weight_decay. OneCycleLR and CyclicLR set momentum: give them cycle_momentum=False, or make "
-                "the optimizer with a momentum"
+                f"{rule.kernel.name!r}, whose state the rows lack; do not change momentum (from or to zero), the "
+                "weight_decay of CatchUpAdam (from or to zero) or decoupled_weight_decay. OneCycleLR and CyclicLR set "
+                "momentum: give them cycle_momentum=False, or make the optimizer with a momentum"
             )
         _check(self._optimizer, group)
         self._limits = [positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
@@ -94,6 +99,14 @@ class RowOptimizer:
         return RowState(self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types if narrow else ())
 
 
+class CatchingUp(RowOptimizer):
+    """A row optimizer whose rule catches up: its numbers have the learning rates of past steps."""
+
+    def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
+        numbers = super().hyper(step, clip_value)
+        return numbers if before is None else with_past(self._rule.kernel, numbers, before, step)
+
+
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     """The row optimizer of one of `optimizer.param_groups`.
 
@@ -102,7 +115,20 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     centered or differentiable; for limits that are not positive numbers of float32; for keys of the group that the
     optimizer does not have.
     """
-    return RowOptimizer(_holder(optimizer, group), group)
+    holder = _holder(optimizer, group)
+    return (CatchingUp if _rule_of(holder, group).kernel.catch_up else RowOptimizer)(holder, group)
+
+
+def note_lazy(rows: Iterable[RowOptimizer]) -> None:
+    """Log that an optimizer of torch begins to train rows lazily, if another has the values of a dense one."""
+    others = {"adam": "CatchUpAdam", "adamw": "CatchUpAdamW"}
+    for rule in dict.fromkeys(one.rule for one in rows if one.rule in others):
+        log.warning(
+            "rows are trained by a lazy %s: a row that a step does not look up keeps its moments and has no weight "
+            "decay in that step. tierbed.optim.%s gives rows the values that torch has for a dense nn.Embedding",
+            rule.replace("a", "A", 1).replace("w", "W"),
+            others[rule],
+        )
 
 
 def _holder(optimizer: Any, group: Group) -> torch.optim.Optimizer:

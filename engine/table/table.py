@@ -272,7 +272,7 @@ class OpenTable:
         undone, self.updates = self.updates - deferred.updates, deferred.updates
         self.step -= undone
         if undone and self.optimizer is not None:
-            self.hyper = self.optimizer.hyper(self.step) if self.step else []
+            self.hyper = self.optimizer.hyper(self.step, None, self.hyper) if self.step else []
         return deferred.error
 
     def _erase(self, tables: TableIds, keys: Keys, cause: str, existing: Counts | None = None) -> None:
@@ -326,7 +326,7 @@ class OpenTable:
         return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
     def hyper_now(self) -> list[float]:
-        return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1)
+        return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1, None, self.hyper)
 
     def read(
         self,
@@ -390,7 +390,7 @@ class OpenTable:
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
         """Apply the optimizer to the rows of a batch, and end its pin."""
         optimizer, step = self.check_optimizer(), self.next_step()
-        rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value)
+        rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value, self.hyper)
         self._wait_for_memory()
         with self.lock, uninterrupted():
             with self._writing(pinned, step):

@@ -107,7 +107,7 @@ def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tu
         table.set_numbers()
         return table.step, table.hyper
     optimizer, step = table.check_optimizer(), table.next_step()
-    hyper = optimizer.hyper(step, clip_value)
+    hyper = optimizer.hyper(step, clip_value, table.hyper)
     table.before_write(step)
     table.processor.set_numbers(optimizer.rule, hyper, step)
     return step, hyper

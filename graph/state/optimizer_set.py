@@ -20,7 +20,7 @@ from ...embedding.saved_rows import SavedRows
 from ...embedding.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
-from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer
+from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
 from ..passes.step_epilogue import check_schedule
 from ..trace.names import HasBuild, name_of
 
@@ -122,6 +122,7 @@ class OptimizerSet:
             if id(parameter) in by_shadow and id(parameter) not in self._rows:
                 rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
         self._rows.update(rows)  # only now: a refused optimizer changes nothing
+        note_lazy(rows.values())
 
     def follow_parameters(self) -> None:
         """Move the state that optimizers have of a parameter to its device, which torch does not do."""

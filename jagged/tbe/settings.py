@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,8 +161,8 @@ class ShiftedOptimizer(RowOptimizer):
         super().__init__(optimizer, group)
         self.group = group
 
-    def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
-        return super().hyper(max(step + self.shift, 1), clip_value)
+    def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
+        return super().hyper(max(step + self.shift, 1), clip_value, before)
 
 
 def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:

@@ -19,6 +19,7 @@ from ...engine.checks import is_folder_name
 from ...engine.durable import read_record, remedy_for, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, kernels
+from ...engine.optim.past_rates import is_past
 from ...engine.options.table_names import FIELD, are_names
 from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowArray, RowForm
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
@@ -404,9 +405,9 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     of_rows = value.get(STATE_TYPES, [])[len(kernel.element_states) :]
     _require({*of_rows} <= {"float32"}, f"description has {STATE_TYPES!r} {of_rows} of states with one number a row")
     given, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is omitted if it is None
-    _require(
-        given in (0, most - 1, most), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {most - 1}"
-    )
+    past = kernel.catch_up is not None and given > most and is_past(value["hyper"][most:], value["step"])
+    fits = given in (0, most - 1, most) or past
+    _require(fits, f"description has 'hyper' of {given} numbers, and rule {name!r} takes {most - 1}")
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:

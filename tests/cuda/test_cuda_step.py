@@ -87,7 +87,10 @@ def random_hyper(kernel: Kernel, rng: np.random.Generator, limits: list[float]) 
     values = rng.uniform(0.05, 0.95, len(kernel.all_hypers))
     limit = kernel.catch_up.limit if kernel.catch_up else None
     flags = {"maximize": 1.0, "nesterov": 0.0, limit: 3.0}
-    return [flags.get(name, value) for name, value in zip(kernel.all_hypers, values.tolist(), strict=True)] + limits
+    past = [2.0, 1.0, 0.3, 6.0, 0.9] if kernel.catch_up and len(limits) == 3 else []  # knots of learning rates
+    return (
+        [flags.get(name, value) for name, value in zip(kernel.all_hypers, values.tolist(), strict=True)] + limits + past
+    )
 
 
 def random_keys(rng: np.random.Generator, count: int) -> list[int]:

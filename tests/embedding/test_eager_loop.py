@@ -311,13 +311,52 @@ def test_embeddings_that_the_optimizer_does_not_hold_are_refused_unless_frozen()
     assert [layer.size() for layer in model] == [2, 0]  # type: ignore[operator]
 
 
-def test_an_embedding_has_one_eager_optimizer_at_a_time() -> None:
+def test_a_newer_optimizer_takes_over_what_the_older_one_has_no_gradients_of() -> None:
     rows = embedding()
-    optimizer = sgd(rows)
-    with pytest.raises(OptimizerError, match=r"another EagerOptimizer has embedding 'rows\d+'; drop that one"):
+    older = sgd(rows)
+    rows(IDS).sum().backward()
+    with pytest.raises(OptimizerError, match=r"gradients of embedding 'rows\d+' that it has not applied; .*zero_grad"):
         sgd(rows)
-    del optimizer
-    sgd(rows)
+    rows.zero_grad()
+    before = rows.get(IDS)
+    newer = sgd(rows)
+    rows(IDS).sum().backward()
+    with pytest.raises(OptimizerError, match=r"newer EagerOptimizer has taken over embedding 'rows\d+'; call step"):
+        older.step()
+    assert torch.equal(rows.get(IDS), before)
+    newer.step()
+    assert not torch.equal(rows.get(IDS), before)
+    again = sgd(rows)  # the gradients were applied
+    again.zero_grad()
+    rows(IDS).sum().backward()
+    again.step()
+    assert len({older, newer, again}) == 3
+
+
+def test_without_a_module_the_parameters_name_the_embeddings(tmp_path: Path) -> None:
+    def run(alone: bool) -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        options = make_host_mem_store_options(persistent_path=tmp_path / str(alone))
+        tables = [MultiTableEmbedding(f"t{i}", 4, torch.float32, torch.int64, None, options) for i in range(3)]
+        model = nn.ModuleList([*tables, nn.Linear(4, 1)])
+        tables[1].requires_grad_(False)
+        inner = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        optimizer = EagerOptimizer(inner) if alone else EagerOptimizer(inner, model)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model[3](tables[0](IDS) + tables[1](IDS) * tables[2](IDS)).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        optimizer.save_snapshot("three")
+        saved = [table.name for table in tables if table.list_snapshots()]
+        assert saved == (["t0", "t2"] if alone else ["t0", "t1", "t2"])
+        for table in tables:
+            table.close()
+        return losses, model[3].weight.flatten().tolist()
+
+    assert run(True) == run(False)
 
 
 def test_an_embedding_with_gradients_is_let_go() -> None:

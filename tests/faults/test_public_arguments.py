@@ -259,7 +259,8 @@ of_optimizer(optim.PartialRowWiseAdam, betas=(0.9, 0.99), eps=1e-8, weight_decay
 of_optimizer(optim.LAMB, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, maximize=False)
 of_optimizer(optim.PartialRowWiseLAMB, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, maximize=False)
 of_optimizer(optim.LarsSGD, momentum=0.9, weight_decay=0.0, eta=0.001, maximize=False)
-of_optimizer(optim.CatchUpAdam, betas=(0.9, 0.99), eps=1e-8, maximize=False)
+of_optimizer(optim.CatchUpAdam, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, maximize=False)
+of_optimizer(optim.CatchUpAdamW, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, maximize=False)
 of_optimizer(
     optim.Ftrl, weight_decay=0.0, lr_power=-0.5, initial_accumulator_value=0.1, lambda1=0.0, lambda2=0.0, beta=0.0
 )

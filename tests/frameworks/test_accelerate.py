@@ -46,6 +46,26 @@ def test_a_run_that_is_resumed_by_load_state_is_the_uninterrupted_one(tmp_path: 
     assert torch.tensor(first).isfinite().all()
 
 
+def prepared_twice(kind: str, path: Path) -> list[float]:
+    """The losses of steps where the optimizer was made and prepared again in between, as a notebook cell does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerator = Accelerator(cpu=True)
+        model = TwoTowers(stores(kind, path))
+        found: list[float] = []
+        for part in (IDS[:2], IDS[2:5]):
+            prepared, optimizer = accelerator.prepare(model, optimizer_of(model))
+            prepared, optimizer = accelerator.prepare(prepared, optimizer)
+            found += losses(prepared, optimizer, part)
+        return found
+
+
+def test_a_model_and_its_optimizer_are_prepared_again(tmp_path: Path) -> None:
+    found = in_process(prepared_twice, "host", tmp_path / "store")
+    assert len(found) == 5
+    assert torch.tensor(found).isfinite().all()
+
+
 def clipped(kind: str, path: Path) -> tuple[list[float], str]:
     """The losses of steps that are clipped, and what Accelerate's own clipping says."""
     with warnings.catch_warnings():

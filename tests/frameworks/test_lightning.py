@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader
 
 from support.ranks import fails, run_ranks
 from support.two_towers import IDS, TwoTowers, kinds, losses, optimizer_of, stores
-from tierbed import EagerOptimizer, GraphError, OptimizerError
+from tierbed import EagerOptimizer, GraphError, MultiTableEmbedding, OptimizerError, make_host_mem_store_options
 from tierbed.distributed import World
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.tuner import Tuner
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
 QUIET: dict[str, Any] = {
@@ -158,3 +159,55 @@ def over_ranks(world: World, path: Path) -> str:
 def test_over_ranks_it_wraps_the_rows_too_and_that_is_refused_by_name(tmp_path: Path) -> None:
     for said in run_ranks(2, over_ranks, tmp_path):
         assert "is in a DistributedDataParallel" in said
+
+
+class Tuned(pl.LightningModule):
+    """ours: whether the rows are of tierbed, or a plain nn.Embedding."""
+
+    def __init__(self, ours: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        plain, self.out = torch.nn.Embedding(32, 4), torch.nn.Linear(4, 1)
+        self.rows: Any = plain
+        if ours:
+            options = make_host_mem_store_options()
+            self.rows = MultiTableEmbedding("tuned", 4, torch.float32, torch.int64, None, options)
+            self.rows.load_dense({0: plain.weight.detach()})
+        self.ours, self.lr, self.batch_size = ours, 0.05, 2
+        self.losses: list[float] = []
+
+    def training_step(self, ids: Tensor, number: int) -> Tensor:
+        loss: Tensor = (self.out(self.rows(ids)).square() - ids).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        return EagerOptimizer(optimizer, self) if self.ours else optimizer
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(32), batch_size=self.batch_size)  # type: ignore[arg-type]
+
+
+def tuned(ours: bool, ways: tuple[str, ...], path: Path) -> list[float]:
+    module = Tuned(ours)
+    quiet = QUIET | {"max_epochs": 1, "enable_checkpointing": False, "default_root_dir": path}
+    for way in ways:
+        trainer = pl.Trainer(**quiet)
+        if way == "fit":
+            trainer.fit(module)
+        elif way == "lr_find":
+            Tuner(trainer).lr_find(module, num_training=12, min_lr=1e-4, max_lr=0.1)
+            module.lr = 0.01
+        else:
+            Tuner(trainer).scale_batch_size(module, max_trials=2, steps_per_trial=2)
+    return module.losses
+
+
+@pytest.mark.parametrize(
+    "ways", [("fit", "fit"), ("lr_find", "fit"), ("scale_batch_size", "fit"), ("scale_batch_size", "lr_find", "fit")]
+)
+def test_what_makes_the_optimizer_again_trains_as_with_a_plain_embedding(ways: tuple[str, ...], tmp_path: Path) -> None:
+    losses = tuned(True, ways, tmp_path)
+    assert len(losses) > 12
+    torch.testing.assert_close(losses, tuned(False, ways, tmp_path), rtol=1e-6, atol=1e-6)

@@ -36,6 +36,7 @@ _OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=0.1, weight_decay=0.1),
     "rowwise": lambda p: RowWiseAdagrad(p, lr=0.02, initial_accumulator_value=0.1),
     "catch-up": lambda p: CatchUpAdam(p, lr=0.01, eps=0.1),
+    "catch-up decay": lambda p: CatchUpAdam(p, lr=0.01, eps=0.1, weight_decay=0.1),
 }
 
 

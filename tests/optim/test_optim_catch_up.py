@@ -1,9 +1,10 @@
-"""Rows that catch up equal dense Adam, for every reader, however rarely they are touched."""
+"""Rows that catch up equal dense Adam and AdamW, for every reader, however rarely they are touched."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from support.embeddings import DIM, contents, make
 from support.stores import STORES, options
-from tierbed import MultiTableEmbedding
+from tierbed import EagerOptimizer, Graph, MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
-from tierbed.engine.optim import CatchUpAdam
-from tierbed.engine.optim.catch_up_adam import ALL, terms
+from tierbed.engine.optim import CatchUpAdam, CatchUpAdamW
+from tierbed.engine.optim.catch_up_adam import ALL, CATCH_UP_ADAM, terms
+from tierbed.engine.optim.past_rates import MOST, PastRates, is_past, with_past
 from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.optimizer
@@ -33,15 +35,28 @@ def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids, grads
 
 
-def trained(embedding: MultiTableEmbedding, steps: int, **settings: object) -> list[Tensor]:
+# each kind, torch's, and settings
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "adam": (CatchUpAdam, torch.optim.Adam, {}),
+    "l2": (CatchUpAdam, torch.optim.Adam, {"weight_decay": 0.1}),
+    "adamw": (CatchUpAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def trained(embedding: MultiTableEmbedding, steps: int, kind: str = "adam", schedule: Any = None) -> list[Tensor]:
     """What each step's lookup saw."""
-    optimizer = CatchUpAdam(embedding.parameters(), lr=0.01, **settings)
+    make_optimizer, _, settings = KINDS[kind]
+    optimizer = make_optimizer(embedding.parameters(), lr=0.01, **settings)
     embedding.attach(optimizer, optimizer.param_groups[0])
-    seen = []
+    seen, schedule = [], schedule and schedule(optimizer)
     for ids, grads in batches(steps):
         pinned = embedding.pin([Lookup(ids)])
         seen.append(pinned.gather(0))
         pinned.update([grads])
+        if schedule is not None:
+            optimizer.step()  # or torch warns
+            schedule.step()
     return seen
 
 
@@ -74,6 +89,100 @@ def test_rows_and_lookups_equal_dense_adam_at_every_one_of_500_steps(
     assert (dense.detach()[ROWS - 3 :] == embedding.get(IDS[ROWS - 3 :])).all()
 
 
+SCHEDULES = {
+    "constant": None,
+    "stepped": lambda o: torch.optim.lr_scheduler.StepLR(o, 7, 0.5),
+    "warmed up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 1e-3, total_iters=30),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=90, cycle_momentum=False),
+}
+
+
+class Trained(Graph):
+    def __init__(self, rows: MultiTableEmbedding, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        super().__init__()
+        self.rows = rows
+        self.add_optimizer(optimizer, lr_sch=schedule)
+
+    def build(self, ids: Tensor, wanted: Tensor) -> Tensor:
+        loss = (self.rows(ids) - wanted).square().sum()
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("way", ["loop", "graph"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("decay", [0.0, 1e-4, 0.3])
+@pytest.mark.parametrize("kind", [CatchUpAdam, CatchUpAdamW])
+@pytest.mark.rotated("way")
+@pytest.mark.rotated("decay")
+def test_loops_and_graphs_train_what_dense_torch_trains(kind: Any, decay: float, schedule: str, way: str) -> None:
+    rows = make(options("host"), tables=1)
+    dense = torch.nn.Embedding.from_pretrained(rows.get(IDS).clone(), freeze=False)
+    plain = torch.optim.Adam if kind is CatchUpAdam else torch.optim.AdamW
+    optimizer = kind(rows.parameters(), lr=0.01, weight_decay=decay)
+    reference = plain(dense.parameters(), lr=0.01, weight_decay=decay)
+    ours, theirs = ((make_schedule := SCHEDULES[schedule]) and make_schedule(o) for o in (optimizer, reference))
+    if way == "graph":
+        graph = Trained(rows, optimizer, ours)
+    else:
+        eager = EagerOptimizer(optimizer)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(80):
+        ids = torch.randint(0, ROWS - 3, (4,), generator=generator)
+        wanted = torch.randn((4, DIM), generator=generator)
+        reference.zero_grad()
+        expected = (dense(ids) - wanted).square().sum()
+        expected.backward()
+        if way == "graph":
+            loss = graph(ids, wanted)
+        else:
+            eager.zero_grad()
+            loss = (rows(ids) - wanted).square().sum()
+            loss.backward()
+            eager.step()
+            if ours is not None:
+                ours.step()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-6)
+        reference.step()
+        if theirs is not None:
+            theirs.step()
+        torch.testing.assert_close(rows.get(IDS), dense.weight.detach(), rtol=0, atol=1e-6)
+
+
+def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -> None:
+    numbers = [0.0] * (len(CATCH_UP_ADAM.all_hypers) + 2)
+    of_rate = CATCH_UP_ADAM.all_hypers.index("lr")
+
+    def rate(step: int) -> float:
+        return 1e-3 * (min(step, 100) / 100 if step <= 600 else 0.5 * (1 + np.cos((step - 600) / 900 * np.pi)))
+
+    before: list[float] = []
+    for step in range(1, 1501):
+        numbers[of_rate] = rate(step)
+        before = with_past(CATCH_UP_ADAM, list(numbers), before, step)
+    past = PastRates(CATCH_UP_ADAM, before)
+    assert len(past.knots) <= MOST
+    assert is_past(before[len(numbers) + 1 :], 1500)
+    assert not is_past(before[len(numbers) + 1 : -1], 1500)
+    assert not is_past(before[len(numbers) + 1 :], 1499)
+    assert max(abs(past.at(step) - rate(step)) for step in range(1400, 1501)) < 1e-18
+    assert max(abs(past.at(step) - rate(step)) for step in range(1, 1501)) < 1e-7
+
+
+def test_steps_before_the_optimizer_changed_nothing() -> None:
+    rows = make(options("device"), tables=1, padding_idx=0)
+    sgd = torch.optim.SGD(rows.parameters(), lr=0.1)
+    rows.attach(sgd, sgd.param_groups[0])
+    for _ in range(50):
+        rows.pin([Lookup(IDS[:1])]).update([torch.zeros(1, DIM)])
+    before = rows.get(IDS)  # the id 0 is padding: no row has the state of SGD
+    optimizer = CatchUpAdamW(rows.parameters(), lr=0.1, weight_decay=0.5)
+    rows.attach(optimizer, optimizer.param_groups[0])
+    rows.pin([Lookup(IDS[1:2])]).update([torch.zeros(1, DIM)])
+    torch.testing.assert_close(rows.get(IDS[1:]), before[1:] * 0.95, rtol=0, atol=1e-7)
+
+
 def test_lazy_adam_would_not_pass(tmp_path: Path) -> None:
     embedding = make(options("device"), "adam", tables=1)
     dense = torch.nn.Parameter(embedding.get(IDS))
@@ -85,9 +194,10 @@ def test_lazy_adam_would_not_pass(tmp_path: Path) -> None:
     assert (embedding.get(IDS) - dense.detach()).abs().max() > 1e-2
 
 
-def test_every_reader_sees_the_same_rows_and_reading_writes_none() -> None:
+@kinds
+def test_every_reader_sees_the_same_rows_and_reading_writes_none(kind: str) -> None:
     embedding = make(options("device"), tables=1)
-    trained(embedding, 60)
+    trained(embedding, 60, kind, SCHEDULES["cosine"])
     before = contents(embedding).tobytes()
     rows = embedding.get(IDS)
     with torch.no_grad():
@@ -96,10 +206,12 @@ def test_every_reader_sees_the_same_rows_and_reading_writes_none() -> None:
     assert contents(embedding).tobytes() == before
 
 
-def test_put_lets_the_moments_catch_up_and_sets_the_row() -> None:
+@kinds
+def test_put_lets_the_moments_catch_up_and_sets_the_row(kind: str) -> None:
     put, dense = make(options("device"), tables=1), torch.nn.Parameter(torch.zeros(ROWS, DIM))
     dense.data.copy_(put.get(IDS))
-    optimizer, reference = CatchUpAdam(put.parameters(), lr=0.01), torch.optim.Adam([dense], lr=0.01)
+    ours, theirs, settings = KINDS[kind]
+    optimizer, reference = (k(p, lr=0.01, **settings) for k, p in ((ours, put.parameters()), (theirs, [dense])))
     put.attach(optimizer, optimizer.param_groups[0])
     for step, (ids, grads) in enumerate(batches(80), 1):
         put.pin([Lookup(ids)]).update([grads])
@@ -145,24 +257,30 @@ def test_numbers_of_the_rule_before_are_not_taken_for_those_of_catch_up_adam(tmp
         assert [row.tolist() for _, _, row in reader] == [[1.0] * DIM]
 
 
-def test_rows_do_not_depend_on_the_store_or_threads(tmp_path: Path, native_threads: Callable[[int], None]) -> None:
+@kinds
+def test_rows_do_not_depend_on_the_store_or_threads(
+    tmp_path: Path, native_threads: Callable[[int], None], kind: str
+) -> None:
     native_threads(1)
     first = make(options("device"), tables=1)
-    expected, rows = trained(first, 30), first.get(IDS)
+    expected, rows = trained(first, 30, kind, SCHEDULES["stepped"]), first.get(IDS)
     for store in STORES:
         for threads in (2, 16):
             native_threads(threads)
             other = make(options(store, tmp_path), name=f"{store}{threads}", tables=1)
-            seen = trained(other, 30)
+            seen = trained(other, 30, kind, SCHEDULES["stepped"])
             assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True)), (store, threads)
             assert torch.equal(other.get(IDS), rows)
             assert contents(other).tobytes() == contents(first).tobytes()
 
 
+@kinds
 @pytest.mark.parametrize("store", ["host", "ssd"])
-def test_a_reader_without_the_optimizer_and_a_resumed_run_go_on_from_the_same_rows(tmp_path: Path, store: str) -> None:
+def test_a_reader_without_the_optimizer_and_a_resumed_run_go_on_from_the_same_rows(
+    tmp_path: Path, store: str, kind: str
+) -> None:
     with make(options(store, tmp_path), tables=1) as embedding:
-        trained(embedding, 40)
+        trained(embedding, 40, kind, SCHEDULES["cosine"])
         rows = embedding.get(IDS)
         embedding.save_snapshot("forty")
     with make(options(store, tmp_path), tables=1) as reader:

@@ -30,7 +30,8 @@ def test_what_is_read_from_the_files_is_what_they_declare() -> None:
 
 def test_every_kernel_has_a_reference_and_one_for_missed_steps() -> None:
     assert {rule.kernel.name for rule in all_rules()} == set(REFERENCES)
-    assert {rule.kernel.name for rule in all_rules() if rule.kernel.catch_up} == set(CATCH_UPS) == {"catch_up_adam"}
+    catching_up = {"catch_up_adam", "catch_up_adam_l2", "catch_up_adamw"}
+    assert {rule.kernel.name for rule in all_rules() if rule.kernel.catch_up} == set(CATCH_UPS) == catching_up
 
 
 def test_a_kernel_that_is_not_made_of_literals_names_its_file_and_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.arithmetic import normal_quantile, row_sum
-from support.rule_references import CATCH_UPS, REFERENCES
+from support.rule_references import CATCH_UPS, REFERENCES, PastRates
 from tierbed.engine.optim.kernel import LIMITS
 from tierbed.engine.optim.rule import Rule, rule_named
 from tierbed.engine.options.initializers import CONSTANT, UNIFORM
@@ -326,10 +326,14 @@ def catch_up(rows: F32, updates: U32, last: U32, dim: int, rule: str, hyper: Seq
     found = rule_named(rule)
     if rule not in CATCH_UPS:
         return
-    for index in np.flatnonzero((updates != 0) & (last.astype(np.int64) + 1 < step)):
+    assert found.kernel.catch_up is not None
+    rates = PastRates(found.kernel, hyper)
+    misses = (updates != 0) | bool(found.kernel.catch_up.unwritten)
+    for index in np.flatnonzero(misses & (last.astype(np.int64) + 1 < step)):
         named = _arguments(found, rows[index : index + 1], dim, hyper)
+        of_row = {"first": updates[index] == 0, "last": int(last[index]), "missed": step - 1 - int(last[index])}
         with np.errstate(all="ignore"):
-            CATCH_UPS[rule](SimpleNamespace(**named, last=int(last[index]), missed=step - 1 - int(last[index])))
+            CATCH_UPS[rule](SimpleNamespace(**named, **of_row, rates=rates))
 
 
 def clip(grads: F32, value: np.float32, norm: np.float32) -> F32:

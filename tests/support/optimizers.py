@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tierbed.engine.optim import LAMB, CatchUpAdam, PartialRowWiseAdam, RowWiseAdagrad
+from tierbed.engine.optim import LAMB, CatchUpAdam, CatchUpAdamW, PartialRowWiseAdam, RowWiseAdagrad
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
@@ -18,6 +18,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "partial": (PartialRowWiseAdam, {"lr": 0.01}),
     "lamb": (LAMB, {"lr": 0.01}),
     "catch-up": (CatchUpAdam, {"lr": 0.01}),
+    "catch-up l2": (CatchUpAdam, {"lr": 0.01, "weight_decay": 0.1}),
+    "catch-up w": (CatchUpAdamW, {"lr": 0.01, "weight_decay": 0.1}),
 }
 
 

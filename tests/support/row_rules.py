@@ -10,6 +10,7 @@ from tierbed.engine import _core
 from tierbed.engine.optim import (
     LAMB,
     CatchUpAdam,
+    CatchUpAdamW,
     Ftrl,
     LarsSGD,
     PartialRowWiseAdam,
@@ -35,6 +36,9 @@ MAKERS = {
     "ftrl grows": lambda p: Ftrl(p, lr=0.1, lr_power=-0.7, power_sign="lr_power"),
     "catch-up adam": lambda p: CatchUpAdam(p, lr=0.01, maximize=True),
     "catch-up adam with a rest": lambda p: CatchUpAdam(p, lr=0.01, betas=(0.1, 0.9)),
+    "catch-up adam with decay": lambda p: CatchUpAdam(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "catch-up adamw": lambda p: CatchUpAdamW(p, lr=0.01, weight_decay=0.1),
+    "catch-up adamw with a rest": lambda p: CatchUpAdamW(p, lr=0.1, betas=(0.1, 0.9), weight_decay=0.5),
     "partial row-wise adam": lambda p: PartialRowWiseAdam(p, lr=0.01, weight_decay=0.1, maximize=True),
     "partial row-wise adam without eps": lambda p: PartialRowWiseAdam(p, lr=0.01, eps=0.0),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, weight_decay=0.01, maximize=True),

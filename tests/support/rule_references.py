@@ -6,13 +6,15 @@ Every operation is rounded to float32, as in the kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from support.arithmetic import power, power_by_squaring, row_sum
+from tierbed.engine.optim.kernel import Kernel
+from tierbed.engine.optim.past_rates import between, knots_of
 
 # The arguments of a reference, by the names that a kernel's body uses: `w` and element states [n, dim] and row states
 # [n, 1], float32, updated in place; `g` [n, dim], `first` [n, 1], `step`, `dim`; hyper-parameters as NumPy scalars.
@@ -68,18 +70,63 @@ def catch_up_adam(x: Row) -> None:
     moments(x, decayed(x.g, x.w, np.float32(0), x.maximize))
 
 
+class PastRates:
+    """The learning rates in the numbers of a rule that catches up, as `Rates` of kernels/rule.h has them."""
+
+    def __init__(self, kernel: Kernel, numbers: Sequence[float]) -> None:
+        self.knots, self.now = knots_of(kernel, numbers)
+
+    def at(self, step: int) -> float:
+        """The rate of a step."""
+        index = self._index(step)
+        if index == len(self.knots):
+            return self.now
+        return self.knots[index][1] if index == 0 else between(self.knots[index - 1], self.knots[index], step)
+
+    def last(self, step: int) -> float:
+        """The last step whose rate is on one line with that of `step`."""
+        index = self._index(step)
+        return self.knots[index][0] if index < len(self.knots) else 2.0**32
+
+    def _index(self, step: int) -> int:
+        return sum(knot < step for knot, _ in self.knots)
+
+
 def missed_steps(x: Row) -> None:
+    _apply_missed(x, min(x.missed, int(x.terms)))
+
+
+def missed_steps_l2(x: Row) -> None:
+    _apply_missed(x, x.missed, coupled=x.weight_decay)
+
+
+def missed_steps_w(x: Row) -> None:
+    _apply_missed(x, min(x.missed, int(x.terms)), decoupled=x.weight_decay)
+
+
+def _apply_missed(x: Row, singly: int, coupled: Any = None, decoupled: float = 0.0) -> None:
+    """The steps that a row missed, `singly` of them one by one."""
     power1, power2 = power_by_squaring(x.decay1, x.last), power_by_squaring(x.decay2, x.last)
-    applied = min(x.missed, int(x.terms))
-    for _ in range(applied):
+    taken = 0
+    while taken < singly and not (x.first and coupled is None):
+        rate = x.rates.at(x.last + 1 + taken)
         power1, power2 = power1 * x.decay1, power2 * x.decay2
-        size, correction2 = np.float32(x.lr / (1.0 - power1)), np.float32(math.sqrt(1.0 - power2))
-        x.exp_avg -= x.exp_avg * x.one_minus_beta1
-        x.exp_avg_sq *= x.beta2
+        size, correction2 = np.float32(rate / (1.0 - power1)), np.float32(math.sqrt(1.0 - power2))
+        g = np.float32(0) if coupled is None else coupled * x.w
+        x.w *= np.float32(1.0 - rate * decoupled)
+        x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
+        x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
         x.w -= size * (x.exp_avg / (np.sqrt(x.exp_avg_sq) / correction2 + x.eps))
-    if applied < x.missed:
-        x.exp_avg *= np.float32(power_by_squaring(x.decay1, x.missed - applied))
-        x.exp_avg_sq *= np.float32(power_by_squaring(x.decay2, x.missed - applied))
+        taken += 1
+    while taken < x.missed:
+        begin = x.last + 1 + taken
+        count = 1 if taken < singly else int(min(x.rates.last(begin) - begin + 1, x.missed - taken))
+        first, last = x.rates.at(begin), x.rates.at(begin + count - 1)
+        decay = 1.0 - 0.5 * (first + last) * decoupled
+        x.w *= np.float32(power_by_squaring(float(np.float32(decay)) if first == last else decay, count))
+        x.exp_avg *= np.float32(power_by_squaring(x.decay1, count))
+        x.exp_avg_sq *= np.float32(power_by_squaring(x.decay2, count))
+        taken += count
 
 
 def rmsprop(x: Row) -> None:
@@ -155,6 +202,8 @@ REFERENCES: dict[str, Callable[[Row], None]] = {  # by the name of the kernel
     "adam": adam,
     "adamw": adamw,
     "catch_up_adam": catch_up_adam,
+    "catch_up_adam_l2": adam,
+    "catch_up_adamw": adamw,
     "rmsprop": rmsprop,
     "ftrl": ftrl,
     "rowwise_adagrad": rowwise_adagrad,
@@ -163,4 +212,8 @@ REFERENCES: dict[str, Callable[[Row], None]] = {  # by the name of the kernel
     "lamb": lamb,
     "partial_rowwise_lamb": partial_rowwise_lamb,
 }
-CATCH_UPS: dict[str, Callable[[Row], None]] = {"catch_up_adam": missed_steps}  # for one row
+CATCH_UPS: dict[str, Callable[[Row], None]] = {  # for one row
+    "catch_up_adam": missed_steps,
+    "catch_up_adam_l2": missed_steps_l2,
+    "catch_up_adamw": missed_steps_w,
+}

@@ -15,7 +15,7 @@ from .layout import Layout
 from .program import Program
 
 LINES = "ops/cuda/lines.cu"
-WARP, SUM_BLOCK, MAX_SOURCES, MAX_HYPERS = 32, 256, 8, 24  # as in update.cu and sources.h
+WARP, SUM_BLOCK, MAX_SOURCES, MAX_HYPERS = 32, 256, 8, 504  # as in update.cu and sources.h
 # of each lookup: the gradient [rows of the lookup, dim], of one dtype, whether bags are means, its pooling weights
 Given = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -78,7 +78,7 @@ class RuleKernels:
     def write_numbers(self, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
         """Write the numbers of an update to `numbers`, memory of `new_numbers`.
 
-        hyper: the rule's numbers, the limits at the end. scale: multiplies the summed gradient of a row.
+        hyper: the rule's numbers, as from `RowOptimizer.hyper`. scale: multiplies the summed gradient of a row.
         """
         given = np.zeros((), _NUMBERS)
         given["hyper"][: len(hyper)], given["scale"], given["step"] = hyper, scale, step

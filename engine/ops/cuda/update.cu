@@ -14,9 +14,10 @@ using Rule = TIERBED_RULE;
 
 constexpr LineShape WIDE = widened(SHAPE);
 
-constexpr u32 MAX_HYPERS = 24;
+constexpr u32 MAX_HYPERS = 504;
 
-// What changes from step to step: `scale` multiplies gradients, `step` is the embedding's.
+// What changes from step to step: `scale` multiplies gradients, `step` is the embedding's. hyper: those of the rule, the
+// limits, and what Rates reads, as zeros where there are no past rates.
 struct Numbers {
     double hyper[MAX_HYPERS];
     float scale;
@@ -79,9 +80,9 @@ extern "C" __global__ void update_rows(const __grid_constant__ Sources from, con
 
 // Those below do nothing for a rule that does not catch up; templates, since such a rule has not what it takes.
 template <class Rule>
-TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, u32 last, u32 step, u64 wide) {
+TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, Record was, u32 step, u64 wide) {
     change_line(
-        tile, line, wide, [&](u64 at) { catch_up(tile, floats(at), SHAPE.dim, rule, last, step); },
+        tile, line, wide, [&](u64 at) { catch_up(tile, floats(at), SHAPE.dim, rule, was, step); },
         [&](u64 at, u64 decoded) { encode_line(tile, at, decoded, SHAPE, NoNoise{}); });
 }
 
@@ -89,13 +90,13 @@ template <class Rule>
 TIERBED_FN void settle(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* views, u64 wide) {
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(count, [&](Tile tile, u64 row) {
-            const bool behind = is_behind(*record(lines[row], SHAPE), step);
+            const bool behind = is_behind(*record(lines[row], SHAPE), step, Rule::MISSES_UNWRITTEN);
             const u64 view = behind ? memory + row * SHAPE.line_bytes : lines[row];
             if (tile.lane == 0) views[row] = view;
             if (!behind) return;
             copy_line(tile, view, lines[row], SHAPE);
             synchronise(tile);
-            catch_up_line(tile, view, rule, record(lines[row], SHAPE)->step, step, wide);
+            catch_up_line(tile, view, rule, *record(lines[row], SHAPE), step, wide);
         });
 }
 
@@ -104,7 +105,8 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(count, [&](Tile tile, u64 i) {
             const Record lifecycle = *record(lines[i], SHAPE);
-            if (is_behind(lifecycle, step)) catch_up_line(tile, lines[i], rule, lifecycle.step, step, wide);
+            if (is_behind(lifecycle, step, Rule::MISSES_UNWRITTEN))
+                catch_up_line(tile, lines[i], rule, lifecycle, step, wide);
         });
 }
 

@@ -31,6 +31,30 @@ struct Limits {
     TIERBED_FN float clipped(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
 };
 
+// The learning rates of past steps. past: the number of knots, then the step and the rate of each
+// (engine/optim/past_rates.py). now: the rate of the steps after them.
+class Rates {
+public:
+    TIERBED_FN Rates(const double* past, double now) : knots_(past + 1), count_(static_cast<u32>(past[0])), now_(now) {}
+
+    // The rate of `step`. Steps must ascend from call to call.
+    TIERBED_FN double at(u32 step) {
+        const double x = static_cast<double>(step);
+        while (index_ < count_ && knots_[2 * index_] < x) ++index_;
+        if (index_ == count_) return now_;
+        const double* const b = knots_ + 2 * index_;
+        if (index_ == 0) return b[1];
+        return b[-1] + (b[1] - b[-1]) * ((x - b[-2]) / (b[0] - b[-2]));
+    }
+    // The last step whose rate is on one line with that of the last call.
+    TIERBED_FN u32 last() const { return index_ < count_ ? static_cast<u32>(knots_[2 * index_]) : 0xFFFFFFFFu; }
+
+private:
+    const double* knots_;
+    u32 count_, index_ = 0;
+    double now_;
+};
+
 // The factor that limits a row's L2 norm to `limit`, given the sum of its squares.
 TIERBED_FN float norm_scale(float squares, float limit) {
     const float norm = square_root(squares);

@@ -16,14 +16,16 @@ namespace tierbed {
 // To catch up is to apply the steps that a row missed (engine/optim/kernel.py, CatchUp): a pure function of the line, its
 // last step and the step that is due. The gradient of a missed step is zero. One tile works on one line.
 
-// Whether steps lie between the row's last one and `step`, the one that is due. A row that was never written has none.
-TIERBED_FN bool is_behind(const Record& lifecycle, u32 step) {
-    return lifecycle.updates != 0 && lifecycle.step + 1 < step;
+// Whether steps lie between the row's last one and `step`, the one that is due. The last step of a row that was never
+// written is 0; it has missed steps by some rules alone (`unwritten`: MISSES_UNWRITTEN of the rule).
+TIERBED_FN bool is_behind(const Record& lifecycle, u32 step, bool unwritten) {
+    return (unwritten || lifecycle.updates != 0) && lifecycle.step + 1 < step;
 }
 
 // columns [begin, begin + n) of the line; n <= VEC
 template <class Rule>
-TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, u32 last, u32 missed) {
+TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, const Record& was,
+                               u32 missed) {
     float w[VEC], states[Rule::ELEMENT_STATES][VEC];
     load_floats(w, line + begin, n);
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) load_floats(states[k], line + dim * (k + 1) + begin, n);
@@ -36,17 +38,28 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
         }
     };
     typename Rule::Missed values;
-    values.last = last;
+    values.last = was.step;
     rule.begin_missed(values);
-    const u32 limit = static_cast<u32>(rule.limit()), taken = missed < limit ? missed : limit;
-    for (u32 i = 0; i < taken; ++i) {
+    Rates rates = rule.rates();
+    const bool rests = Rule::RESTS_UNWRITTEN && was.updates == 0;
+    const u32 limit = static_cast<u32>(rule.limit()), singly = missed < limit ? missed : limit;
+    u32 taken = 0;
+    for (; taken < singly && !rests; ++taken) {
+        values.rate = rates.at(was.step + 1 + taken);
         rule.missed_step(values);
         for_elements([&](float& weight, float* state) TIERBED_INLINE { rule.missed_element(weight, state, values); });
     }
-    if (taken < missed) {
-        values.rest = missed - taken;
+    while (taken < missed) {
+        const u32 from = was.step + 1 + taken, left = missed - taken;
+        const double first = rates.at(from);
+        const u32 on_line = rates.last() - from + 1;
+        values.rest = taken < singly ? 1 : on_line < left ? on_line : left;
+        const double last = rates.at(from + values.rest - 1);
+        values.rate = 0.5 * (first + last);
+        values.is_constant = first == last;
         rule.missed_rest(values);
         for_elements([&](float& weight, float* state) TIERBED_INLINE { rule.rest_element(weight, state, values); });
+        taken += values.rest;
     }
     store_floats(line + begin, w, n);
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) store_floats(line + dim * (k + 1) + begin, states[k], n);
@@ -54,10 +67,10 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
 
 // Embedding and state of a row that is behind, as they are when `step` begins. The record stays.
 template <class Rule>
-TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, u32 last, u32 step) {
-    const u32 missed = step - 1 - last;
+TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, Record was, u32 step) {
+    const u32 missed = step - 1 - was.step;
     for_blocks(tile, dim,
-               [&](u32 begin, u32 n) TIERBED_INLINE { catch_up_block(line, dim, begin, n, rule, last, missed); });
+               [&](u32 begin, u32 n) TIERBED_INLINE { catch_up_block(line, dim, begin, n, rule, was, missed); });
 }
 
 // Columns [begin, begin + n) of a line, which `change` changes by body(w, states, j); n <= VEC.
@@ -156,7 +169,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
             for (u32 j = 0; j < n; ++j) g[j] = rule.clipped(g[j]);
     };
     if constexpr (Rule::CATCHES_UP)
-        if (is_behind(*lifecycle, step)) catch_up(tile, line, dim, rule, lifecycle->step, step);
+        if (is_behind(*lifecycle, step, Rule::MISSES_UNWRITTEN)) catch_up(tile, line, dim, rule, *lifecycle, step);
     typename Rule::Row row;
     row.first = lifecycle->updates == 0;
     row.step = step;

@@ -173,15 +173,20 @@ void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
     const Rule rule(job.hyper);
     for (std::size_t i = begin; i < end; ++i) {
         Record* lifecycle = record(job.lines[i], job.shape);
-        if (!is_behind(*lifecycle, job.step)) continue;
-        catch_up(ONE_THREAD, floats(job.lines[i]), job.shape.dim, rule, lifecycle->step, job.step);
+        if (!is_behind(*lifecycle, job.step, Rule::MISSES_UNWRITTEN)) continue;
+        catch_up(ONE_THREAD, floats(job.lines[i]), job.shape.dim, rule, *lifecycle, job.step);
         lifecycle->step = job.step - 1;
     }
 }
 
 template <class Rule>
 constexpr RuleLoops loops_of() {
-    RuleLoops loops{Rule::NAME, Rule::ELEMENT_STATES, Rule::ROW_STATES, Rule::HYPERS + Rule::LIMITS, update<Rule>,
+    RuleLoops loops{Rule::NAME,
+                    Rule::ELEMENT_STATES,
+                    Rule::ROW_STATES,
+                    Rule::HYPERS + Rule::LIMITS,
+                    Rule::MISSES_UNWRITTEN,
+                    update<Rule>,
                     nullptr};
     if constexpr (Rule::CATCHES_UP) loops.catch_up = catch_up_lines<Rule>;
     return loops;

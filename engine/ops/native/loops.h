@@ -78,6 +78,7 @@ struct RuleLoops {
     const char* name;
     u32 element_states, row_states;
     u32 hypers;  // limits included
+    bool misses_unwritten;  // whether rows that were never written miss steps
     // Returns the number of rows written for the first time. memory [3 * dim]: scratch.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);
     void (*catch_up)(const CatchUpJob&, std::size_t begin, std::size_t end);  // null if the rule does not catch up

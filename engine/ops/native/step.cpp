@@ -252,7 +252,13 @@ std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundR
 BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> given)
     : loops(rule_named(name)), hyper(std::move(given)) {
     if (hyper.size() + 1 == loops.hypers) hyper.push_back(0.0);  // a last limit of 0 may be left out
-    if (hyper.size() != loops.hypers)
+    bool fits = hyper.size() == loops.hypers;
+    if (loops.catch_up) {
+        if (fits) hyper.push_back(0.0);  // no past rates
+        fits = hyper.size() > loops.hypers &&
+               hyper[loops.hypers] * 2 + 1 == static_cast<double>(hyper.size() - loops.hypers);
+    }
+    if (!fits)
         throw std::invalid_argument("rule " + name + " takes " + std::to_string(loops.hypers) + " hyper-parameters");
     const LineShape& shape = layout.shape;
     if (widened(shape).width != shape.dim * (1 + loops.element_states) + loops.row_states ||
@@ -311,7 +317,7 @@ void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule,
     if (!rule.loops.catch_up) return;
     std::vector<std::size_t> behind;
     for (std::size_t row = 0; row < batch.unique; ++row)
-        if (is_behind(*record(batch.lines[row], layout.shape), step)) behind.push_back(row);
+        if (is_behind(*record(batch.lines[row], layout.shape), step, rule.loops.misses_unwritten)) behind.push_back(row);
     const std::vector<u64> copies = batch.allocate(behind.size(), layout.shape);
     if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // Python may hold a view of it
     std::copy_n(batch.lines.data(), batch.unique, batch.views.data());

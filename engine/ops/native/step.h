@@ -56,7 +56,7 @@ struct Upstream {
 };
 
 // An optimizer rule with its hyper-parameters: those of its kernel (engine/optim) in order, then the limits for
-// clipping. Throws std::invalid_argument for an unknown rule, a wrong number of hyper-parameters, or lines that have no
+// clipping, then, if it catches up, what Rates of ops/kernels/rule.h reads, or nothing. Throws std::invalid_argument for an unknown rule, a wrong number of hyper-parameters, or lines that have no
 // room for its state.
 struct BoundRule {
     BoundRule(const Layout& layout, const std::string& name, std::vector<double> hyper);
