@@ -73,8 +73,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         check_is_optimizer(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        root = nn.ParameterList(held) if module is None else module
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        root = nn.ParameterList(parameters) if module is None else module
         modules: list[nn.Module] = embeddings_of(groups) if module is None else [*module.modules()]
         embeddings = [m for m in modules if isinstance(m, EmbeddingBase) and m.shadow.requires_grad]
         self._world = refuse_eager_ranks(root, embeddings)
@@ -101,7 +101,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             name_embeddings(module, OptimizerError)
         train_together(modules)
         self._module = None if module is None else ref(module)
-        self._taken = ""  # the name of an embedding that a newer one has taken
+        self._lost_embedding = ""  # the name of an embedding that a newer one has taken
         self._has_met = False  # whether it looked at the dense part, at its first step
         note_versions(self._dense(embeddings))
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
@@ -110,7 +110,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         for embedding in embeddings:
             older = holders.get(embedding.handle)
             if isinstance(older, EagerOptimizer):
-                older._taken = embedding.name
+                older._lost_embedding = embedding.name
             holders[embedding.handle] = self
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
@@ -172,9 +172,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             raise GraphError(
                 "build calls step() of an EagerOptimizer; leave it out, and give the wrapped optimizer to add_optimizer"
             )
-        if self._taken:
+        if self._lost_embedding:
             raise OptimizerError(
-                f"a newer EagerOptimizer has taken over embedding {self._taken!r}; call step() of that one, or make "
+                f"a newer EagerOptimizer has taken over embedding {self._lost_embedding!r}; call step() of that one, or make "
                 "this one again"
             )
         for embedding, _ in self._rows:

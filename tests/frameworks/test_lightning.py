@@ -173,11 +173,11 @@ class Tuned(pl.LightningModule):
             options = make_host_mem_store_options()
             self.rows = MultiTableEmbedding("tuned", 4, torch.float32, torch.int64, None, options)
             self.rows.load_dense({0: plain.weight.detach()})
-        self.ours, self.lr, self.batch_size = ours, 0.05, 2
+        self.ours, self.lr, self.batch_size = ours, 0.01, 2
         self.losses: list[float] = []
 
     def training_step(self, ids: Tensor, number: int) -> Tensor:
-        loss: Tensor = (self.out(self.rows(ids)).square() - ids).square().mean()
+        loss: Tensor = (self.out(self.rows(ids)) - ids / 32).square().mean()
         self.losses.append(float(loss.detach()))
         return loss
 
@@ -209,5 +209,5 @@ def tuned(ours: bool, ways: tuple[str, ...], path: Path) -> list[float]:
 )
 def test_what_makes_the_optimizer_again_trains_as_with_a_plain_embedding(ways: tuple[str, ...], tmp_path: Path) -> None:
     losses = tuned(True, ways, tmp_path)
-    assert len(losses) > 12
+    assert len(losses) > 10
     torch.testing.assert_close(losses, tuned(False, ways, tmp_path), rtol=1e-6, atol=1e-6)

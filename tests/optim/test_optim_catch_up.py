@@ -17,7 +17,7 @@ from tierbed import EagerOptimizer, Graph, MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, CatchUpAdamW
 from tierbed.engine.optim.catch_up_adam import ALL, CATCH_UP_ADAM, terms
-from tierbed.engine.optim.past_rates import MOST, PastRates, is_past, with_past
+from tierbed.engine.optim.past_rates import MAX_KNOTS, PastRates, is_past, with_past
 from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.optimizer
@@ -162,12 +162,25 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
         numbers[of_rate] = rate(step)
         before = with_past(CATCH_UP_ADAM, list(numbers), before, step)
     past = PastRates(CATCH_UP_ADAM, before)
-    assert len(past.knots) <= MOST
+    assert len(past.knots) <= MAX_KNOTS
     assert is_past(before[len(numbers) + 1 :], 1500)
     assert not is_past(before[len(numbers) + 1 : -1], 1500)
     assert not is_past(before[len(numbers) + 1 :], 1499)
     assert max(abs(past.at(step) - rate(step)) for step in range(1400, 1501)) < 1e-18
     assert max(abs(past.at(step) - rate(step)) for step in range(1, 1501)) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(torch.optim.Adam, "CatchUpAdam"), (torch.optim.AdamW, "CatchUpAdamW"), (CatchUpAdam, ""), (torch.optim.SGD, "")],
+)
+def test_the_log_says_that_an_optimizer_is_lazy_and_names_the_one_that_is_not(
+    kind: Any, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.ModuleList([make(options("host"), name=f"lazy{i}", tables=1) for i in range(2)])
+    EagerOptimizer(kind(model.parameters(), lr=0.1), model)
+    lines = [record.getMessage() for record in caplog.records if "lazy" in record.getMessage()]
+    assert [f"tierbed.optim.{named} gives" in line for line in lines] == [True] * bool(named)
 
 
 def test_steps_before_the_optimizer_changed_nothing() -> None:
