@@ -75,8 +75,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         root = nn.ParameterList(parameters) if module is None else module
-        modules: list[nn.Module] = embeddings_of(groups) if module is None else [*module.modules()]
-        embeddings = [m for m in modules if isinstance(m, EmbeddingBase) and m.shadow.requires_grad]
+        found = embeddings_of(groups) if module is None else module.modules()
+        modules = [one for one in found if isinstance(one, EmbeddingBase)]
+        embeddings = [one for one in modules if one.shadow.requires_grad]
         self._world = refuse_eager_ranks(root, embeddings)
         self._partial_update = ""  # what this rank alone raised during the updates of a step
         if self._world is not None and len(embeddings) > MAX_SHARED:
@@ -174,8 +175,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         if self._lost_embedding:
             raise OptimizerError(
-                f"a newer EagerOptimizer has taken over embedding {self._lost_embedding!r}; call step() of that one, or make "
-                "this one again"
+                f"a newer EagerOptimizer has taken over embedding {self._lost_embedding!r}; call step() of that one, "
+                "or make this one again"
             )
         for embedding, _ in self._rows:
             check_not_traced(embedding)
@@ -321,7 +322,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor]:
         """The parameters of the module and the optimizer that are no rows."""
-        module, shadows = self._module and self._module(), {id(embedding.shadow) for embedding in embeddings}
+        module = None if self._module is None else self._module()
+        shadows = {id(embedding.shadow) for embedding in embeddings}
         groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         found = [*([] if module is None else module.parameters()), *groups]
         return [one for one in dict.fromkeys(found) if id(one) not in shadows]
