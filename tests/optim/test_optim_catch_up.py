@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from support.embeddings import DIM, contents, make
+from support.rule_references import PastRates
 from support.stores import STORES, options
 from tierbed import EagerOptimizer, Graph, MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, CatchUpAdamW
 from tierbed.engine.optim.catch_up_adam import ALL, CATCH_UP_ADAM, terms
-from tierbed.engine.optim.past_rates import MAX_KNOTS, PastRates, is_past, with_past
+from tierbed.engine.optim.past_rates import MAX_KNOTS, is_past, with_past
 from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.optimizer
