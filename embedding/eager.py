@@ -25,7 +25,7 @@ from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_
 from ..engine.signals import uninterrupted
 from .ddp_guard import refuse_eager_ranks
 from .dense_part import DensePart, note_versions
-from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders
+from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders, kept_gradients
 from .lookup_op import embeddings_of
 from .model_snapshots import ModelSnapshots
 from .names import check_distinct, name_embeddings
@@ -185,22 +185,25 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = self._called(closure)
         shadows = [embedding.shadow for embedding, _ in self._rows]
-        grads = [shadow.grad for shadow in shadows]
         with uninterrupted():
             self._step_rows()
-            for shadow in shadows:
-                shadow.grad = None
+            with torch._C.DisableTorchFunctionSubclass():
+                grads = [shadow.grad for shadow in shadows]
+                for shadow in shadows:
+                    shadow.grad = None
             with self._amid_updates():
                 self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
-            for shadow, grad in zip(shadows, grads, strict=True):
-                shadow.grad = grad
+            with torch._C.DisableTorchFunctionSubclass():
+                for shadow, grad in zip(shadows, grads, strict=True):
+                    shadow.grad = grad
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. Gradients of rows are dropped whatever `set_to_none` is."""
         for embedding, _ in self._rows:
             check_not_traced(embedding)
-            embedding.shadow.grad = None
+            with torch._C.DisableTorchFunctionSubclass():
+                embedding.shadow.grad = None
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -288,13 +291,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step_rows(self) -> None:
-        reached = [
-            (e, rows, e.shadow.grad.rows if isinstance(e.shadow.grad, ShadowGrad) else None) for e, rows in self._rows
-        ]
         if self._world is None:
-            stepped = [(e, rows, gradients) for e, rows, gradients in reached if gradients is not None]
+            stepped = [(e, rows, gradients) for e, rows, gradients in self._reached() if gradients is not None]
         else:
-            stepped = self._reached_on_any_rank(self._world, reached)
+            stepped = self._reached_on_any_rank(self._world)
         with exclusive_step([embedding for embedding, *_ in stepped], "an EagerOptimizer"):
             pinned: list[tuple[RowGradients, Any]] = []
             try:
@@ -349,12 +349,16 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 self._partial_update = self._partial_update or repr(error)
             raise
 
-    def _reached_on_any_rank(
-        self, world: World, reached: list[Reached]
-    ) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
+    def _reached(self) -> list[Reached]:
+        """All embeddings, with the gradients of their lookups. OptimizerError for one with another gradient."""
+        return [(embedding, rows, kept_gradients(embedding)) for embedding, rows in self._rows]
+
+    def _reached_on_any_rank(self, world: World) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
         error: BaseException | None = None
+        reached: list[Reached] = []
         try:
+            reached = self._reached()
             if self._partial_update:
                 raise OptimizerError(
                     f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "

@@ -35,6 +35,7 @@ from .gradients import ShadowGrad, accumulate, holders, is_reached
 from .keyed_rows import KeyedRows, on_present_rows
 from .names import next_seed, provisional_name
 from .rows_reference import UNKNOWN, RowsReference
+from .shadow import adopt
 from .sharded_handle import ShardedTableHandle, TableHandle
 from .table_handle import LocalTableHandle
 
@@ -136,11 +137,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.spec = replace(self.spec, **facts)
 
     @property
-    def device(self) -> torch.device:
-        """Where lookups take place: the device that the module was moved to."""
-        return self._shadow_here().device
-
-    @property
     def dim(self) -> int:
         """Floats of a row that a lookup returns, all columns together."""
         return self.spec.dim
@@ -157,7 +153,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     ) -> Tensor:
         """Rows of ids, ids.shape + (dim,), or bags of them pooled, shape of the bags + (dim,), of `output_dtype`.
 
-        ids: `key_type`, any shape. Unknown ids have their initial rows; only training inserts them.
+        ids: `key_type` or an integer dtype that fits into it, any shape. Unknown ids have their initial rows; only
+        training inserts them.
         pooling: "sum" or "mean" of the rows of a bag, those of padding_idx left out; a bag of none is zeros. The bags
         are the last dimension of ids [..., L]; or with offsets, int64 or int32 [bags + 1] from 0 to n and ascending,
         bag b is ids[offsets[b]:offsets[b + 1]] of ids [n].
@@ -181,6 +178,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
                 )
         return ops.look_up(self, shadow, lookup, weights)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take the parameter that stands for the rows. InputError for any other."""
+        super().register_parameter("shadow", adopt(self, name, param))
+        self.device = self.shadow.device
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """The result of a lookup with checked arguments, through which autograd reaches the rows."""
@@ -302,13 +304,15 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the embedding, as a module that holds it moves. OptionError for another dtype than `output_dtype`."""
         convert, grad = converter(self, fn), self.shadow.grad
-        if not isinstance(grad, ShadowGrad):
-            return super()._apply(convert, recurse)
-        self.shadow.grad = None
-        try:
-            return super()._apply(convert, recurse)
-        finally:
-            self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(grad, ShadowGrad):
+                self.shadow.grad = None
+            try:
+                return super()._apply(convert, recurse)
+            finally:
+                self.shadow = self.shadow  # it may be a new one, on another device
+                if isinstance(grad, ShadowGrad):
+                    self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""

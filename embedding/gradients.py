@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ..engine.errors import ClosedError, GraphError, InputError
+from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError
 from ..engine.ops.rows_contract import TRACED, EmbeddingBase, Pinned
 from ..engine.options.lookup import Lookup
 
@@ -28,6 +28,7 @@ _LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_po
 _LOOKS |= {"storage_offset", "stride", "untyped_storage"}
 _training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
 os.register_at_fork(after_in_child=_training.clear)
+os.register_at_fork(after_in_child=holders.clear)  # or a child would train a copy of its parent's rows unnoticed
 
 
 @dataclass
@@ -59,7 +60,8 @@ class RowGradients:
     def __init__(self, embedding: EmbeddingBase) -> None:
         self._embedding = weakref.ref(embedding)  # which may hold this object
         self._kept: dict[Hashable, _LookupGradient] = {}
-        self._began = embedding.shadow._version
+        with torch._C.DisableTorchFunctionSubclass():
+            self._began = embedding.shadow._version
         self._scale = 1.0  # of clips: multiplies the sum of each row
         self._dtype = embedding.output_dtype  # of gradients in a step
 
@@ -214,7 +216,8 @@ def is_reached(embedding: EmbeddingBase) -> bool:
         return True
     check_not_traced(embedding)
     try:
-        reached = bool(torch._C._will_engine_execute_node(get_gradient_edge(embedding.shadow).node))
+        with torch._C.DisableTorchFunctionSubclass():
+            reached = bool(torch._C._will_engine_execute_node(get_gradient_edge(embedding.shadow).node))
     except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
         raise GraphError(
             f"embedding {embedding.name!r}: torch.autograd.grad of its parameter, but no tensor holds the gradients of "
@@ -241,14 +244,31 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
             "a loop, give tierbed.EagerOptimizer the optimizer and a module that has the embedding; or call backward() "
             "in the build() of a tierbed.Graph, or read under torch.no_grad()"
         )
-    if shadow._backward_hooks or shadow._post_accumulate_grad_hooks:
-        raise GraphError(
-            f"embedding {name!r}: its parameter has a gradient hook, and no tensor holds the gradients of its rows; "
-            "remove the hook, and register it on what a lookup returns"
-        )
-    if not isinstance(shadow.grad, ShadowGrad):
-        shadow.grad = ShadowGrad.of(RowGradients(embedding))
-    shadow.grad.rows.add(lookup, grad, weights, order)
+    with torch._C.DisableTorchFunctionSubclass():
+        if shadow._backward_hooks or shadow._post_accumulate_grad_hooks:
+            raise GraphError(
+                f"embedding {name!r}: its parameter has a gradient hook, and no tensor holds the gradients of its "
+                "rows; remove the hook, and register it on what a lookup returns"
+            )
+        if (rows := kept_gradients(embedding)) is None:
+            rows = RowGradients(embedding)
+            shadow.grad = ShadowGrad.of(rows)
+    rows.add(lookup, grad, weights, order)
+
+
+def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
+    """The gradients of lookups that the embedding's parameter has. OptimizerError if it has another gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = embedding.shadow.grad
+        if grad is None:
+            return None
+        rows = grad.rows if isinstance(grad, ShadowGrad) else None
+        if (rows is not None and not grad.is_cpu) or not grad.item():  # lookups give 0, and so does who fills state
+            return rows
+    raise OptimizerError(
+        f"embedding {embedding.name!r}: its parameter has a gradient that is of no lookup, and no row would follow it; "
+        "call zero_grad(), and leave the embedding's parameters out of what sets gradients"
+    )
 
 
 def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:

@@ -21,6 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from ..engine.errors import ClosedError, GraphError
 from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.options.lookup import Lookup
+from .shadow import Shadow, plain
 
 _orders = itertools.count()
 _embeddings: weakref.WeakValueDictionary[int, EmbeddingBase] = weakref.WeakValueDictionary()
@@ -202,9 +203,13 @@ def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Ten
     is_trained, at_once = torch.is_grad_enabled(), runs_at_once(rows.ids)
     if at_once and not is_trained:
         return embedding.read(rows, weights)
-    look_up = EagerLookup.apply if at_once else lookup  # type: ignore[attr-defined]
-    output: Tensor = look_up(shadow if is_trained else shadow.detach(), *rows, weights, embedding.handle)
-    return output
+    if at_once:
+        return EagerLookup.apply(shadow, *rows, weights, embedding.handle)  # type: ignore[no-any-return, no-untyped-call]
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack():
+            shadow = plain(shadow) if isinstance(shadow, Shadow) else shadow
+        output: Tensor = lookup(shadow if is_trained else shadow.detach(), *rows, weights, embedding.handle)
+        return output
 
 
 def runs_at_once(tensor: Tensor) -> bool:

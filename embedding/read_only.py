@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import InputError
+from .shadow import shares_memory
 
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
 
@@ -71,6 +72,5 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
     if type(result) is not Tensor or result.layout != torch.strided:
         return result
     with torch._C.DisableTorchFunctionSubclass():
-        memory = result.untyped_storage()._cdata
-        copy = next((one for one in copies if one.untyped_storage()._cdata == memory), None)
+        copy = next((one for one in copies if shares_memory(one, result)), None)
     return result if copy is None else type(copy).of(result, copy.remedy)

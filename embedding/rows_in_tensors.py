@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..engine.errors import InputError, SnapshotError, StoreError
 from ..engine.optim.row_state import RowState
@@ -18,6 +19,7 @@ from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import EMBEDDING, Chunks, RowArray, RowForm
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import check_description
+from .shadow import is_mix, is_write, name_of, shares_memory
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
@@ -30,32 +32,47 @@ _WHOLE = ("table", "key", "updates", "step")  # fields of whole numbers
 
 
 class StateTensor(Tensor):
-    """A tensor that torch.distributed.checkpoint loads at any size: it writes it as an object, not as a tensor."""
+    """A tensor of a state_dict(). A write into it or a view of it raises InputError, and so does an average with it.
+
+    torch.distributed.checkpoint loads it at any size: it writes it as an object, not as a tensor.
+    """
 
     is_whole = True  # False on a rank whose rows are in the state of rank 0
     is_own = False  # True for a copy of such a tensor, which may be written
 
     @classmethod
     def of(cls, tensor: Tensor, is_whole: bool) -> StateTensor:
-        made = tensor.as_subclass(cls)
+        with torch._C.DisableTorchFunctionSubclass():
+            made = tensor.as_subclass(cls)
         made.is_whole = is_whole
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, name = kwargs or {}, name_of(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            states = [one for one in pytree.tree_leaves((args, given)) if isinstance(one, cls)]
+            writes, target = is_write(func) or given.get("out") is not None, args[0] if args else None
+            if (writes and any(not one.is_own if one is target else name != "copy_" for one in states)) or (
+                not writes and is_mix(func) and any(one.is_floating_point() for one in states)
+            ):
+                raise InputError(
+                    f"{name} of the rows of a state_dict(): they are a copy, so no row of the embedding would change, "
+                    "and the next state may have other rows in their places; give a state to load_state_dict, call put "
+                    "or load_dense, average what get returns for the same ids, or clone() the tensor"
+                )
+            result = func(*args, **given)
+            shared = [one for one in states if not one.is_own]
+            if isinstance(result, np.ndarray) and shared:
+                result.flags.writeable = False
+            if type(result) is Tensor and any(shares_memory(one, result) for one in shared):
+                return cls.of(result, shared[0].is_whole)
+            return result
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
         made = StateTensor.of(super().new_empty(*size, **like), self.is_whole)  # async_save copies tensors by it
         made.is_own = True
         return made
-
-    def copy_(self, src: Tensor, non_blocking: bool = False) -> StateTensor:
-        if not self.is_own:
-            raise InputError(
-                "copy_ into the rows of a state_dict(): they are a copy, so no row of the embedding would change; give "
-                "the other state to load_state_dict, or call put"
-            )
-        super().copy_(src, non_blocking)
-        return self
 
     def __create_write_items__(self, name: str, value: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second
@@ -64,7 +81,8 @@ class StateTensor(Tensor):
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled it is a plain tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled it is a plain tensor
 
     def __deepcopy__(self, memo: Any) -> StateTensor:
         made = StateTensor.of(self.clone(), self.is_whole)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ..distributed.world import World
@@ -362,8 +362,10 @@ class SavedRows(EmbeddingBase):
         elif prefix + EXTRA not in state_dict and not _mode.get():
             self._awaited[:] = [UNKNOWN]
         shadow = state_dict.get(f"{prefix}shadow")
-        if isinstance(shadow, Tensor) and shadow.shape == (1,):  # of a state before version 3
-            state_dict[f"{prefix}shadow"] = shadow.view(1, 1)
+        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # [1] before version 3; its number says nothing
+            moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
+            new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
+            state_dict[f"{prefix}shadow"] = new
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)

@@ -71,6 +71,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     spec: TableSpec
     store_options: StoreOptions
     output_dtype: torch.dtype  # of the results of lookups, and of their gradients
+    device: torch.device  # of lookups, to which the module was moved
     handle: int  # the number by which the ops find the module
     shadow: nn.Parameter  # [1, 1] float32, through which optimizers and autograd reach the rows
     misses_rows: bool  # whether the last run that judged its cache over SSD looked ahead
@@ -90,11 +91,6 @@ class EmbeddingBase(NoTorchScript, nn.Module):
 
     def take_name(self, name: str) -> None:
         """Be called by this name from here on."""
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        """The device of lookups, to which the module was moved."""
         raise NotImplementedError
 
     @property

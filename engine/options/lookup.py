@@ -19,6 +19,7 @@ from .table_names import choices, table_number
 from .table_spec import DTYPES, KEY_TYPES, TableSpec
 
 DEVICES = ("cpu", "cuda")  # of tables
+_NARROW = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
 OUTPUT_DTYPES = DTYPES
 
 
@@ -72,15 +73,19 @@ def check_lookup(
 ) -> Lookup:
     """The checked arguments of a lookup, with table ids broadcast to the shape of the result, or of the features.
 
-    table_ids: a tensor, an array or nested lists, also of names. The other arguments are unchanged. All tensors have to
-    be on one device. Raises InputError.
+    ids: of the key type, or of an integer dtype that fits into it and is converted. table_ids: a tensor, an array or
+    nested lists, also of names. The other arguments are unchanged. All tensors have to be on one device. Raises
+    InputError.
     """
     where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
-        raise InputError(f"{where}: got {type(ids).__name__}; give a torch.Tensor of {spec.key_type}")
+        remedy = f"give a torch.Tensor of {spec.key_type}, such as torch.tensor(ids, dtype={spec.key_type})"
+        raise InputError(f"{where}: got {type(ids).__name__}; {remedy}")
     _refuse_nested(where, "ids", ids)
     if ids.dtype != spec.key_type:
-        raise InputError(f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; {_conversion(ids, spec)}")
+        if not _fits(ids.dtype, spec.key_type):
+            raise InputError(f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; {_conversion(ids, spec)}")
+        ids = ids.to(spec.key_type)
     _check_device(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
     lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
@@ -272,11 +277,17 @@ def _check_device(where: str, name: str, values: Tensor, ids: Tensor) -> None:
         raise InputError(f"{where} are {values.layout}; give {name}.to_dense()")
 
 
+def _fits(dtype: torch.dtype, key_type: torch.dtype) -> bool:
+    """True for an integer dtype whose values `key_type` all has."""
+    keys = torch.iinfo(key_type)
+    return dtype in _NARROW and keys.min <= torch.iinfo(dtype).min and torch.iinfo(dtype).max <= keys.max
+
+
 def _conversion(ids: Tensor, spec: TableSpec) -> str:
     """How to convert ids to the key type, or what to do where ids of their dtype would become other ids."""
     if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
         return f"give the same 64 bits as ids.view({spec.key_type})"  # .to() depends on the processor from 2**63 on
-    if ids.dtype.itemsize > spec.key_type.itemsize and not ids.is_floating_point():
+    if ids.dtype in KEY_TYPES and ids.dtype.itemsize > spec.key_type.itemsize:
         return f"make the embedding with key_type={ids.dtype}; ids.to({spec.key_type}) keeps the low bits alone"
     return f"convert them with ids.to({spec.key_type})"
 

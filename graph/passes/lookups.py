@@ -253,7 +253,8 @@ def _no_tensor(name: str) -> GraphError:
     return GraphError(
         f"build uses the parameter of embedding {name!r}, or its gradient, as a tensor, but no tensor holds the rows; "
         "clip by self.clip_grad_norm(max_norm) in __init__ instead of clip_grad_norm_, leave the embedding's "
-        "parameters out of sums over self.parameters(), and work on the rows that its lookup returns"
+        "parameters out of sums over self.parameters(), and work on the rows that its lookup returns; "
+        "default_initializer= chooses initial rows, and load_dense writes them"
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._C import DisableTorchFunctionSubclass
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -51,7 +52,7 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
 
     A parameter of the optimizer that is not in `params` keeps `grad` None, so torch does not change it.
     """
-    with trace_lock:
+    with trace_lock, DisableTorchFunctionSubclass():  # which a `Shadow` would call for each attribute
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -172,18 +173,19 @@ class Structure:
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
         attributes = map(dict.get, self._with_tensors, self._tensor_names)
-        return tensors, (
-            self,
-            _modes(),
-            tuple(map(_TRAINING, self._modules)),
-            tuple(map(id, parameters)),
-            distinct,
-            tuple([None if value is None else _attribute_key(value) for value in attributes]),
-            tuple(map(type, buffers)),
-            any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
-            *map(_DESCRIBE, tensors),
-            *map(_STRIDE, tensors),
-        )
+        with DisableTorchFunctionSubclass():
+            return tensors, (
+                self,
+                _modes(),
+                tuple(map(_TRAINING, self._modules)),
+                tuple(map(id, parameters)),
+                distinct,
+                tuple([None if value is None else _attribute_key(value) for value in attributes]),
+                tuple(map(type, buffers)),
+                any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
+                *map(_DESCRIBE, tensors),
+                *map(_STRIDE, tensors),
+            )
 
     def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
         # no two hooks ever get the same number

@@ -568,7 +568,7 @@ def test_a_write_into_the_rows_of_a_state_is_not_lost_without_an_error() -> None
     train(second.rows, range(5))
     state = second.state_dict()
     for given in (state, model(None).state_dict()):
-        with pytest.raises(InputError, match=r"copy_ into the rows of a state_dict\(\).* load_state_dict"):
+        with pytest.raises(InputError, match=r"copy_ of the rows of a state_dict\(\).* load_state_dict"):
             given["rows.rows.embedding"].copy_(first.state_dict()["rows.rows.embedding"])
     own = copy.deepcopy(state)  # of the user
     for name, tensor in first.state_dict().items():

@@ -216,7 +216,7 @@ def test_an_exception_of_the_loader_comes_after_the_steps_of_its_batches() -> No
 
 def test_a_step_that_raises_takes_its_batch_and_no_other() -> None:
     batches = [(ids, labels) for ids, labels in zip(IDS[:6], LABELS[:6], strict=True)]
-    batches[2] = (IDS[2].int(), LABELS[2])  # ids of a wrong dtype
+    batches[2] = (IDS[2].float(), LABELS[2])  # ids of a wrong dtype
     graph, plain = rating("cached_host"), rating("cached_host")
     torch.manual_seed(2)
     for i in (0, 1, 3, 4, 5):

@@ -1,0 +1,174 @@
+"""The parameter that stands for an embedding's rows, and refuses to be taken for a tensor that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..engine.errors import GraphError, InputError
+
+if TYPE_CHECKING:
+    from ..engine.ops.rows_contract import EmbeddingBase
+
+_SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}
+_READ_BY_I = {"__index__", "__init__", "__init_subclass__", "__int__", "__invert__", "__iter__"}
+_COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory"}
+# what averages weights is made of; norms, powers and sums are not, and loggers may take them under no_grad
+_MIXES = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
+_WRITE = (
+    "choose initial rows by default_initializer= or make_table_options, write rows by load_dense or put, and carry "
+    "them over by load_state_dict"
+)
+
+
+def name_of(function: Any) -> str:
+    """The name of an operation of torch, without that of an overload."""
+    return str(function.__name__.partition(".")[0])
+
+
+def is_write(function: Any) -> bool:
+    """True for an operation of torch that writes to a tensor it gets."""
+    name = name_of(function)
+    if name == "__set__":
+        return function.__self__.__name__ not in _SETTABLE
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _READ_BY_I)
+    return name.endswith("_") and name != "requires_grad_"
+
+
+def is_mix(function: Any) -> bool:
+    """True for arithmetic with another tensor or a number, of which averages of weights are made."""
+    return name_of(function).rpartition("foreach_")[2].strip("_").removeprefix("r") in _MIXES
+
+
+class _Guarded(Tensor):
+    """A tensor without rows. What only a tensor with rows could do raises."""
+
+    owner: ref[EmbeddingBase]
+    is_own = False  # True for a copy that may be copied into
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__get__" and ((result := func(*args)) is None or not isinstance(result, Tensor)):
+                return result
+            if is_write(func) or given.get("out") is not None:
+                _check_write(func, args, given)
+            elif is_mix(func) and args[0] is not args[-1]:
+                raise _misuse(func, args, given)
+            used = args
+            module = getattr(func, "__module__", None) or ""  # which methods lack
+            if module.startswith("torch._ops"):  # called by what torch.compile made
+                used = [plain(one) if isinstance(one, _Guarded) else one for one in args]
+            result = func(*used, **given)
+            if module == "torch._ops.tierbed":
+                return result
+            if isinstance(result, np.ndarray):
+                result.flags.writeable = False
+            if torch.compiler.is_dynamo_compiling():
+                raise GraphError("not in compiled code: Dynamo calls it as it is, and it raises the remedy")
+            if type(result) in (list, tuple):
+                return type(result)([_checked(one, func, args, given) for one in result])
+            return _checked(result, func, args, given)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.detach().as_subclass(Tensor)
+            saved = nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
+            return saved.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy: Tensor = self.detach().clone()
+        return copy
+
+
+class Shadow(_Guarded, nn.Parameter):
+    """The parameter of an embedding, [1, 1] of zeros, by which optimizers and autograd reach its rows."""
+
+
+class _ShadowCopy(_Guarded):
+    """A tensor made of a `Shadow`, such as a state_dict() or an average of weights has."""
+
+
+def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
+    """Make a parameter the `Shadow` of an embedding. InputError for one that is no `shadow`."""
+    if name != "shadow" or parameter is None or parameter.shape != (1, 1):
+        raise InputError(
+            f"{name} = of embedding {embedding.name!r}: no parameter holds its rows, so no row would change; {_WRITE}"
+        )
+    if type(parameter) is nn.Parameter:  # not that of a trace
+        shadow: Any = parameter
+        shadow.__class__, shadow.owner = Shadow, ref(embedding)
+    return parameter
+
+
+def _checked(result: Any, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    """The result of an operation, guarded if it is a view or a copy. GraphError if autograd recorded another."""
+    if not isinstance(result, Tensor) or isinstance(result, _Guarded):
+        return result
+    name, recorded = name_of(func), result.grad_fn is not None
+    if recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # by which hooks find a node of autograd
+        return result
+    for one in _guarded(args, given):
+        if name in _COPIES or shares_memory(one, result):
+            copy = Tensor._make_subclass(_ShadowCopy, result, recorded)
+            copy.owner, copy.is_own = one.owner, name in _COPIES or one.is_own
+            return copy
+    if recorded:
+        raise _misuse(func, args, given)
+    return result
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """True if one tensor is a view of the other, or both of a third."""
+    is_strided = one.layout == other.layout == torch.strided
+    return is_strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def plain(shadow: Tensor) -> Tensor:
+    """The tensor itself, through which autograd reaches the parameter where it records. Torch's modes take no other."""
+    with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+        if shadow.requires_grad and torch.is_grad_enabled():
+            return shadow.view_as(shadow)
+        return Tensor._make_subclass(Tensor, shadow, shadow.requires_grad)
+
+
+def _guarded(*arguments: Any) -> list[_Guarded]:
+    return [one for one in pytree.tree_leaves(arguments) if isinstance(one, _Guarded)]
+
+
+def _check_write(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """InputError for a write into a guarded tensor, or into another one by its numbers."""
+    if name_of(func) == "copy_":
+        target, source = args[0], args[1]
+        if not isinstance(target, _Guarded) or target.is_own or target is source:
+            return
+        if not isinstance(source, _Guarded) and source.numel() == 1 and not source.count_nonzero():
+            return  # torch.distributed.checkpoint loads the zero that it saved
+    raise _misuse(func, args, given, True)
+
+
+def _misuse(func: Any, args: Sequence[Any], given: Mapping[str, Any], is_write: bool = False) -> Exception:
+    embedding = _guarded(args, given)[0].owner()
+    name = name_of(func)
+    if name in ("__get__", "__set__"):
+        name = f".{func.__self__.__name__}" + " =" * (name == "__set__")
+    where = f"{name} of the parameter of embedding {'?' if embedding is None else embedding.name!r}"
+    if is_write:
+        remedy = "train in one process, or over ranks by world=" if name == "share_memory_" else _WRITE
+        return InputError(f"{where}: no tensor holds its rows, so no row would change or be shared; {remedy}")
+    return GraphError(
+        f"{where}: no tensor holds its rows, so a penalty or an average would leave them out; penalise the rows that "
+        "a lookup returns or give the optimizer weight_decay, leave the embedding's parameters out of sums over "
+        "parameters(), and average what load_state_dict takes"
+    )
