@@ -204,7 +204,7 @@ def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Ten
     if at_once and not is_trained:
         return embedding.read(rows, weights)
     if at_once:
-        return EagerLookup.apply(shadow, *rows, weights, embedding.handle)  # type: ignore[no-any-return, no-untyped-call]
+        return EagerLookup.apply(shadow, *rows, weights, embedding.handle)  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack():
             shadow = plain(shadow) if isinstance(shadow, Shadow) else shadow
