@@ -63,6 +63,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     all call `step()`; dense parameters are left to a DistributedDataParallel beside them.
     """
 
+    _step_supports_amp_scaling = False  # a GradScaler unscales gradients itself, also where the wrapped one could
+
     @checked_arguments("module")
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> None:
         # not super().__init__: groups, state, defaults and hooks are the wrapped optimizer's

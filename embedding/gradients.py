@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from threading import Thread, current_thread, get_ident
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError
 from ..engine.ops.rows_contract import TRACED, EmbeddingBase, Pinned
+from ..engine.optim.base import positive
 from ..engine.options.lookup import Lookup
 
 # the EagerOptimizer that steps an embedding, by its handle
@@ -63,6 +65,7 @@ class RowGradients:
         with torch._C.DisableTorchFunctionSubclass():
             self._began = embedding.shadow._version
         self._scale = 1.0  # of clips: multiplies the sum of each row
+        self._clip_value: float | None = None  # then clips each of its elements
         self._dtype = embedding.output_dtype  # of gradients in a step
 
     @property
@@ -87,6 +90,7 @@ class RowGradients:
             for one, product in zip(self._kept.values(), scaled, strict=True):
                 one.grad, one.version = product, _version(product)
             self._scale, self._dtype = 1.0, torch.float32  # rounded no further
+        self._check_unclipped("backward()")
         given = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(_identity, given))
         kept = self._kept.get(key)
@@ -133,17 +137,30 @@ class RowGradients:
 
     def update(self, batch: Pinned) -> None:
         """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""
-        scale = () if self._scale == 1.0 else (self._scale,)  # over ranks the mean is meant
-        batch.update(*self.grads(), *scale)
+        clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
+        batch.update(*self.grads(), *clip)  # without numbers, over ranks the mean
 
     def square_gradients(self) -> float:
         """The sum of the squares of the gradients of all rows, each summed over its occurrences. InputError."""
+        self._check_unclipped("a norm or a GradScaler")
         lookups = [one.lookup for one in self.check()]
         return self.embedding.square_gradients(lookups, *self.grads()) * self._scale**2 if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
-        """Multiply the gradients that there are by a number."""
+        """Multiply the gradients that there are by a number. GraphError after `clip`."""
+        self._check_unclipped("a factor")
         self._scale *= scale
+
+    def clip(self, value: float) -> None:
+        """Clip each element of the sum of each row to [-value, value] in the step. OptimizerError."""
+        value = positive("clip_value", value) or math.inf
+        self._clip_value = min(value, self._clip_value or value)
+
+    def _check_unclipped(self, what: str) -> None:
+        if self._clip_value is not None:
+            raise GraphError(
+                f"{what} after clip_grad_value_ of embedding {self.embedding.name!r}: clip by value just before step()"
+            )
 
     def _in_order(self) -> list[_LookupGradient]:
         return sorted(self._kept.values(), key=lambda kept: kept.order)
@@ -163,7 +180,8 @@ def _identity(tensor: Tensor | None) -> Hashable:
 class ShadowGrad(Tensor):
     """Stands for the gradients of rows, which no tensor holds. Setting `grad` to None drops them, as any gradient.
 
-    Computing with it raises GraphError: a norm or a sum over the gradients of all parameters would leave the rows out.
+    What clip_grad_norm_ and clip_grad_value_ of torch and a GradScaler do with a gradient is done to the rows. Other
+    operations raise GraphError: they would leave the rows out.
     """
 
     rows: RowGradients
@@ -186,14 +204,55 @@ class ShadowGrad(Tensor):
                 found = func(*args, **(kwargs or {}))
             if not isinstance(found, Tensor):  # such as .data and .T are
                 return found
-        leaves = pytree.tree_leaves((args, kwargs))
-        name = next(leaf.rows.embedding.name for leaf in leaves if isinstance(leaf, cls))
+        embeddings = [leaf.rows.embedding for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        on_rows = _ON_ROWS.get(func.__name__) if all(one.world is None for one in embeddings) else None
+        if on_rows is not None and (result := on_rows(*args, **(kwargs or {}))) is not None:
+            return result
         raise GraphError(
-            f"{func.__name__} of the gradient of embedding {name!r}: no tensor holds the gradients of its rows; "
-            "step by the EagerOptimizer, clip by its clip_grad_norm_(parameters, max_norm) in place of that of torch, "
-            "or rows alone by clip_grad_row_norm in their param group, and leave the embedding's parameters out of "
-            "GradScaler"
+            f"{func.__name__} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of "
+            "its rows; step by the EagerOptimizer, clip by its clip_grad_norm_(parameters, max_norm), or rows alone by "
+            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of other sums"
         )
+
+
+def _norm(grad: ShadowGrad, ord: float = 2.0) -> Any:
+    if ord != 2:
+        return None
+    norm = math.sqrt(grad.rows.square_gradients())
+    return torch.tensor(norm, dtype=torch.float32, device=grad.rows.embedding.device)
+
+
+def _multiply(grad: ShadowGrad, factor: Any) -> Any:
+    if isinstance(factor, Tensor) and factor.dim():
+        return None
+    grad.rows.multiply(float(factor))
+    return grad
+
+
+def _clamp(grad: ShadowGrad, min: float | None = None, max: float | None = None) -> Any:
+    if max is None or min != -max:
+        return None
+    grad.rows.clip(max)
+    return grad
+
+
+def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
+    for rows in (grad.rows for grad in grads if isinstance(grad, ShadowGrad)):
+        if not math.isfinite(rows.square_gradients()):
+            found_inf.fill_(1.0)
+        rows.multiply(float(inv_scale))
+    if dense := [grad for grad in grads if not isinstance(grad, ShadowGrad)]:
+        torch._amp_foreach_non_finite_check_and_unscale_(dense, found_inf, inv_scale)
+    return grads
+
+
+# what clips and scalers of torch call, by name, for rows that no other rank shares; a result of None refuses
+_ON_ROWS: dict[str, Callable[..., Any]] = {
+    "linalg_vector_norm": _norm,
+    "mul_": _multiply,
+    "clamp_": _clamp,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}
 
 
 def check_not_traced(embedding: EmbeddingBase) -> None:

@@ -47,6 +47,7 @@ class RowOptimizer:
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked: dict[str, Any] | None = None  # the last settings that passed the checks
+        self._warns_of_betas = self._rule.kernel.catch_up is not None
         self._limits = [0.0] * len(LIMITS)  # of these settings
         self.hyper(1)  # raises the errors of the group now
 
@@ -85,6 +86,13 @@ class RowOptimizer:
                 f"{rule.kernel.name!r}, whose state the rows lack; do not change momentum (from or to zero), the "
                 "weight_decay of CatchUpAdam (from or to zero) or decoupled_weight_decay. OneCycleLR and CyclicLR set "
                 "momentum: give them cycle_momentum=False, or make the optimizer with a momentum"
+            )
+        if self._warns_of_betas and self._checked and settings["betas"] != self._checked["betas"]:
+            self._warns_of_betas = False
+            log.warning(
+                "betas of %s changed: missed steps take the present ones, unlike a dense table's; give OneCycleLR and "
+                "CyclicLR cycle_momentum=False",
+                type(self._optimizer).__name__,
             )
         _check(self._optimizer, group)
         self._limits = [positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from support.embeddings import DIM, make
 from support.graphs import dense_copy, embedding, graph_of, id_batches
 from support.stores import options
-from tierbed import EagerOptimizer, InputError, OptimizerError
+from tierbed import EagerOptimizer, GraphError, InputError, OptimizerError
 
 IDS = torch.tensor([3, 4, 3])
 
@@ -65,7 +65,8 @@ def loss(model: nn.ModuleList) -> Tensor:
 
 
 @pytest.mark.parametrize("which", ["all", "rows", "net", "one tensor"])
-def test_gradients_are_scaled_as_by_torch_once_and_again_and_those_that_come_later_are_not(which: str) -> None:
+@pytest.mark.parametrize("by", ["optimizer", "torch"])
+def test_gradients_are_scaled_as_by_torch_once_and_again_and_those_that_come_later_are_not(by: str, which: str) -> None:
     rows, net = embedding(), nn.Linear(4, 1)
     ours, theirs = nn.ModuleList([rows, net]), nn.ModuleList([dense_copy(rows), copy.deepcopy(net)])
     optimizer = EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours)
@@ -81,7 +82,8 @@ def test_gradients_are_scaled_as_by_torch_once_and_again_and_those_that_come_lat
             (loss(ours) * scale).backward()
             (loss(theirs) * scale).backward()
             for max_norm in max_norms:
-                found = optimizer.clip_grad_norm_(chosen(ours), max_norm)
+                clip = nn.utils.clip_grad_norm_ if by == "torch" else optimizer.clip_grad_norm_
+                found = clip(chosen(ours), max_norm)
                 expected = nn.utils.clip_grad_norm_(chosen(theirs), max_norm)
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         for _ in range(2):  # gradients stay, and so does their scale
@@ -161,3 +163,61 @@ def test_wrong_arguments_are_refused_and_change_nothing() -> None:
     with pytest.raises(InputError, match="changed in place"):
         optimizer.clip_grad_norm_(rows.parameters(), 1.0)
     del another
+
+
+@pytest.mark.parametrize(
+    "steps", [("value",), ("value", "value"), ("norm", "value"), ("scaler",), ("scaler", "norm", "value")]
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_clips_and_its_scaler_do_to_rows_what_they_do_to_a_dense_table(
+    steps: tuple[str, ...], fused: bool
+) -> None:
+    rows, net = embedding(), nn.Linear(4, 1)
+    ours, theirs = nn.ModuleList([rows, net]), nn.ModuleList([dense_copy(rows), copy.deepcopy(net)])
+    optimizers = [
+        EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1, fused=fused), ours),
+        torch.optim.SGD(theirs.parameters(), lr=0.1),
+    ]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, enabled="scaler" in steps) for _ in optimizers]
+    scales = []
+    for factor in (1.0, 3.0, math.inf, 0.5):
+        for model, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            rows_of_it = model[0](IDS)
+            overflow = (rows_of_it * factor).sum() if factor == math.inf and "scaler" in steps else 0.0  # of rows alone
+            scaler.scale(loss(model) + overflow).backward()
+            if len(steps) > 1:
+                scaler.unscale_(optimizer)
+            for limit, step in zip((0.5, 0.2, 0.1), steps, strict=False):
+                if step == "value":
+                    nn.utils.clip_grad_value_(model.parameters(), limit)
+                elif step == "norm":
+                    nn.utils.clip_grad_norm_(model.parameters(), limit)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+    assert scales[::2] == scales[1::2]
+    assert (32.0 in scales) == ("scaler" in steps)
+    torch.testing.assert_close(rows.get(range(50)), theirs[0].weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(net.weight, theirs[1].weight, rtol=1e-5, atol=1e-6)
+
+
+def test_what_comes_after_a_clip_by_value_is_refused() -> None:
+    rows = embedding()
+    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    before = rows.get(4)
+    rows(IDS).sum().backward()
+    nn.utils.clip_grad_value_(rows.parameters(), 0.5)
+    for use in (
+        lambda: nn.utils.clip_grad_norm_(rows.parameters(), 1.0),
+        lambda: optimizer.clip_grad_norm_(rows.parameters(), 1.0),
+        lambda: rows(IDS).sum().backward(),
+    ):
+        with pytest.raises(GraphError, match=r"after clip_grad_value_ .* clip by value just before step"):
+            use()
+    optimizer.step()
+    torch.testing.assert_close(rows.get(4), before - 0.5)
+    optimizer.zero_grad()
+    rows(IDS).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(rows.get(4), before - 1.5)

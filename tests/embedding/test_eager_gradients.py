@@ -89,7 +89,6 @@ def test_a_gradient_hook_of_the_parameter_is_refused_at_the_backward(register: s
         lambda grad: grad.cuda(),
         lambda grad: grad.clone(),
         lambda grad: grad.norm(),
-        lambda grad: grad.mul_(0),
         lambda grad: grad.zero_(),
         lambda grad: grad.item(),
         lambda grad: grad.numpy(),

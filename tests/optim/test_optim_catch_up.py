@@ -184,6 +184,20 @@ def test_the_log_says_that_an_optimizer_is_lazy_and_names_the_one_that_is_not(
     assert [f"tierbed.optim.{named} gives" in line for line in lines] == [True] * bool(named)
 
 
+@pytest.mark.parametrize(("kind", "is_warned"), [(CatchUpAdam, True), (torch.optim.Adam, False)])
+def test_the_log_says_once_that_missed_steps_do_not_have_the_betas_that_they_had(
+    kind: Any, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = make(options("host"), tables=1)
+    optimizer = EagerOptimizer(kind(rows.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=10)
+    for _ in range(3):
+        rows(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        schedule.step()
+    assert sum("cycle_momentum=False" in record.getMessage() for record in caplog.records) == is_warned
+
+
 def test_steps_before_the_optimizer_changed_nothing() -> None:
     rows = make(options("device"), tables=1, padding_idx=0)
     sgd = torch.optim.SGD(rows.parameters(), lr=0.1)
