@@ -85,12 +85,8 @@ class RowGradients:
         The lookup and the weights are copied. The gradient is not: InputError in the step if it was changed in place.
         Gradients of the very same tensors are summed here, as a graph sums them.
         """
-        if self._scale != 1.0:  # of those that were clipped, and of no other
-            scaled = [one.unchanged(self.embedding.name).float() * self._scale for one in self._kept.values()]
-            for one, product in zip(self._kept.values(), scaled, strict=True):
-                one.grad, one.version = product, _version(product)
-            self._scale, self._dtype = 1.0, torch.float32  # rounded no further
         self._check_unclipped("backward()")
+        self._apply_scale()
         given = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(_identity, given))
         kept = self._kept.get(key)
@@ -142,9 +138,10 @@ class RowGradients:
 
     def square_gradients(self) -> float:
         """The sum of the squares of the gradients of all rows, each summed over its occurrences. InputError."""
-        self._check_unclipped("a norm or a GradScaler")
+        self._check_unclipped("a norm")
+        self._apply_scale()  # or squares of what a GradScaler scaled might overflow
         lookups = [one.lookup for one in self.check()]
-        return self.embedding.square_gradients(lookups, *self.grads()) * self._scale**2 if lookups else 0.0
+        return self.embedding.square_gradients(lookups, *self.grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
         """Multiply the gradients that there are by a number. GraphError after `clip`."""
@@ -155,6 +152,14 @@ class RowGradients:
         """Clip each element of the sum of each row to [-value, value] in the step. OptimizerError."""
         value = positive("clip_value", value) or math.inf
         self._clip_value = min(value, self._clip_value or value)
+
+    def _apply_scale(self) -> None:
+        """Multiply the gradients that there are by the scale, so that it is of no later one. InputError."""
+        if self._scale != 1.0:
+            scaled = [one.unchanged(self.embedding.name).float() * self._scale for one in self._kept.values()]
+            for one, product in zip(self._kept.values(), scaled, strict=True):
+                one.grad, one.version = product, _version(product)
+            self._scale, self._dtype = 1.0, torch.float32  # rounded no further
 
     def _check_unclipped(self, what: str) -> None:
         if self._clip_value is not None:
@@ -238,7 +243,7 @@ def _clamp(grad: ShadowGrad, min: float | None = None, max: float | None = None)
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     for rows in (grad.rows for grad in grads if isinstance(grad, ShadowGrad)):
-        if not math.isfinite(rows.square_gradients()):
+        if not all(grad.isfinite().all() for grad in rows.grads()[0]):
             found_inf.fill_(1.0)
         rows.multiply(float(inv_scale))
     if dense := [grad for grad in grads if not isinstance(grad, ShadowGrad)]:
