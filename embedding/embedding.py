@@ -83,7 +83,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
         if not self._has_columns and as_int(embedding_dim) is None:
             raise OptionError(
                 f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"

@@ -7,7 +7,7 @@ raises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class ReadOnlyCopy(Tensor):
     remedy: str
 
     @classmethod
-    def of(cls, tensor: Tensor, remedy: str) -> ReadOnlyCopy:
+    def of(cls, tensor: Tensor, remedy: str) -> Self:
         """A read-only view of `tensor`. remedy: the message of the error."""
         with torch._C.DisableTorchFunctionSubclass():
             copy = tensor.as_subclass(cls)

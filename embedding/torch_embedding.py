@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.world import World
 from .torch_table import Store, TorchTable
 
 
-class Embedding(TorchTable):
+class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc]
     """torch.nn.Embedding over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
 
     Args:

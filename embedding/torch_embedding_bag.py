@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.world import World
 from ..engine.errors import InputError, OptionError
@@ -14,7 +14,7 @@ from .embedding import MultiTableEmbedding
 from .torch_table import Store, TorchTable
 
 
-class EmbeddingBag(TorchTable):
+class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc]
     """torch.nn.EmbeddingBag over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
 
     Args:

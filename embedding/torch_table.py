@@ -17,6 +17,7 @@ from ..engine.errors import InputError, OptionError
 from ..engine.options.initializers import make_normal_initializer, make_table_options
 from ..engine.options.lookup import Lookup
 from ..engine.options.store_options import load_store_options, make_host_mem_store_options, read_store_options
+from ..engine.table.table import OpenTable
 from . import lookup_op as ops
 from .dense_rows import dense_rows
 from .embedding import MultiTableEmbedding
@@ -25,18 +26,33 @@ from .rows_in_tensors import RowTensors
 from .saved_rows import rows_apart
 
 Store = Mapping[str, Any] | str | os.PathLike[str] | None
+# what sets up a parameter, and would be of one result here
+_OF_PARAMETERS = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 MAX_WEIGHT = 1 << 26  # numbers of a `weight`, 256 MiB of float32
 
 
 class Weight(ReadOnlyCopy):
-    """The rows of a table as a tensor. Autograd reaches the rows through it; writing to it raises InputError."""
+    """The rows of a table as a tensor. Autograd reaches the rows through it; writing to it raises InputError.
+
+    Torch's weight is a parameter that stays current. This is a result: after a step, computing with it raises, too.
+    """
+
+    table: OpenTable | None = None  # None for a view
+    step = 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_grad = getattr(func, "__self__", None) is Tensor.grad  # its getter
-        if (is_grad or func.__name__ in ("__set__", "requires_grad_")) and isinstance(args[0], Weight):
+        if (is_grad or func.__name__ in _OF_PARAMETERS) and isinstance(args[0], Weight):
             raise InputError(args[0].remedy)
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        for one in args if isinstance(result, Tensor) else ():
+            if isinstance(one, Weight) and one.table is not None and one.table.step != one.step:
+                raise InputError(
+                    f"weight of embedding {one.table.spec.name!r} was read before a training step, and has the rows of "
+                    "then; read the attribute in each forward pass, and clone() what is to stay"
+                )
+        return result
 
 
 class TorchTable(MultiTableEmbedding):
@@ -92,14 +108,20 @@ class TorchTable(MultiTableEmbedding):
                 f"{MAX_WEIGHT:,}; call emb(torch.arange(n)) for the rows that you need"
             )
         ids = torch.arange(rows, device=self.device)
-        weight = self.look_up(Lookup(ids), None)
-        return Weight.of(weight, self._remedy()) if ops.runs_at_once(ids) else weight
+        rows_now = self.look_up(Lookup(ids), None)
+        if not ops.runs_at_once(ids):
+            return rows_now
+        weight = Weight.of(rows_now, self._remedy())
+        weight.table = self._local_table()
+        weight.step = weight.table.step
+        return weight
 
     def _remedy(self) -> str:
         return (
-            f"weight of embedding {self.name!r} is the result of a lookup: a write into it, or an attribute that is "
-            "set, would change no row, and its gradient is with the rows. Call load_dense(weight) to replace rows, "
-            "give initializer= for other initial ones, and requires_grad_(False) of the module to freeze them"
+            f"weight of embedding {self.name!r} is the result of a lookup: a write into it, an attribute that is "
+            "set, or a hook would change no row, and its gradient is with the rows. Call load_dense(weight) to replace "
+            "rows, give initializer= for other initial ones, requires_grad_(False) of the module to freeze them, and "
+            "register hooks on what a lookup returns"
         )
 
     def load_dense(self, weights: Any, states: Any = None, step: int | None = None) -> None:

@@ -24,6 +24,9 @@ log = logging.getLogger("tierbed")
 _REFUSED = ("amsgrad", "centered", "differentiable")
 # keys of a group that change no step, from torch, its schedulers and users
 _LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+_LAZY = ("adam", "adamw", "sgd_momentum", "rmsprop")  # rules of torch.optim that are lazy without weight_decay as well
+_EQUAL = {"adam": "tierbed.optim.CatchUpAdam gives", "adamw": "tierbed.optim.CatchUpAdamW gives"}  # to torch
+_EQUAL_IN_PART = "Adagrad, or SGD without momentum, and a penalty in place of weight_decay, give"
 _NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0 in every optimizer that has them
 
 
@@ -78,6 +81,12 @@ class RowOptimizer:
         """True if an update depends on how many there were, as Adam's correction does."""
         return self.hyper(1) != self.hyper(2)
 
+    @property
+    def is_lazy(self) -> bool:
+        """True for an optimizer of torch that would change rows of a dense table in steps that do not look them up."""
+        decays = self.rule in ("sgd", "adagrad") and self._optimizer.param_groups[self._index].get("weight_decay")
+        return self.rule in _LAZY or bool(decays)
+
     def _check(self, group: Group, settings: dict[str, Any]) -> None:
         rule = _rule_of(self._optimizer, group)
         if rule.kernel.name != self.rule:
@@ -128,14 +137,13 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
 
 
 def note_lazy(rows: Iterable[RowOptimizer]) -> None:
-    """Log that an optimizer of torch begins to train rows lazily, if another has the values of a dense one."""
-    others = {"adam": "CatchUpAdam", "adamw": "CatchUpAdamW"}
-    for rule in dict.fromkeys(one.rule for one in rows if one.rule in others):
+    """Log that an optimizer of torch begins to train rows lazily, where it changes all rows of a dense nn.Embedding."""
+    for kind, rule in dict.fromkeys((type(one._optimizer).__name__, one.rule) for one in rows if one.is_lazy):
         log.warning(
-            "rows are trained by a lazy %s: a row that a step does not look up keeps its moments and has no weight "
-            "decay in that step. tierbed.optim.%s gives rows the values that torch has for a dense nn.Embedding",
-            rule.replace("a", "A", 1).replace("w", "W"),
-            others[rule],
+            "rows are trained by a lazy %s: torch changes all rows of a dense nn.Embedding in each step, by momentum, "
+            "moments or weight decay, and here a step changes the rows that it looks up. %s all rows torch's numbers",
+            kind,
+            _EQUAL.get(rule, _EQUAL_IN_PART),
         )
 
 

@@ -220,6 +220,11 @@ def test_a_state_without_rows_leaves_zeros_for_padding() -> None:
     assert torch.equal(trained.weight, WEIGHTS)
 
 
+def init_weights(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
+        module.weight.data.normal_(std=0.02)
+
+
 REFUSED: list[tuple[Callable[[tierbed.Embedding], Any], str]] = [
     (lambda e: nn.init.normal_(e.weight), "load_dense"),
     (lambda e: e.weight.data.copy_(WEIGHTS), "load_dense"),
@@ -232,6 +237,9 @@ REFUSED: list[tuple[Callable[[tierbed.Embedding], Any], str]] = [
     (lambda e: e.weight.requires_grad_(False), "requires_grad_"),
     (lambda e: e.weight.grad, "gradient is with the rows"),
     (lambda e: nn.Parameter(e.weight), "load_dense"),
+    (lambda e: e.weight.register_hook(lambda grad: grad * 0), "register hooks on what a lookup returns"),
+    (lambda e: nn.Sequential(e).apply(init_weights), "load_dense"),
+    (lambda e: init_weights(tierbed.EmbeddingBag(ROWS, DIM)), "load_dense"),
     (lambda e: e(torch.tensor([ROWS])), "ids"),
     (lambda e: e(torch.tensor([-1])), "ids"),
     (lambda e: e.load_dense(WEIGHTS[:3]), "3 rows"),
@@ -260,6 +268,28 @@ def test_what_cannot_be_had_raises_and_names_the_remedy(number: int) -> None:
         call(embedding)
     embedding.keep_rows()  # after a load that failed
     assert torch.equal(embedding.weight, WEIGHTS)
+
+
+@pytest.mark.parametrize("way", ["loop", "graph"])
+def test_a_weight_that_was_read_before_a_step_is_not_taken_for_the_present_one(way: str) -> None:
+    model = Tied(tierbed)
+    model.load_state_dict(Tied(nn).state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = model.items.weight
+    before, ids = held.clone(), torch.randint(2, ROWS, (4, 5))
+    assert (held @ torch.ones(DIM)).shape == (ROWS,)
+    if way == "graph":
+        TiedGraph(model, optimizer)(ids)
+    else:
+        eager = tierbed.EagerOptimizer(optimizer, model)
+        model(ids).backward()
+        eager.step()
+    for use in (lambda: torch.ones(1, DIM) @ held.T, lambda: nn.functional.linear(torch.ones(DIM), held), held.detach):
+        with pytest.raises(tierbed.InputError, match=r"'items' was read before a training step.*clone\(\)"):
+            use()
+    assert held.shape == (ROWS, DIM)
+    assert "grad_fn" in repr(held) or "requires_grad" in repr(held)
+    assert not torch.equal(before, model.items.weight)
 
 
 def test_arguments_of_torch_are_taken(tmp_path: Path) -> None:

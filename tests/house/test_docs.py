@@ -64,7 +64,11 @@ def test_the_training_page_runs_and_brings_a_killed_and_terminated_run_back_to_t
 
 
 @pytest.mark.parametrize(
-    "page", ["lifecycle.md", "metrics.md", "tiers.md", "planning.md", "oneflow.md", "torchrec.md", "plain_loop.md"]
+    "page",
+    [
+        "from_nn_embedding.md", "lifecycle.md", "metrics.md", "tiers.md", "planning.md", "oneflow.md", "torchrec.md",
+        "plain_loop.md",
+    ],  # fmt: skip
 )
 def test_a_page_runs(page: str, tmp_path: Path) -> None:
     done = run("\n".join(blocks(page)), tmp_path)

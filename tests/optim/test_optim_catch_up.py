@@ -172,16 +172,27 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"),
-    [(torch.optim.Adam, "CatchUpAdam"), (torch.optim.AdamW, "CatchUpAdamW"), (CatchUpAdam, ""), (torch.optim.SGD, "")],
+    ("kind", "settings", "named"),
+    [
+        (torch.optim.Adam, {}, "tierbed.optim.CatchUpAdam gives"),
+        (torch.optim.AdamW, {}, "tierbed.optim.CatchUpAdamW gives"),
+        (torch.optim.RMSprop, {}, "Adagrad"),
+        (torch.optim.SGD, {"momentum": 0.9}, "without momentum"),
+        (torch.optim.SGD, {"weight_decay": 0.1}, "penalty"),
+        (torch.optim.Adagrad, {"weight_decay": 0.1}, "penalty"),
+        (torch.optim.Adagrad, {}, ""),
+        (torch.optim.SGD, {}, ""),
+        (CatchUpAdam, {"weight_decay": 0.1}, ""),
+        (CatchUpAdamW, {}, ""),
+    ],
 )
-def test_the_log_says_that_an_optimizer_is_lazy_and_names_the_one_that_is_not(
-    kind: Any, named: str, caplog: pytest.LogCaptureFixture
+def test_the_log_says_that_an_optimizer_is_lazy_and_names_what_is_not(
+    kind: Any, settings: dict[str, float], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.ModuleList([make(options("host"), name=f"lazy{i}", tables=1) for i in range(2)])
-    EagerOptimizer(kind(model.parameters(), lr=0.1), model)
+    EagerOptimizer(kind(model.parameters(), lr=0.1, **settings), model)
     lines = [record.getMessage() for record in caplog.records if "lazy" in record.getMessage()]
-    assert [f"tierbed.optim.{named} gives" in line for line in lines] == [True] * bool(named)
+    assert [named in line and f"lazy {kind.__name__}:" in line for line in lines] == [True] * bool(named)
 
 
 @pytest.mark.parametrize(("kind", "is_warned"), [(CatchUpAdam, True), (torch.optim.Adam, False)])
