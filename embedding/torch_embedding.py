@@ -12,7 +12,7 @@ from ..distributed.world import World
 from .torch_table import Store, TorchTable
 
 
-class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc]
+class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
     """torch.nn.Embedding over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
 
     Args:

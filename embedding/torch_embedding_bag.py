@@ -14,7 +14,7 @@ from .embedding import MultiTableEmbedding
 from .torch_table import Store, TorchTable
 
 
-class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc]
+class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
     """torch.nn.EmbeddingBag over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
 
     Args:

@@ -275,20 +275,24 @@ def test_a_weight_that_was_read_before_a_step_is_not_taken_for_the_present_one(w
     model = Tied(tierbed)
     model.load_state_dict(Tied(nn).state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    held = model.items.weight
-    before, ids = held.clone(), torch.randint(2, ROWS, (4, 5))
-    assert (held @ torch.ones(DIM)).shape == (ROWS,)
+    early = model.items.weight
+    before, ids = early.clone(), torch.randint(2, ROWS, (4, 5))
+    assert (early @ torch.ones(DIM)).shape == (ROWS,)
     if way == "graph":
         TiedGraph(model, optimizer)(ids)
     else:
         eager = tierbed.EagerOptimizer(optimizer, model)
         model(ids).backward()
         eager.step()
-    for use in (lambda: torch.ones(1, DIM) @ held.T, lambda: nn.functional.linear(torch.ones(DIM), held), held.detach):
+    for use in (
+        lambda: torch.ones(1, DIM) @ early.T,
+        lambda: nn.functional.linear(torch.ones(DIM), early),
+        early.detach,
+    ):
         with pytest.raises(tierbed.InputError, match=r"'items' was read before a training step.*clone\(\)"):
             use()
-    assert held.shape == (ROWS, DIM)
-    assert "grad_fn" in repr(held) or "requires_grad" in repr(held)
+    assert early.shape == (ROWS, DIM)
+    assert "grad_fn" in repr(early) or "requires_grad" in repr(early)
     assert not torch.equal(before, model.items.weight)
 
 

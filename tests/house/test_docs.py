@@ -63,13 +63,10 @@ def test_the_training_page_runs_and_brings_a_killed_and_terminated_run_back_to_t
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "from_nn_embedding.md", "lifecycle.md", "metrics.md", "tiers.md", "planning.md", "oneflow.md", "torchrec.md",
-        "plain_loop.md",
-    ],  # fmt: skip
-)
+PAGES = ["from_nn_embedding", "lifecycle", "metrics", "tiers", "planning", "oneflow", "torchrec", "plain_loop"]
+
+
+@pytest.mark.parametrize("page", [f"{name}.md" for name in PAGES])
 def test_a_page_runs(page: str, tmp_path: Path) -> None:
     done = run("\n".join(blocks(page)), tmp_path)
     assert done.returncode == 0, done.stderr
