@@ -58,4 +58,5 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
         rows = super().forward(input)
         if self.padding_idx is None or not rows.requires_grad:
             return rows
-        return torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        is_padding = input.to(torch.int64) == self.padding_idx  # in a narrow dtype torch compares the low bits
+        return torch.where(is_padding.unsqueeze(-1), rows.detach(), rows)

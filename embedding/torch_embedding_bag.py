@@ -65,7 +65,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
             weights = weights.to(torch.float32) if isinstance(weights, Tensor) else weights
         if self.padding_idx is None:
             return MultiTableEmbedding.forward(self, input, None, offsets, pooling, weights)
-        is_row = (input != self.padding_idx).to(torch.float32)
+        is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # as in Embedding
         weights = is_row if weights is None else weights * is_row
         sums = MultiTableEmbedding.forward(self, input, None, offsets, "sum", weights)
         return sums if self.mode == "sum" else sums / _counts(is_row, offsets).to(sums.dtype)
@@ -85,7 +85,8 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
 
     def prefetch(self, input: Tensor, offsets: Tensor | None = None) -> None:  # type: ignore[override]
         """Announce the lookup of a later training step, as `MultiTableEmbedding.prefetch`."""
-        super().prefetch(input, None, self._ends(input, offsets), self.mode)
+        pooling = self.mode if self.padding_idx is None else "sum"  # as forward looks up
+        super().prefetch(input, None, self._ends(input, offsets), pooling)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"

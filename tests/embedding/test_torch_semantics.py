@@ -121,6 +121,43 @@ def test_weights_of_a_bag_get_the_gradient_of_torch(padding: int | None) -> None
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("padding", [300, -1])
+def test_narrow_ids_are_no_padding_by_their_low_bits(padding: int) -> None:
+    low, count = padding % 256, None if padding < 0 else 1000
+    rows = tierbed.Embedding(count, 2, padding, seed=1)
+    bag = tierbed.EmbeddingBag(count, 2, mode="sum", padding_idx=padding, seed=1)
+    ids = torch.tensor([[low, 1]], dtype=torch.uint8)
+    assert torch.equal(bag(ids), rows(ids).sum(1))
+    optimizer, before = tierbed.EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows), rows(ids).detach()
+    rows(ids).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(before - rows(ids), torch.ones(1, 2, 2))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_announced_bags_with_padding_serve_the_step(mode: str) -> None:
+    store = tierbed.make_cached_host_mem_store_options(cache_budget_mb=1)
+    bag = tierbed.EmbeddingBag(1000, 2, mode=mode, padding_idx=0, store=store)
+    optimizer = tierbed.EagerOptimizer(torch.optim.SGD(bag.parameters(), lr=1.0), bag)
+    ids, offsets = torch.arange(6, dtype=torch.int32), torch.tensor([0, 2])
+    bag.prefetch(ids, offsets)
+    bag(ids, offsets).sum().backward()
+    optimizer.step()
+    assert bag.metrics()["table"]["prefetch_hits"] == 1
+    bag.close()
+
+
+def test_transforms_and_compiled_functions_take_a_weight() -> None:
+    rows = tierbed.Embedding(ROWS, DIM, seed=1)
+    weight, plain = rows.weight, rows.weight.clone().detach()
+    heads = torch.arange(2.0 * DIM).view(2, DIM)
+    torch.testing.assert_close(torch.func.vmap(lambda head: weight @ head)(heads), heads @ plain.T)
+    torch.testing.assert_close(torch.func.grad(lambda head: (weight @ head).sum())(heads[0]), plain.sum(0))
+    scores = torch.compile(lambda given, head: (given @ head).norm() + given[1].sum(), backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(scores(rows.weight, heads[0]), scores(plain, heads[0]))
+
+
 class Tied(nn.Module):
     """A small sequence model: padding, weights tied to the output, and a penalty on them."""
 
