@@ -39,4 +39,4 @@ def converter(
             f"embedding {embedding.name!r}: a conversion to {dtype} would change neither its rows nor what lookups "
             f"return, {embedding.output_dtype}; {remedy}, or convert the other modules alone. {by_now}"
         )
-    return lambda tensor: function(tensor).to(torch.float32)
+    return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # no Shadow

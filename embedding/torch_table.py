@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from ..distributed.world import World
 from ..engine.checks import as_int
@@ -42,7 +43,7 @@ class Weight(ReadOnlyCopy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_grad = getattr(func, "__self__", None) is Tensor.grad  # its getter
+        is_grad = getattr(func, "__self__", None) is Tensor.grad and detect_fake_mode() is None  # Dynamo reads it
         if (is_grad or func.__name__ in _OF_PARAMETERS) and isinstance(args[0], Weight):
             raise InputError(args[0].remedy)
         result = super().__torch_function__(func, types, args, kwargs)

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from support.graphs import DIM, embedding, graph_of
 from tierbed import EagerOptimizer, GraphError, InputError, OptimizerError, TierbedError
+from tierbed.embedding.shadow import Shadow
 
 IDS = torch.tensor([3, 4, 3])
 
@@ -236,6 +237,14 @@ def _saved(model: Model, **options: Any) -> dict[str, Any]:
     return state
 
 
+def _moved_anew(model: Model) -> bool:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return type(model.to("cpu").rows.shadow) is Shadow
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
 def _backward(model: Model) -> Model:
     model(IDS).backward()
     return model
@@ -257,6 +266,7 @@ GOES_ON: dict[str, Callable[[Any, Model], Any]] = {
     "zero_grad": lambda p, m: _backward(m).zero_grad() or p.grad is None,
     "edge": lambda p, m: get_gradient_edge(p).node,
     "move": lambda p, m: type(m.to("cpu").float().train().rows.shadow) is type(p),
+    "move to new parameters": lambda p, m: _moved_anew(m),
     "deepcopy of a state": lambda p, m: m.load_state_dict(copy.deepcopy(m.state_dict())),
     "clone of a state": lambda p, m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}),
     "its own state": lambda p, m: m.load_state_dict(m.state_dict(), assign=True) and m.rows.shadow is p,
