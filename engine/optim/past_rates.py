@@ -30,11 +30,11 @@ def with_past(kernel: Kernel, numbers: list[float], before: Sequence[float], ste
     before: the numbers of the step before; [] if no step was the rule's by then, and all of them had a rate of 0.
     """
     knots, rate = knots_of(kernel, before) if before else ([], 0.0)
-    if step > 1 and rate != numbers[kernel.all_hypers.index("lr")]:
-        while knots and knots[-1][0] >= step - 1:  # of steps that a GPU has undone
-            knots.pop()
-        first = knots[-1][0] + 1 if knots else 1.0
-        knots += [(first, rate), (step - 1.0, rate)] if first < step - 1 else [(first, rate)]
+    while knots and knots[-1][0] >= step:  # of steps that a GPU has undone
+        rate = knots.pop()[1]
+    first = knots[-1][0] + 1 if knots else 1.0
+    if first < step and rate != numbers[kernel.all_hypers.index("lr")]:
+        knots += dict.fromkeys([(first, rate), (step - 1.0, rate)])
     if not knots:
         return numbers
     if len(knots) > MAX_KNOTS:

@@ -171,6 +171,22 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
     assert max(abs(past.at(step) - rate(step)) for step in range(1, 1501)) < 1e-7
 
 
+def test_learning_rates_of_steps_that_a_gpu_has_undone_are_forgotten() -> None:
+    numbers, of_rate = [0.0] * (len(CATCH_UP_ADAM.all_hypers) + 2), CATCH_UP_ADAM.all_hypers.index("lr")
+
+    def run(steps: range, rate: float, before: list[float]) -> list[float]:
+        numbers[of_rate] = rate
+        for step in steps:
+            before = with_past(CATCH_UP_ADAM, list(numbers), before, step)
+        return before
+
+    done = run(range(9, 11), 0.3, run(range(5, 9), 0.2, run(range(1, 5), 0.1, [])))
+    undone = with_past(CATCH_UP_ADAM, list(numbers), done, 6)
+    assert is_past(undone[len(numbers) + 1 :], 6)
+    past = PastRates(CATCH_UP_ADAM, run(range(7, 12), 0.3, undone))
+    assert [past.at(step) for step in (4, 5, 7, 8)] == [0.1, 0.2, 0.3, 0.3]
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "named"),
     [
