@@ -458,8 +458,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             with self.raise_on_all_ranks():
                 raise StoreError(
                     f"an embedding without a name was used before it took one, so its folder under {path!r} is not "
-                    "known; give it name=, or first make the EagerOptimizer or the Graph of the model that has it, or "
-                    "load a checkpoint into the model"
+                    "known; give it name=, or first make the Graph of the model that has it, or its EagerOptimizer "
+                    "with module=, or load a checkpoint into the model"
                 )
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:

@@ -430,7 +430,8 @@ def check_not_open(by_folder: Mapping[str, Any], folder: str, name: str) -> None
             gc.collect()  # an embedding that nobody can use may wait in a circle of references
     raise StoreError(
         f"embedding {name!r}: another embedding of that name in this process has {folder} open; use that one in both "
-        "places, or call its close(), or give one of them another name or persistent_path"
+        "places, or call its close(), or give one of them another name or persistent_path, or del all that holds the "
+        "other one, such as its EagerOptimizer"
     )
 
 
