@@ -62,7 +62,9 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         if weights is not None:
             if self.mode != "sum":
                 raise InputError(f"per_sample_weights: mode={self.mode!r} takes none; make it with mode='sum'")
-            weights = weights.to(torch.float32) if isinstance(weights, Tensor) else weights
+            if not isinstance(weights, Tensor) or weights.shape != input.shape or not weights.is_floating_point():
+                raise InputError(f"per_sample_weights: give a tensor of floats {tuple(input.shape)}, as input is")
+            weights = weights.to(torch.float32)
         if self.padding_idx is None:
             return MultiTableEmbedding.forward(self, input, None, offsets, pooling, weights)
         is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # as in Embedding

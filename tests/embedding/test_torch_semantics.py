@@ -121,6 +121,14 @@ def test_weights_of_a_bag_get_the_gradient_of_torch(padding: int | None) -> None
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("weights", [torch.ones(1, 1), torch.ones(1, 2, dtype=torch.int64), [[1.0, 1.0]]])
+def test_weights_that_are_not_floats_of_the_shape_of_ids_raise(weights: Any, padding: int | None) -> None:
+    bag = tierbed.EmbeddingBag(ROWS, DIM, mode="sum", padding_idx=padding)
+    with pytest.raises(tierbed.InputError, match=r"give a tensor of floats \(1, 2\)"):
+        bag(torch.tensor([[1, 2]]), None, weights)
+
+
 @pytest.mark.parametrize("padding", [300, -1])
 def test_narrow_ids_are_no_padding_by_their_low_bits(padding: int) -> None:
     low, count = padding % 256, None if padding < 0 else 1000
