@@ -31,6 +31,9 @@ class ReadOnlyCopy(Tensor):
     @classmethod
     def of(cls, tensor: Tensor, remedy: str) -> Self:
         """A read-only view of `tensor`. remedy: the message of the error."""
+        if tensor.is_inference():  # it has no versions
+            with torch.inference_mode(False):
+                tensor = tensor.clone()
         with torch._C.DisableTorchFunctionSubclass():
             copy = tensor.as_subclass(cls)
         copy.remedy = remedy

@@ -155,6 +155,17 @@ def test_announced_bags_with_padding_serve_the_step(mode: str) -> None:
     bag.close()
 
 
+def test_a_weight_is_read_in_inference_mode_and_guarded_there() -> None:
+    rows, head = tierbed.Embedding(ROWS, DIM, seed=1), torch.ones(DIM)
+    before = rows.weight
+    with torch.inference_mode():
+        scores = rows.weight.T.reshape(DIM, ROWS).T @ head
+        for weight in (rows.weight, before, rows.weight[:2]):
+            with pytest.raises(tierbed.InputError, match="load_dense"):
+                weight.zero_()
+    torch.testing.assert_close(scores, rows.weight.detach() @ head)
+
+
 def test_transforms_and_compiled_functions_take_a_weight() -> None:
     rows = tierbed.Embedding(ROWS, DIM, seed=1)
     weight, plain = rows.weight, rows.weight.clone().detach()
