@@ -188,7 +188,7 @@ def test_states_without_the_step_that_their_rule_counts_are_refused(
         ):
             rows.load_dense(weights, {"a": {**state, **given}}, step)
             assert rows.table_handle().local_table.step == found
-        assert not caplog.records
+        assert "it goes on from" not in caplog.text
         rows.load_dense(weights, {"a": state})  # to rows that have a number
         assert rows.table_handle().local_table.step == 8
         assert "it goes on from 8; give step= for another number" in caplog.text

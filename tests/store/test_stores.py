@@ -85,9 +85,9 @@ def test_a_store_equals_a_loop_over_a_dict_of_rows(tmp_path: Path, optimizer: st
     rule = embedding.row_optimizer
     assert rule is not None
     model: dict[tuple[int, int], tuple[np.ndarray, int, int]] = {}
-    for step, (ids, tables) in enumerate(batches(8), 1):
+    initials = [embedding.get(ids, tables).numpy().copy() for ids, tables in batches(8)]  # before a step decays them
+    for step, ((ids, tables), initial) in enumerate(zip(batches(8), initials, strict=True), 1):
         keys, numbers = ids.numpy().view(np.uint64), tables.numpy().astype(np.uint32)
-        initial = embedding.get(ids, tables).numpy().copy()
         unique = naive.unique(keys, numbers)
         grads = torch.randn((len(ids), DIM), generator=torch.Generator().manual_seed(step))
         train(embedding, ids, tables, grads)

@@ -186,7 +186,7 @@ def test_ids_that_are_no_rows_are_passed_over() -> None:
     with pytest.raises(InputError, match="table id 7 at position 0"):
         embedding.delete([1], 7)
     with pytest.raises(InputError, match="convert them with"):
-        embedding.delete(torch.ones(2, dtype=torch.int32), 0)
+        embedding.delete(torch.ones(2), 0)
     assert embedding.size() == 3
     embedding.close()
     with pytest.raises(ClosedError):
