@@ -66,17 +66,18 @@ template <class Type>
 TIERBED_FN void initialise_embedding(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
                                      u64 key) {
     auto* out = reinterpret_cast<typename Type::Stored*>(line);
-    const bool is_zero = row.has_zero_key != 0 && key == row.zero_key;
-    for (u32 block = tile.lane; block * 4 < shape.dim; block += tile.size) {
+    // most rows differ from the key, so it is compared first
+    const u32 drawn = key == row.zero_key && row.has_zero_key != 0 ? 0 : shape.dim;  // columns that are not zero
+    for (u32 block = tile.lane; block * 4 < drawn; block += tile.size) {
         const Words words = philox(Words{{block, table, static_cast<u32>(key), static_cast<u32>(key >> 32)}}, row.seed);
         u32 group = 0;
-        for (u32 j = 0; j < 4 && block * 4 + j < shape.dim; ++j) {
+        for (u32 j = 0; j < 4 && block * 4 + j < drawn; ++j) {
             const u32 column = block * 4 + j;
             while (column >= row.group_ends[group]) ++group;
-            const InitialValues& how = row.values[table * row.groups + group];
-            out[column] = Type::store(is_zero ? 0.0f : initial_value(how, words.x[j]));
+            out[column] = Type::store(initial_value(row.values[table * row.groups + group], words.x[j]));
         }
     }
+    for (u32 column = drawn + tile.lane; column < shape.dim; column += tile.size) out[column] = Type::store(0.0f);
     if (sizeof(*out) == 2 && shape.dim % 2 == 1 && tile.lane == 0) out[shape.dim] = 0;
 }
 

@@ -34,7 +34,8 @@ Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state
       tables(static_cast<u32>(values.size() / columns.size())),
       seed(seed),
       numbering(std::move(numbers)),
-      zero_key_(zero_key),
+      has_zero_key_(zero_key.has_value()),
+      zero_key_(zero_key.value_or(0)),
       states_(std::move(states)),
       values_(std::move(values)) {
     u32 end = 0;
@@ -52,8 +53,8 @@ void Layout::initialise(u64 line, u32 table, u64 key) const {
                          states_.data(),
                          state_ends_.data(),
                          static_cast<u32>(states_.size()),
-                         zero_key_.has_value(),
-                         zero_key_.value_or(0)};
+                         has_zero_key_,
+                         zero_key_};
     initialise_line(THREAD, line, shape, row, table, key);
 }
 

@@ -54,7 +54,8 @@ public:
     const Numbering numbering;
 
 private:
-    const std::optional<u64> zero_key_;
+    const bool has_zero_key_;
+    const u64 zero_key_;
     std::vector<float> states_;
     std::vector<InitialValues> values_;
     std::vector<u32> group_ends_, state_ends_;
