@@ -41,12 +41,10 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
         *, store: Store = None, name: str | None = None, initializer: Mapping[str, Any] | None = None,
         seed: int | None = None, world: World | None = None,
     ) -> None:  # fmt: skip
-        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, refused, _weight, device, dtype, store=store, name=name,
-            initializer=initializer, seed=seed, world=world,
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            device, dtype, store, name, initializer, seed, world,
         )  # fmt: skip
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, sparse
         if _freeze:
             self.requires_grad_(False)
 

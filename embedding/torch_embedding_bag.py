@@ -37,12 +37,10 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean"):
             raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for the largest of each column, call max of rows")
-        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, refused, _weight, device, dtype, store=store, name=name,
-            initializer=initializer, seed=seed, world=world,
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            device, dtype, store, name, initializer, seed, world,
         )  # fmt: skip
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, sparse
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(  # type: ignore[override]

@@ -63,11 +63,12 @@ class TorchTable(MultiTableEmbedding):
     embedding_dim: int
 
     def __init__(
-        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None, refused: Mapping[str, Any],
-        weight: Tensor | None, device: Any, dtype: torch.dtype | None, *, store: Store = None, name: str | None = None,
-        initializer: Mapping[str, Any] | None = None, seed: int | None = None, world: World | None = None,
+        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None, max_norm: float | None,
+        norm_type: float, scale_grad_by_freq: bool, sparse: bool, weight: Tensor | None, device: Any,
+        dtype: torch.dtype | None, store: Store, name: str | None, initializer: Mapping[str, Any] | None,
+        seed: int | None, world: World | None,
     ) -> None:  # fmt: skip
-        for argument, value in refused.items():
+        for argument, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
             if value:
                 raise OptionError(f"{argument}={value!r}: {_REMEDIES[argument]}")
         if num_embeddings is not None and (num_embeddings := as_int(num_embeddings, minimum=1)) is None:
@@ -79,6 +80,7 @@ class TorchTable(MultiTableEmbedding):
             name, embedding_dim, dtype, torch.int64, [table], options, seed=seed, output_dtype=dtype, world=world
         )
         self.num_embeddings, self.embedding_dim = num_embeddings, self.spec.dim
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, sparse
         self.padding_idx = _padding(padding_idx, num_embeddings)
         if self.padding_idx is not None:
             self.set_spec(zero_key=self.padding_idx % 2**64)
