@@ -76,6 +76,11 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
     return world
 
 
+def is_in_ddp() -> bool:
+    """Whether a DistributedDataParallel is calling its module in this process."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
 def refuse_lookup(name: str) -> None:
     """OptimizerError where a lookup of embedding `name` for training is called within a DistributedDataParallel."""
     around = DistributedDataParallel._active_ddp_module

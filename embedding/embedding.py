@@ -28,7 +28,7 @@ from ..engine.options.table_spec import check_name, table_spec
 from ..engine.table.table import OpenTable, RowsReplaced, square_gradients, sum_gradients, unique_rows
 from . import lookup_op as ops
 from .conversion import converter
-from .ddp_guard import check_world, refuse_lookup, warn_alone
+from .ddp_guard import check_world, is_in_ddp, refuse_lookup, warn_alone
 from .dense_rows import dense_tensors, put_in_state
 from .eager import IN_BACKWARD, train_in_backward
 from .gradients import ShadowGrad, accumulate, holders, is_reached
@@ -171,13 +171,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
             check_weights(self.spec, lookup, weights)
-            shadow = self._shadow_here()
-            if (device := shadow.device) != ids.device:
+            if (device := self.device) != ids.device:
                 raise InputError(
                     f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
                     f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
                 )
-        return ops.look_up(self, shadow, lookup, weights)
+        return self.look_up(lookup, weights)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Take the parameter that stands for the rows. InputError for any other."""
@@ -353,9 +352,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def check_trained_lookup(self) -> None:
         """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
-        if hasattr(self.shadow, IN_BACKWARD):
+        if hasattr(self._parameters["shadow"], IN_BACKWARD):
             train_in_backward(self)
-        if self.handle in holders:
+        if is_in_ddp() and self.handle in holders:
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:

@@ -24,7 +24,7 @@ from ..engine.options.lookup import Lookup
 from .shadow import Shadow, plain
 
 _orders = itertools.count()
-_embeddings: weakref.WeakValueDictionary[int, EmbeddingBase] = weakref.WeakValueDictionary()
+_embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary takes twice the time
 
 
 def register(embedding: EmbeddingBase) -> int:
@@ -34,7 +34,7 @@ def register(embedding: EmbeddingBase) -> int:
     elsewhere or its embedding is gone.
     """
     handle = secrets.randbits(62)
-    _embeddings[handle] = embedding
+    _embeddings[handle] = weakref.ref(embedding, lambda _: _embeddings.pop(handle))
     return handle
 
 
@@ -44,8 +44,8 @@ def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, places: Sequ
 
 
 def embedding_of(handle: int) -> EmbeddingBase:
-    embedding = _embeddings.get(handle)
-    if embedding is None:
+    reference = _embeddings.get(handle)
+    if reference is None or (embedding := reference()) is None:
         raise ClosedError(
             f"a lookup of handle {handle}, which no embedding of this process has: it no longer exists, so keep a "
             "reference to it; or another process recorded the program: make it of the module that takes the rows, and "
@@ -56,7 +56,8 @@ def embedding_of(handle: int) -> EmbeddingBase:
 
 def embeddings_of(parameters: Iterable[int]) -> list[EmbeddingBase]:
     """The living embeddings whose parameter is one of those, given by `id`, in their order."""
-    by_shadow = {id(embedding.shadow): embedding for embedding in _embeddings.values()}
+    living = [embedding for reference in list(_embeddings.values()) if (embedding := reference()) is not None]
+    by_shadow = {id(embedding.shadow): embedding for embedding in living}
     return [by_shadow[one] for one in parameters if one in by_shadow]
 
 
@@ -190,8 +191,8 @@ class EagerLookup(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        shadow, *lookup, weights, handle = inputs
-        output = embedding_of(handle).read(lookup_of(*lookup), weights, trains=shadow.requires_grad)
+        _, *lookup, weights, handle = inputs
+        output = embedding_of(handle).read(Lookup(*lookup), weights, trains=ctx.needs_input_grad[0])
         _setup(ctx, inputs, output)
         return output
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.world import World
+from .embedding import MultiTableEmbedding
 from .torch_table import Store, TorchTable
 
 
@@ -53,7 +54,7 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
 
         input: integers of any shape. Raises InputError.
         """
-        rows = super().forward(input)
+        rows = MultiTableEmbedding.forward(self, input)  # super() takes longer
         if self.padding_idx is None or not rows.requires_grad:
             return rows
         is_padding = input.to(torch.int64) == self.padding_idx  # in a narrow dtype torch compares the low bits

@@ -178,6 +178,11 @@ class FullTable(Tier):
         """[tables * 2], the hits and misses of each table."""
     def find(self, batch: Batch) -> int:
         """Set `batch.lines`, zero for missing rows. Returns the number of missing rows."""
+    def gather_few(self, keys: U64, last_ids: U64 | None, out: F32) -> int:
+        """Copy the rows of up to 256 ids of table 0 to `out` [n, dim] without a batch; rows and `out` are float32.
+
+        Returns how many different ids they are, or 0 if a row is missing or an id is beyond its last one.
+        """
     def insert_missing(self, batch: Batch, layout: Layout) -> None:
         """Insert and initialise each row whose line is zero."""
     def locate(self, table: int, key: int) -> dict[str, int] | None:

@@ -30,7 +30,7 @@ FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64]
 
 def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
     """A segment of `_core.Batch`, which checks its offsets. Raises InputError for table ids that are out of range."""
-    keys, feature_columns = _keys(lookup.ids), lookup.feature_columns
+    keys, feature_columns = keys_of(lookup.ids), lookup.feature_columns
     if feature_columns is None:
         return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(lookup)
     assert lookup.offsets is not None
@@ -136,7 +136,7 @@ def flat(weights: Tensor) -> NDArray[np.float32]:
     return weights.detach().contiguous().view(-1).numpy()
 
 
-def _keys(ids: Tensor) -> NDArray[np.uint64]:
+def keys_of(ids: Tensor) -> NDArray[np.uint64]:
     """Ids as the 64 bits that identify a row; int32 is sign-extended, so -1 is the same row in either type."""
     if ids.dtype == torch.int64 and ids.is_contiguous():
         return ids.numpy().reshape(-1).view(np.uint64)

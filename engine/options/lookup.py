@@ -77,6 +77,15 @@ def check_lookup(
     nested lists, also of names. The other arguments are unchanged. All tensors have to be on one device. Raises
     InputError.
     """
+    if (
+        type(ids) is Tensor
+        and table_ids is offsets is pooling is features is num_features is None
+        and spec.num_tables == 1
+        and ids.dtype == spec.key_type
+        and ids.layout == torch.strided
+        and ids.device.type in DEVICES
+    ):
+        return Lookup(ids)  # as below, in less time
     where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
         remedy = f"give a torch.Tensor of {spec.key_type}, such as torch.tensor(ids, dtype={spec.key_type})"

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .. import _core
 from ..cache.cached import CpuCachedStore
-from ..ops.batch import array_of, batch_of, empty, flat
+from ..ops.batch import array_of, batch_of, empty, flat, keys_of
 from ..options.lookup import OUTPUT_DTYPES, Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions, mib
-from ..store.contract import Tier
+from ..store.contract import Tier, TopTier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
 from .processor import ByOwner, Processor, by_owner
@@ -23,6 +23,9 @@ from .processor import ByOwner, Processor, by_owner
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
     from ..options.table_spec import TableSpec
+
+
+FEW = 256  # ids, as in native/full_table.h
 
 
 class CpuProcessor(Processor[_core.Batch]):
@@ -64,6 +67,15 @@ class CpuProcessor(Processor[_core.Batch]):
 
     def count_written(self, batch: _core.Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
+
+    def gather_few(self, top: TopTier[_core.Batch], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
+        spec, ids = self._spec, lookup.ids
+        if type(top) is not CpuFullStore or ids.numel() > FEW or spec.num_tables > 1 or spec.padding_key is not None:
+            return None
+        if lookup.table_ids is not None or lookup.pooling or spec.dtype != "float32" or dtype != torch.float32:
+            return None
+        out = torch.empty((*ids.shape, spec.dim))
+        return out if top.gather_few(keys_of(ids), spec.last_ids, out.numpy().reshape(-1, spec.dim), trains) else None
 
     def gather(
         self,

@@ -142,6 +142,9 @@ class CudaProcessor:
         counts: Counts = kernels.count_written(self._layout, batch).cpu().numpy()
         return counts
 
+    def gather_few(self, top: object, lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
+        return None
+
     def gather(
         self,
         batch: Batch,

@@ -129,6 +129,12 @@ class Processor(Protocol[B]):
     def count_written(self, batch: B) -> Counts:
         """How many rows of each table in a batch were ever written; its lines are set. May wait for the device."""
 
+    def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
+        """The result of a lookup of few ids, read without making a batch; None if it takes a batch.
+
+        trains: as of `TopTier.peek`.
+        """
+
     def gather(
         self,
         batch: B,

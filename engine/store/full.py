@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import CapacityError
@@ -69,6 +70,12 @@ class CpuFullStore(TopTier[_core.Batch]):
             self._unknown += missing
         if missing:
             _core.initialise_missing(batch, self._layout)
+
+    def gather_few(self, keys: Keys, last_ids: Keys | None, out: NDArray[np.float32], trains: bool) -> bool:
+        """Whether `out` now has the rows of keys of table 0. trains: as of `peek`."""
+        unique = self.native.gather_few(keys, last_ids, out)
+        self._peeked += 0 if trains else unique
+        return unique > 0
 
     def peeked(self) -> tuple[int, int, int]:
         return self._peeked - self._unknown, 0, self._unknown

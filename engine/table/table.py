@@ -340,6 +340,11 @@ class OpenTable:
         trains: metrics count them as rows of a training step.
         """
         with self.lock:
+            self.check(wait=False)
+            if weights is None and not self.catch_up_rule:
+                rows = self.processor.gather_few(self.ready(), lookup, dtype, trains)
+                if rows is not None:
+                    return rows
             batch = self._peek(lookup, trains)
             return self.processor.gather(batch, 0, lookup, weights, dtype)
 

@@ -197,6 +197,31 @@ std::size_t FullTable::find(Batch& batch) {
     return missing;
 }
 
+std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, float* out) {
+    const std::lock_guard lock(mutex_);
+    u64 hashes[FEW], lines[FEW];
+    for (std::size_t i = 0; i < n; ++i) {
+        hashes[i] = slot_hash(0, keys[i]);
+        index_.reader(bucket_of(hashes[i])).prefetch_row(hashes[i], 0);
+    }
+    u16 first[2 * FEW] = {};  // a hash table of the different ids: the index of each + 1
+    std::size_t unique = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        const u32 bucket = bucket_of(hashes[i]), line = index_.reader(bucket).find(hashes[i], 0);
+        if (!line || keys[i] > last) return 0;
+        lines[i] = line_of(bucket, line);
+        prefetch_bytes(lines[i], shape_.dim * 4);
+        std::size_t slot = hashes[i] % (2 * FEW);
+        while (first[slot] && hashes[first[slot] - 1] != hashes[i]) slot = (slot + 1) % (2 * FEW);
+        unique += first[slot] == 0;
+        first[slot] = static_cast<u16>(i + 1);
+    }
+    for (std::size_t i = 0; i < n; ++i) std::memcpy(out + i * shape_.dim, floats(lines[i]), shape_.dim * 4);
+    TableCounts::Share(hit_counts_, true).add(0, true, unique);
+    hits_ += unique;
+    return unique;
+}
+
 u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
     const u32 row = lines_[bucket].take(arena_, shape_.line_bytes) + 1;
     index_.insert(bucket, Slot{hash, table, row});

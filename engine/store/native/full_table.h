@@ -190,6 +190,10 @@ public:
     // Sets the lines of the batch, 0 for missing rows, and returns the number of missing rows. Rows with own lines are
     // not looked up.
     std::size_t find(Batch& batch);
+    static constexpr std::size_t FEW = 256;
+    // Copies the float32 embeddings of n <= FEW ids of table 0, none beyond `last`, to `out` [n, dim] without a batch.
+    // Counts as `find`. Returns how many different ids they are, or 0 if a row is missing: `out` is then undefined.
+    std::size_t gather_few(const u64* keys, std::size_t n, u64 last, float* out);
     void insert_missing(Batch& batch, const Layout& layout);
     void read(const RowSpan& rows, bool* found, bool touch) override;
     void write(const RowSpan& rows) override;
@@ -210,7 +214,7 @@ public:
     Metrics metrics() const;
     // [tables, 2], hits and misses of each table
     std::vector<u64> hit_counts() const;
-    u32 width() const { return shape_.width; }
+    const LineShape& shape() const { return shape_; }
 
 private:
     u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
