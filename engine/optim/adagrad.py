@@ -16,7 +16,7 @@ from .rule import Group, Rule
 
 ADAGRAD = Kernel(
     name="adagrad",
-    hypers=("lr", "weight_decay", "maximize", "eps"),
+    hypers="lr weight_decay maximize eps",
     element_states=("sum",),
     element="""
         g = decayed(g, w, weight_decay, maximize);

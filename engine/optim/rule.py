@@ -65,4 +65,4 @@ def catches_up(name: str | None) -> bool:
 @cache
 def counts_steps(name: str | None) -> bool:
     """True if updates by the rule of that name depend on how many there were, whatever its settings."""
-    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.hypers for rule in all_rules())
+    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.all_hypers for rule in all_rules())

@@ -361,7 +361,7 @@ def _arguments(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[
     ends = np.cumsum([dim, *rule.kernel.state_widths(dim)]).tolist()
     names = dict(zip(rule.kernel.states, (rows[:, begin:end] for begin, end in pairwise(ends)), strict=True))
     values = dict(zip(kernel.all_hypers, hyper, strict=False))
-    rounded = {name: np.float32(value) if name in kernel.hypers else value for name, value in values.items()}
+    rounded = {name: np.float32(value) if name in kernel.hypers.split() else value for name, value in values.items()}
     return {"w": rows[:, :dim], **names, **rounded}
 
 
