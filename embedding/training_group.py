@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from ..engine.errors import StoreError
 from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.table.step_gate import StepGate
+from ..engine.table.table import OpenTable
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from ..snapshots.files.versions import (
     AT,
@@ -37,9 +38,6 @@ from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import Group, Member, rows_of
 from .gradients import is_trained_elsewhere
-
-if TYPE_CHECKING:
-    from ..engine.table.table import OpenTable
 
 log = logging.getLogger("tierbed")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,16 +21,14 @@ from ..ops.cuda import step as kernels
 from ..ops.cuda.batch import CHANGED, Batch, Faults, Ids, Segment
 from ..ops.cuda.device import Device, Event
 from ..ops.cuda.layout import Layout
+from ..optim.row_state import RowState
 from ..options.lookup import Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
+from ..options.table_spec import TableSpec
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
 from .processor import ByOwner, Capturer, DeferredError, Factory, by_owner
-
-if TYPE_CHECKING:
-    from ..optim.row_state import RowState
-    from ..options.table_spec import TableSpec
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:
