@@ -51,11 +51,6 @@ def all_rules() -> tuple[Rule, ...]:
     return tuple(rule for rules in found for rule in rules)
 
 
-def rule_named(name: str) -> Rule:
-    """The rule whose kernel has that name. Raises KeyError."""
-    return {rule.kernel.name: rule for rule in all_rules()}[name]
-
-
 @cache
 def catches_up(name: str | None) -> bool:
     """Whether rows of the rule of that name need the steps that they missed before they are used."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support.arithmetic import normal_quantile, row_sum
 from support.rule_references import CATCH_UPS, REFERENCES, PastRates
 from tierbed.engine.optim.kernel import LIMITS
-from tierbed.engine.optim.rule import Rule, rule_named
+from tierbed.engine.optim.rule import Rule, all_rules
 from tierbed.engine.options.initializers import CONSTANT, UNIFORM
 from tierbed.engine.row_format import narrowed, widened
 
@@ -283,6 +283,11 @@ def _sum(rows: F32) -> F32:
     for row in rows[1:]:
         total += row
     return total
+
+
+def rule_named(name: str) -> Rule:
+    """The rule whose kernel has that name."""
+    return {rule.kernel.name: rule for rule in all_rules()}[name]
 
 
 def update(
