@@ -255,7 +255,8 @@ class Membership:
         others = {} if group is None else {path: store for path, store in group.stores().items() if path != self.path}
         if not others and self.record is None:
             return
-        record = self.record or GroupRecord(self._own_id(), {}, self.versions.rows.now)
+        known = None if self.group is None else self.group.ids.get(self.path)
+        record = self.record or GroupRecord(known or secrets.token_hex(8), {}, self.versions.rows.now)
         if group is not None and others:
             group.ids[self.path] = record.id
             peers = {_id_of(group, path): Peer.of(name, self.store, place) for path, (name, place) in others.items()}
@@ -292,10 +293,6 @@ class Membership:
         """The rows begin empty by the user's will: to the others this is another store from here on."""
         if self.record is not None:
             self.record = replace(self.record, id=secrets.token_hex(8), joined=EMPTY, instant=None)
-
-    def _own_id(self) -> str:
-        known = None if self.group is None else self.group.ids.get(self.path)
-        return known or secrets.token_hex(8)
 
     def open_peers(self) -> list[Membership]:
         """Those of the others that this process has open, and that have joined."""

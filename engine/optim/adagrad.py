@@ -35,8 +35,4 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     }
 
 
-def _initial(group: Group) -> dict[str, float]:
-    return {"sum": float(group["initial_accumulator_value"])}
-
-
-RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, _initial),)
+RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, lambda group: {"sum": float(group["initial_accumulator_value"])}),)

@@ -16,14 +16,6 @@ from .kernel import Kernel
 Group = dict[str, Any]  # one of an optimizer's param groups
 
 
-def _zeros(group: Group) -> Mapping[str, float]:
-    return {}
-
-
-def _always(group: Group) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Rule:
     """How an optimizer trains rows.
@@ -37,8 +29,8 @@ class Rule:
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]
     hyper: Callable[[Group, int], Mapping[str, float]]
-    initial: Callable[[Group], Mapping[str, float]] = _zeros
-    when: Callable[[Group], bool] = _always
+    initial: Callable[[Group], Mapping[str, float]] = lambda group: {}
+    when: Callable[[Group], bool] = lambda group: True
     theirs: str = ""
 
 
