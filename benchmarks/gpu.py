@@ -27,8 +27,8 @@ from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch, Faults, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
+from tierbed.engine.optim.kernel import kernels
 from tierbed.engine.optim.row_optimizer import row_optimizer
-from tierbed.engine.optim.rule import rule_named
 from tierbed.engine.options.initializers import as_arrays, make_table_options, make_uniform_initializer
 from tierbed.engine.store.cuda.full import CudaFullStore
 from tierbed.engine.store.cuda.full_table import CudaFullTable
@@ -52,7 +52,7 @@ class Tables:
         parameter = torch.nn.Parameter(torch.zeros(1))
         attached = OPTIMIZERS[optimizer]([parameter], lr=0.01)
         self.optimizer = row_optimizer(attached, attached.param_groups[0])
-        states, widths = self.optimizer.initial, rule_named(optimizer).kernel.state_widths(dim)
+        states, widths = self.optimizer.initial, kernels()[optimizer].state_widths(dim)
         kinds, parameters, quantiles = as_arrays(
             [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables, [dim]
         )

@@ -7,20 +7,16 @@ arrived so far.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..engine.options.lookup import Lookup
+from ..engine.processors.processor import Processor
 from ..engine.table.prefetch import QUEUE, copied, same_lookups
 from .handshake import Handshake
 from .row_exchange import IdExchange, LocalBatch, Traffic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
-    from ..engine.processors.processor import Processor
-    from .world import World
+from .world import World
 
 
 class AnnouncedStep:

@@ -6,7 +6,7 @@ The blocks of all ranks lie in one piece of memory. This rank's own block is the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,10 @@ from torch import Tensor
 from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
-from ..engine.processors.processor import Processor
+from ..engine.processors.processor import ByOwner, Processor
 from .handshake import Handshake, HandshakeResult
+from .rank_group import PendingAllToAll
 from .world import World
-
-if TYPE_CHECKING:
-    from ..engine.processors.processor import ByOwner
-    from .rank_group import PendingAllToAll
 
 
 @dataclass

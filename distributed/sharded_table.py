@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,9 @@ from ..engine.table.table import OpenTable, PinnedBatch
 from ..engine.table.table_report import new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
+from .rank_group import PendingAllToAll
 from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traffic, concat_lookups, start, zeroed
 from .world import World, catch
-
-if TYPE_CHECKING:
-    from .rank_group import PendingAllToAll
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-if TYPE_CHECKING:
-    from .saved_rows import SavedRows
+from .saved_rows import SavedRows
 
 log = logging.getLogger("tierbed")
 _runs: Any = WeakTensorKeyDictionary()  # of a dense parameter: the ids of the runs that it was trained with

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..distributed.world import World
 from ..snapshots.files.versions import AT, Instant, Rows, Versions
 from ..snapshots.store.folder_state import FolderState, ShardVersion, live_in, shard_folder
 from ..snapshots.store.instants import Group, settle
+from .shared_folder import SharedFolder
+from .table_handle import LocalTableHandle
 from .training_group import Membership, TrainingGroup, open_rows
-
-if TYPE_CHECKING:
-    from ..distributed.world import World
-    from .shared_folder import SharedFolder
-    from .table_handle import LocalTableHandle
 
 
 class SharedVersions(Versions):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ..distributed.world import World
 from ..engine.errors import StoreError
 from ..snapshots.files.format import HashShard
 from ..snapshots.files.reader import Snapshot
@@ -26,10 +27,7 @@ from .recovery import (
     unclean_shutdown_text,
     unsaved_rows_text,
 )
-
-if TYPE_CHECKING:
-    from ..distributed.world import World
-    from .shared_folder import SharedFolder
+from .shared_folder import SharedFolder
 
 
 class ShardReport(NamedTuple):

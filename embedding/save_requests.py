@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..distributed.world import World
 from ..engine.errors import GroupError, TierbedError
+from ..snapshots.files.format import Manifest
 from ..snapshots.files.reader import Snapshot
 from .group_snapshots import save_together
 from .rows_reference import check_not_awaiting
-
-if TYPE_CHECKING:
-    from ..distributed.world import World
-    from ..snapshots.files.format import Manifest
 
 _POLL_SECONDS = 0.05  # between two checks whether the client still waits
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,8 @@ from ..snapshots.files.versions import EMPTY
 from ..snapshots.store.selection import LoadReport, Selection, Where
 from .rows_in_tensors import FIELDS, RowTensors
 from .rows_reference import UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
-
-if TYPE_CHECKING:
-    from .sharded_handle import TableHandle
-    from .training_group import TrainingGroup
+from .sharded_handle import TableHandle
+from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
 

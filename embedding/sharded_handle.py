@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 from zlib import crc32
 
 import numpy as np
+import torch
 
 from ..distributed.sharded_table import ShardedTable
-from ..distributed.world import catch
+from ..distributed.world import World, catch
 from ..engine.errors import SnapshotError
+from ..engine.optim.row_optimizer import RowOptimizer
+from ..engine.options.store_options import StoreOptions
+from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import RowForm
+from ..engine.table.table import OpenTable
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import HashShard
@@ -27,24 +33,12 @@ from .rank_membership import RankMembership, settle_ranks
 from .rank_recovery import RecoveryDecision
 from .recovery import RankShard
 from .rows_in_tensors import NOT_WHOLE, RowTensors
+from .rows_reference import RowsReference
 from .save_requests import SaveRequests
 from .sharded_snapshots import ShardedSnapshots
 from .shared_folder import SharedFolder
 from .table_handle import LocalTableHandle, check_not_open, open_handle
-from .training_group import UNSETTLED
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-
-    from ..distributed.world import World
-    from ..engine.optim.row_optimizer import RowOptimizer
-    from ..engine.options.store_options import StoreOptions
-    from ..engine.options.table_spec import TableSpec
-    from ..engine.table.table import OpenTable
-    from .rows_reference import RowsReference
-    from .training_group import TrainingGroup
+from .training_group import UNSETTLED, TrainingGroup
 
 _by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakValueDictionary()
 

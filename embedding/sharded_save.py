@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..distributed.world import catch
+from ..distributed.world import World, catch
 from ..engine.durable import fsync_dir, temporary_path
 from ..engine.errors import StoreError
 from ..engine.row_format import Change, Chunks
 from ..engine.store.image import MAX_BEFORE_IMAGE_BYTES
+from ..engine.table.background_save import BackgroundSave
+from ..engine.table.change_observers import ChangeObservers
 from ..snapshots.files.format import HashShard, RowFile
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.writer import (
@@ -28,13 +30,6 @@ from ..snapshots.files.writer import (
     write_changes,
     write_shard,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from ..distributed.world import World
-    from ..engine.table.background_save import BackgroundSave
-    from ..engine.table.change_observers import ChangeObservers
 
 log = logging.getLogger("tierbed")
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..distributed.world import catch
 from ..engine.errors import OptionError, StoreError
@@ -17,8 +16,10 @@ from ..engine.table.change_observers import still_saving
 from ..snapshots.files.format import HashShard, check_name
 from ..snapshots.files.merging import changes_between
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.versions import EMPTY, Version
+from ..snapshots.files.versions import EMPTY, Instant, Version
 from ..snapshots.files.writer import ProgressCallback, Together, check_parent
+from ..snapshots.store.all_or_none import OfAll
+from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE
@@ -28,13 +29,8 @@ from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
 from .sharded_save import BackgroundShardedSave, ShardedSave
+from .table_handle import LocalTableHandle
 from .table_snapshots import TableSnapshots, no_place, open_snapshot
-
-if TYPE_CHECKING:
-    from ..snapshots.files.versions import Instant
-    from ..snapshots.store.all_or_none import OfAll
-    from ..snapshots.store.folder import StoreFolder
-    from .table_handle import LocalTableHandle
 
 log = logging.getLogger("tierbed")
 

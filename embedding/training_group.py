@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from ..engine.errors import StoreError
 from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.table.step_gate import StepGate
+from ..engine.table.table import OpenTable
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from ..snapshots.files.versions import (
     AT,
@@ -37,9 +38,6 @@ from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import Group, Member, rows_of
 from .gradients import is_trained_elsewhere
-
-if TYPE_CHECKING:
-    from ..engine.table.table import OpenTable
 
 log = logging.getLogger("tierbed")
 
@@ -257,7 +255,8 @@ class Membership:
         others = {} if group is None else {path: store for path, store in group.stores().items() if path != self.path}
         if not others and self.record is None:
             return
-        record = self.record or GroupRecord(self._own_id(), {}, self.versions.rows.now)
+        known = None if self.group is None else self.group.ids.get(self.path)
+        record = self.record or GroupRecord(known or secrets.token_hex(8), {}, self.versions.rows.now)
         if group is not None and others:
             group.ids[self.path] = record.id
             peers = {_id_of(group, path): Peer.of(name, self.store, place) for path, (name, place) in others.items()}
@@ -294,10 +293,6 @@ class Membership:
         """The rows begin empty by the user's will: to the others this is another store from here on."""
         if self.record is not None:
             self.record = replace(self.record, id=secrets.token_hex(8), joined=EMPTY, instant=None)
-
-    def _own_id(self) -> str:
-        known = None if self.group is None else self.group.ids.get(self.path)
-        return known or secrets.token_hex(8)
 
     def open_peers(self) -> list[Membership]:
         """Those of the others that this process has open, and that have joined."""

@@ -7,13 +7,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from .. import _core
 from ..errors import OptionError
 from ..options.store_options import CachedHostMemOptions
-from ..row_format import Chunks, Keys, TableIds
-from ..store.contract import CapacityLimit, Found, HitCounts, Lines, Tier, TopTier
+from ..row_format import Chunks
+from ..store.contract import CapacityLimit, NativeTier, Tier, TopTier
 from ..store.full import check_capacity
 
 MB = 1 << 20
@@ -28,7 +26,7 @@ def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exceptio
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
-class CpuCachedStore(TopTier[_core.Batch]):
+class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
     """A write-back cache with the `options`. `budget_mb` bounds its lines and their metadata.
 
     `option` names the budget in errors and warnings, `tier` the memory in metrics.
@@ -90,15 +88,6 @@ class CpuCachedStore(TopTier[_core.Batch]):
     def peeked(self) -> tuple[int, int, int]:
         return self._peeked
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        return self.native.read(tables, keys, lines, touch)
-
-    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        self.native.write(tables, keys, lines)
-
-    def erase(self, tables: TableIds, keys: Keys) -> None:
-        self.native.erase(tables, keys)
-
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         location = self.native.locate(table, key)
         here = [] if location is None else [{"tier": self._tier, **location}]
@@ -135,9 +124,6 @@ class CpuCachedStore(TopTier[_core.Batch]):
 
     def metrics(self) -> dict[str, dict[str, float]]:
         return {self._tier: self.native.metrics(), **self._below.metrics()}
-
-    def hit_counts(self) -> HitCounts:
-        return self.native.hit_counts().astype(np.int64).reshape(-1, 2)
 
     def _warn_small_cache(self, rows: int) -> None:
         """Warn of a batch with more rows than the sets have room for."""

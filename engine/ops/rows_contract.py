@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import GraphError
-
-if TYPE_CHECKING:
-    from ..optim.row_optimizer import RowOptimizer
-    from ..options.lookup import Lookup
-    from ..options.store_options import StoreOptions
-    from ..options.table_spec import TableSpec
-
+from ..optim.row_optimizer import RowOptimizer
+from ..options.lookup import Lookup
+from ..options.store_options import StoreOptions
+from ..options.table_spec import TableSpec
 
 TRACED = "tierbed_traced"  # attribute of a trace's tensor: the thread of the trace, and the live parameter
 

@@ -16,7 +16,7 @@ from .rule import Group, Rule
 
 ADAGRAD = Kernel(
     name="adagrad",
-    hypers=("lr", "weight_decay", "maximize", "eps"),
+    hypers="lr weight_decay maximize eps",
     element_states=("sum",),
     element="""
         g = decayed(g, w, weight_decay, maximize);
@@ -35,8 +35,4 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     }
 
 
-def _initial(group: Group) -> dict[str, float]:
-    return {"sum": float(group["initial_accumulator_value"])}
-
-
-RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, _initial),)
+RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, lambda group: {"sum": float(group["initial_accumulator_value"])}),)

@@ -13,6 +13,7 @@ gradient so far), w does not change by it; torch makes it NaN.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -21,16 +22,7 @@ from .rule import Group, Rule
 
 ADAM = Kernel(
     name="adam",
-    hypers=(
-        "step_size",
-        "weight_decay",
-        "maximize",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "sqrt_correction2",
-        "eps",
-    ),
+    hypers="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element_states=("exp_avg", "exp_avg_sq"),
     element="""
         g = decayed(g, w, weight_decay, maximize);
@@ -40,10 +32,10 @@ ADAM = Kernel(
     """,
 )
 
-ADAMW = Kernel(
+ADAMW = replace(
+    ADAM,
     name="adamw",
-    hypers=("step_size", "decay", "maximize", "one_minus_beta1", "beta2", "one_minus_beta2", "sqrt_correction2", "eps"),
-    element_states=("exp_avg", "exp_avg_sq"),
+    hypers="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element="""
         g = decayed(g, w, 0.0f, maximize);
         w = w * decay;

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -37,10 +38,39 @@ from .rule import Group, Rule
 
 ALL = 2**32 - 2**8  # missed steps: the largest number of them that float32 holds
 
+MISSED_STEPS = CatchUp(
+    limit="terms",
+    doubles=("power1", "power2"),
+    values=("missed_size", "missed_correction2", "rest1", "rest2"),
+    begin="""
+        power1 = power(decay1, last);
+        power2 = power(decay2, last);
+    """,
+    step="""
+        power1 = power1 * decay1;
+        power2 = power2 * decay2;
+        missed_size = static_cast<float>(rate / (1.0 - power1));
+        missed_correction2 = static_cast<float>(square_root(1.0 - power2));
+    """,
+    element="""
+        exp_avg = exp_avg - exp_avg * one_minus_beta1;
+        exp_avg_sq = beta2 * exp_avg_sq;
+        w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
+    """,
+    rest="""
+        rest1 = static_cast<float>(power(decay1, rest));
+        rest2 = static_cast<float>(power(decay2, rest));
+    """,
+    rest_element="""
+        exp_avg = exp_avg * rest1;
+        exp_avg_sq = exp_avg_sq * rest2;
+    """,
+)
+
 CATCH_UP_ADAM = Kernel(
     name="catch_up_adam",
-    hypers=("step_size", "maximize", "one_minus_beta1", "beta2", "one_minus_beta2", "sqrt_correction2", "eps", "terms"),
-    doubles=("lr", "decay1", "decay2"),
+    hypers="step_size maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
+    doubles="lr decay1 decay2",
     element_states=("exp_avg", "exp_avg_sq"),
     element="""
         g = decayed(g, w, 0.0f, maximize);
@@ -48,96 +78,40 @@ CATCH_UP_ADAM = Kernel(
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
         w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
     """,
-    catch_up=CatchUp(
-        limit="terms",
-        doubles=("power1", "power2"),
-        values=("missed_size", "missed_correction2", "rest1", "rest2"),
-        begin="""
-            power1 = power(decay1, last);
-            power2 = power(decay2, last);
-        """,
-        step="""
-            power1 = power1 * decay1;
-            power2 = power2 * decay2;
-            missed_size = static_cast<float>(rate / (1.0 - power1));
-            missed_correction2 = static_cast<float>(square_root(1.0 - power2));
-        """,
-        element="""
-            exp_avg = exp_avg - exp_avg * one_minus_beta1;
-            exp_avg_sq = beta2 * exp_avg_sq;
-            w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
-        """,
-        rest="""
-            rest1 = static_cast<float>(power(decay1, rest));
-            rest2 = static_cast<float>(power(decay2, rest));
-        """,
-        rest_element="""
-            exp_avg = exp_avg * rest1;
-            exp_avg_sq = exp_avg_sq * rest2;
-        """,
-    ),
+    catch_up=MISSED_STEPS,
 )
 
-
-CATCH_UP_ADAM_L2 = Kernel(
+CATCH_UP_ADAM_L2 = replace(
+    CATCH_UP_ADAM,
     name="catch_up_adam_l2",
-    hypers=(
-        "step_size",
-        "weight_decay",
-        "maximize",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "sqrt_correction2",
-        "eps",
-    ),
-    doubles=("lr", "decay1", "decay2"),
-    element_states=("exp_avg", "exp_avg_sq"),
+    hypers="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element="""
         g = decayed(g, w, weight_decay, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
         w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
     """,
-    catch_up=CatchUp(
+    catch_up=replace(
+        MISSED_STEPS,
         limit="4294967040.0f",
-        doubles=("power1", "power2"),
         values=("missed_size", "missed_correction2"),
-        begin="""
-            power1 = power(decay1, last);
-            power2 = power(decay2, last);
-        """,
-        step="""
-            power1 = power1 * decay1;
-            power2 = power2 * decay2;
-            missed_size = static_cast<float>(rate / (1.0 - power1));
-            missed_correction2 = static_cast<float>(square_root(1.0 - power2));
-        """,
         element="""
             const float g = weight_decay * w;
             exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
             exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
             w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
         """,
+        rest="",
+        rest_element="",
         unwritten="steps",
     ),
 )
 
-CATCH_UP_ADAMW = Kernel(
+CATCH_UP_ADAMW = replace(
+    CATCH_UP_ADAM,
     name="catch_up_adamw",
-    hypers=(
-        "step_size",
-        "decay",
-        "maximize",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "sqrt_correction2",
-        "eps",
-        "terms",
-    ),
-    doubles=("lr", "weight_decay", "decay1", "decay2"),
-    element_states=("exp_avg", "exp_avg_sq"),
+    hypers="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
+    doubles="lr weight_decay decay1 decay2",
     element="""
         g = decayed(g, w, 0.0f, maximize);
         w = w * decay;
@@ -145,14 +119,9 @@ CATCH_UP_ADAMW = Kernel(
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
         w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
     """,
-    catch_up=CatchUp(
-        limit="terms",
-        doubles=("power1", "power2"),
+    catch_up=replace(
+        MISSED_STEPS,
         values=("missed_size", "missed_correction2", "missed_decay", "rest1", "rest2"),
-        begin="""
-            power1 = power(decay1, last);
-            power2 = power(decay2, last);
-        """,
         step="""
             power1 = power1 * decay1;
             power2 = power2 * decay2;

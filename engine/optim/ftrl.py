@@ -25,7 +25,7 @@ from .rule import Group, Rule
 
 FTRL = Kernel(
     name="ftrl",
-    hypers=("lr", "weight_decay", "power_of_sum", "lambda1", "lambda2", "beta"),
+    hypers="lr weight_decay power_of_sum lambda1 lambda2 beta",
     element_states=("sum", "z"),
     element="""
         g = decayed(g, w, weight_decay, 0.0f);

@@ -1,9 +1,9 @@
 """How an optimizer's file declares its kernel, and the C++ header that is generated from all of them.
 
 A kernel is C++ text over named inputs, in the spirit of `cupy.ElementwiseKernel`. Each file of this folder holds
-`NAME = Kernel(...)` with only literals, so that this module reads them without importing the files: the build runs it
-as a script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy; for a GPU `header()` gives the
-same text at run time.
+`NAME = Kernel(...)` with only literals, or `NAME = replace(OTHER, ...)` of one above it, so that this module reads them
+without importing the files: the build runs it as a script, `python kernel.py OUTPUT`, with a Python that has neither
+torch nor NumPy; for a GPU `header()` gives the same text at run time.
 
 What a body may name:
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,13 @@ class Kernel:
     """The kernel of one rule.
 
     Without `term` and `row` there is no pass before the one over a row's elements, and without `norms`, `after` and
-    `finish` none after it. norms: (name, term) of each sum.
+    `finish` none after it. hypers, doubles: names with spaces between them. norms: (name, term) of each sum.
     """
 
     name: str
-    hypers: tuple[str, ...]
+    hypers: str
     element: str
-    doubles: tuple[str, ...] = ()
+    doubles: str = ""
     element_states: tuple[str, ...] = ()
     row_states: tuple[str, ...] = ()
     term: str = ""
@@ -83,7 +83,7 @@ class Kernel:
     @property
     def all_hypers(self) -> tuple[str, ...]:
         """The names of all hyper-parameters in the order of the native rule, without limits."""
-        return self.hypers + self.doubles
+        return (*self.hypers.split(), *self.doubles.split())
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -99,9 +99,11 @@ def declared(folder: Path = Path(__file__).parent) -> list[Kernel]:
     """Every kernel of the files in `folder`, by name. Raises ValueError for one that is not made of literals."""
     kernels = []
     for path in folder.glob("*.py"):
+        found: dict[str, Any] = {}
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and _called(node.value) == "Kernel":
-                kernels.append(_literal(node.value, path.name))
+            if isinstance(node, ast.Assign) and _called(node.value) in ("Kernel", "CatchUp", "replace"):
+                found[ast.unparse(node.targets[0])] = _literal(node.value, found, path.name)
+        kernels += [one for one in found.values() if isinstance(one, Kernel)]
     return sorted(kernels, key=lambda kernel: str(kernel.name))
 
 
@@ -138,11 +140,15 @@ def _called(node: ast.expr) -> str | None:
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
 
 
-def _literal(node: ast.expr, file: str) -> Any:
-    kinds = {"Kernel": Kernel, "CatchUp": CatchUp}
-    if isinstance(node, ast.Call) and _called(node) in kinds:
-        arguments = {str(keyword.arg): _literal(keyword.value, file) for keyword in node.keywords}
-        return kinds[str(_called(node))](**arguments)
+def _literal(node: ast.expr, known: dict[str, Any], file: str) -> Any:
+    """The value of an expression. known: what the file declares before it, by name."""
+    makers: dict[str | None, Any] = {"Kernel": Kernel, "CatchUp": CatchUp, "replace": replace}
+    if isinstance(node, ast.Call) and _called(node) in makers:
+        given = [_literal(argument, known, file) for argument in node.args]
+        named = {str(keyword.arg): _literal(keyword.value, known, file) for keyword in node.keywords}
+        return makers[_called(node)](*given, **named)
+    if isinstance(node, ast.Name) and node.id in known:
+        return known[node.id]
     try:
         return ast.literal_eval(node)
     except ValueError as error:
@@ -154,7 +160,7 @@ def _struct_name(kernel: Kernel) -> str:
 
 
 def _struct(kernel: Kernel) -> str:
-    hypers = dict.fromkeys(kernel.hypers, "float") | dict.fromkeys(kernel.doubles, "double")
+    hypers = dict.fromkeys(kernel.hypers.split(), "float") | dict.fromkeys(kernel.doubles.split(), "double")
     reads = "".join(
         f"\n        {name} = static_cast<{kind}>(hyper[{i}]);" for i, (name, kind) in enumerate(hypers.items())
     )

@@ -15,6 +15,7 @@ divided by 0 (eps = 0, and no gradient so far), that part of r is 0.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,17 +27,7 @@ from .rule import Group, Rule
 
 LAMB_KERNEL = Kernel(
     name="lamb",
-    hypers=(
-        "lr",
-        "weight_decay",
-        "maximize",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "correction1",
-        "sqrt_correction2",
-        "eps",
-    ),
+    hypers="lr weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 correction1 sqrt_correction2 eps",
     element_states=("exp_avg", "exp_avg_sq"),
     element="""
         g = decayed(g, w, 0.0f, maximize);
@@ -53,19 +44,9 @@ LAMB_KERNEL = Kernel(
     finish="w = w - size * g;",
 )
 
-PARTIAL_ROWWISE_LAMB_KERNEL = Kernel(
+PARTIAL_ROWWISE_LAMB_KERNEL = replace(
+    LAMB_KERNEL,
     name="partial_rowwise_lamb",
-    hypers=(
-        "lr",
-        "weight_decay",
-        "maximize",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "correction1",
-        "sqrt_correction2",
-        "eps",
-    ),
     element_states=("exp_avg",),
     row_states=("exp_avg_sq",),
     term="square(g)",
@@ -78,13 +59,7 @@ PARTIAL_ROWWISE_LAMB_KERNEL = Kernel(
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         g = quotient(exp_avg / correction1, root) + weight_decay * w;
     """,
-    norms=(("weights", "square(w)"), ("steps", "square(g)")),
-    after="""
-        const float trust = square_root(weights) / square_root(steps);
-        size = weights == 0.0f || steps == 0.0f ? lr : lr * trust;
-    """,
     row_values=("root", "size"),
-    finish="w = w - size * g;",
 )
 
 

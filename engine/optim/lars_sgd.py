@@ -23,7 +23,7 @@ from .rule import Group, Rule
 
 LARS_SGD = Kernel(
     name="lars_sgd",
-    hypers=("lr", "eta", "momentum", "weight_decay", "maximize"),
+    hypers="lr eta momentum weight_decay maximize",
     element_states=("momentum_buffer",),
     element="g = decayed(g, w, 0.0f, maximize);",
     norms=(("weights", "square(w)"), ("gradients", "square(g)")),

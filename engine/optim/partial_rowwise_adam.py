@@ -22,7 +22,7 @@ from .rule import Group, Rule
 
 PARTIAL_ROWWISE_ADAM = Kernel(
     name="partial_rowwise_adam",
-    hypers=("step_size", "decay", "maximize", "one_minus_beta1", "beta2", "one_minus_beta2", "sqrt_correction2", "eps"),
+    hypers="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element_states=("exp_avg",),
     row_states=("exp_avg_sq",),
     term="square(g)",

@@ -20,7 +20,7 @@ from .rule import Group, Rule
 
 RMSPROP = Kernel(
     name="rmsprop",
-    hypers=("lr", "weight_decay", "maximize", "alpha", "one_minus_alpha", "eps"),
+    hypers="lr weight_decay maximize alpha one_minus_alpha eps",
     element_states=("square_avg",),
     element="""
         g = decayed(g, w, weight_decay, maximize);

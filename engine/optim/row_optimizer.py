@@ -71,7 +71,10 @@ class RowOptimizer:
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
         limits = [value, norm, row_norm] if row_norm else [value, norm]
-        return [*[float(values[name]) for name in self._names], *limits]
+        numbers = [*[float(values[name]) for name in self._names], *limits]
+        if before is None or self._rule.kernel.catch_up is None:
+            return numbers
+        return with_past(self._rule.kernel, numbers, before, step)
 
     def numbers(self, step: int) -> dict[str, float]:
         """The numbers of `hyper` by name, as `lr`."""
@@ -116,14 +119,6 @@ class RowOptimizer:
         return RowState(self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types if narrow else ())
 
 
-class CatchingUp(RowOptimizer):
-    """A row optimizer whose rule catches up: its numbers have the learning rates of past steps."""
-
-    def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
-        numbers = super().hyper(step, clip_value)
-        return numbers if before is None else with_past(self._rule.kernel, numbers, before, step)
-
-
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     """The row optimizer of one of `optimizer.param_groups`.
 
@@ -132,8 +127,7 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     centered or differentiable; for limits that are not positive numbers of float32; for keys of the group that the
     optimizer does not have.
     """
-    holder = _holder(optimizer, group)
-    return (CatchingUp if _rule_of(holder, group).kernel.catch_up else RowOptimizer)(holder, group)
+    return RowOptimizer(_holder(optimizer, group), group)
 
 
 def note_lazy(rows: Iterable[RowOptimizer]) -> None:

@@ -24,7 +24,7 @@ from .rule import Group, Rule
 
 ROWWISE_ADAGRAD = Kernel(
     name="rowwise_adagrad",
-    hypers=("lr", "weight_decay", "decay", "eps"),
+    hypers="lr weight_decay decay eps",
     row_states=("sum",),
     term="square(decayed(g, w, weight_decay, 0.0f))",
     row="""

@@ -16,14 +16,6 @@ from .kernel import Kernel
 Group = dict[str, Any]  # one of an optimizer's param groups
 
 
-def _zeros(group: Group) -> Mapping[str, float]:
-    return {}
-
-
-def _always(group: Group) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Rule:
     """How an optimizer trains rows.
@@ -37,8 +29,8 @@ class Rule:
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]
     hyper: Callable[[Group, int], Mapping[str, float]]
-    initial: Callable[[Group], Mapping[str, float]] = _zeros
-    when: Callable[[Group], bool] = _always
+    initial: Callable[[Group], Mapping[str, float]] = lambda group: {}
+    when: Callable[[Group], bool] = lambda group: True
     theirs: str = ""
 
 
@@ -51,11 +43,6 @@ def all_rules() -> tuple[Rule, ...]:
     return tuple(rule for rules in found for rule in rules)
 
 
-def rule_named(name: str) -> Rule:
-    """The rule whose kernel has that name. Raises KeyError."""
-    return {rule.kernel.name: rule for rule in all_rules()}[name]
-
-
 @cache
 def catches_up(name: str | None) -> bool:
     """Whether rows of the rule of that name need the steps that they missed before they are used."""
@@ -65,4 +52,4 @@ def catches_up(name: str | None) -> bool:
 @cache
 def counts_steps(name: str | None) -> bool:
     """True if updates by the rule of that name depend on how many there were, whatever its settings."""
-    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.hypers for rule in all_rules())
+    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.all_hypers for rule in all_rules())

@@ -17,13 +17,13 @@ from .rule import Group, Rule
 
 SGD = Kernel(
     name="sgd",
-    hypers=("lr", "weight_decay", "maximize"),
+    hypers="lr weight_decay maximize",
     element="w = w - lr * decayed(g, w, weight_decay, maximize);",
 )
 
 SGD_MOMENTUM = Kernel(
     name="sgd_momentum",
-    hypers=("lr", "weight_decay", "maximize", "momentum", "one_minus_dampening", "nesterov"),
+    hypers="lr weight_decay maximize momentum one_minus_dampening nesterov",
     element_states=("momentum_buffer",),
     element="""
         g = decayed(g, w, weight_decay, maximize);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +13,14 @@ from torch import Tensor
 from .. import _core
 from ..cache.cached import CpuCachedStore
 from ..ops.batch import array_of, batch_of, empty, flat, keys_of
+from ..optim.row_state import RowState
 from ..options.lookup import OUTPUT_DTYPES, Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions, mib
+from ..options.table_spec import TableSpec
 from ..store.contract import Tier, TopTier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
 from .processor import ByOwner, Processor, by_owner
-
-if TYPE_CHECKING:
-    from ..optim.row_state import RowState
-    from ..options.table_spec import TableSpec
-
 
 FEW = 256  # ids, as in native/full_table.h
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,18 +18,16 @@ from ..errors import OptionError
 from ..host_memory import FreeMemory
 from ..ops.cuda import step as kernels
 from ..ops.cuda.batch import CHANGED, Batch, Faults, Ids, Segment
-from ..ops.cuda.device import Device, Event
+from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
+from ..optim.row_state import RowState
 from ..options.lookup import Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
+from ..options.table_spec import TableSpec
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
 from .processor import ByOwner, Capturer, DeferredError, Factory, by_owner
-
-if TYPE_CHECKING:
-    from ..optim.row_state import RowState
-    from ..options.table_spec import TableSpec
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:
@@ -59,6 +55,12 @@ class CudaProcessor:
         self.layout = spec.layout(state)
         self._spec, self._capacity, self._on = spec, capacity, device
         self.capturer: Capturer | None = device
+        self.side_stream, self.record_event, self.wait_event = (
+            device.side_stream,
+            device.record_event,
+            device.wait_event,
+        )
+        self.wait = device.wait
         self._layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
@@ -115,18 +117,6 @@ class CudaProcessor:
                     self._on.record_stream(part)
             _ = batch.groups  # made here, not in the step
         return batch
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        return self._on.side_stream()
-
-    def record_event(self) -> Event:
-        return self._on.record_event()
-
-    def wait_event(self, event: Event) -> None:
-        self._on.wait_event(event)
-
-    def wait(self) -> None:
-        self._on.wait()
 
     def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         batch.record_stream()  # its faults may be in use while its rows are fetched

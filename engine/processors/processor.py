@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,15 +14,13 @@ from torch import Tensor
 from .. import _core
 from ..errors import TierbedError
 from ..host_memory import FreeMemory
+from ..optim.row_state import RowState
 from ..options.lookup import Gradients, Lookup
 from ..options.store_options import CachedHostMemOptions
+from ..options.table_spec import TableSpec
 from ..row_format import Keys, TableIds
 from ..store.contract import FullStore, InMemoryTier, Tier, TopTier
 from ..store.table_counts import Counts
-
-if TYPE_CHECKING:
-    from ..optim.row_state import RowState
-    from ..options.table_spec import TableSpec
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -206,4 +204,4 @@ class Processor(Protocol[B]):
 
 
 # (spec, state, the maximum of rows or None) -> the processor of a table
-Factory = Callable[["TableSpec", "RowState", int | None], Processor[Any]]
+Factory = Callable[[TableSpec, RowState, int | None], Processor[Any]]

@@ -112,6 +112,26 @@ class Tier(WritableTier, Protocol):
         """
 
 
+class NativeTier:
+    """What a tier of the CPU leaves to its native one."""
+
+    native: Any  # for a CPU cache above it
+
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        found: Found = self.native.read(tables, keys, lines, touch)
+        return found
+
+    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
+        self.native.write(tables, keys, lines)
+
+    def erase(self, tables: TableIds, keys: Keys) -> None:
+        self.native.erase(tables, keys)
+
+    def hit_counts(self) -> HitCounts:
+        counts: HitCounts = self.native.hit_counts().astype(np.int64).reshape(-1, 2)
+        return counts
+
+
 class ChangeSource(Protocol[B]):
     """The keys of rows that changed."""
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import CapacityError
-from ..row_format import BUCKETS, Chunks, Keys, TableIds, row_dtype
-from .contract import CapacityLimit, Found, HitCounts, Lines, TopTier
+from ..row_format import BUCKETS, Chunks, Keys, row_dtype
+from .contract import CapacityLimit, NativeTier, TopTier
 
 
 def check_capacity(new: int, capacity_limit: CapacityLimit | None) -> None:
@@ -43,7 +43,7 @@ def full_table_bytes(rows: int, line_bytes: int) -> int:
     return total + BUCKETS * slots * 16  # bytes of a slot
 
 
-class CpuFullStore(TopTier[_core.Batch]):
+class CpuFullStore(NativeTier, TopTier[_core.Batch]):
     """A full table that grows as rows arrive. `tier` names its memory in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:
@@ -80,15 +80,6 @@ class CpuFullStore(TopTier[_core.Batch]):
     def peeked(self) -> tuple[int, int, int]:
         return self._peeked - self._unknown, 0, self._unknown
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        return self.native.read(tables, keys, lines, touch)
-
-    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        self.native.write(tables, keys, lines)
-
-    def erase(self, tables: TableIds, keys: Keys) -> None:
-        self.native.erase(tables, keys)
-
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         location = self.native.locate(table, key)
         return [] if location is None else [{"tier": self._tier, **location}]
@@ -108,6 +99,3 @@ class CpuFullStore(TopTier[_core.Batch]):
 
     def metrics(self) -> dict[str, dict[str, float]]:
         return {self._tier: self.native.metrics()}
-
-    def hit_counts(self) -> HitCounts:
-        return self.native.hit_counts().astype(np.int64).reshape(-1, 2)

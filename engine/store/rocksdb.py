@@ -13,8 +13,8 @@ from .. import _core
 from ..durable import fsync_dir, make_folder, remedy_for
 from ..errors import OptionError, StoreError
 from ..options.store_options import ROCKSDB_CACHE_MB, require_rocksdb
-from ..row_format import Chunks, Keys, TableIds, row_dtype
-from .contract import Found, Lines
+from ..row_format import Chunks, row_dtype
+from .contract import NativeTier
 
 SHARDS = 4
 WRITE_BUFFER_BYTES = 64 << 20  # the maximum for the memtables of all shards
@@ -43,7 +43,7 @@ class LiveFile(NamedTuple):
     content: bytes | None
 
 
-class RocksDB:
+class RocksDB(NativeTier):
     """Rows of `width` 4-byte words in `folder`, with one database for each shard.
 
     `shards`: how many shards the folder has, all of which must exist; None makes a new folder with `new_shards`.
@@ -101,15 +101,6 @@ class RocksDB:
         except OSError as error:
             remedy = remedy_for(error, "check the disk and the folder's permissions")
             raise StoreError(f"RocksDB in {folder}: {error}; {remedy}") from error
-
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        return self.native.read(tables, keys, lines, touch)
-
-    def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        self.native.write(tables, keys, lines)
-
-    def erase(self, tables: TableIds, keys: Keys) -> None:
-        self.native.erase(tables, keys)
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         record = self.native.locate(table, key)

@@ -15,18 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from threading import Condition, current_thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _core
 from ..options.lookup import Lookup
+from ..processors.processor import Processor
 from ..store.contract import TopTier
 from ..threads import Thread, wait_for
-
-if TYPE_CHECKING:
-    from ..processors.processor import Processor
 
 WINDOW = 31  # announced batches that a store knows, in addition to the batch of the step; more wait here
 QUEUE = 4 * WINDOW  # the maximum of batches that wait

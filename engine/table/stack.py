@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,9 @@ from ..options.store_options import (
     StoreOptions,
     mib,
 )
-from ..processors.processor import Factory
+from ..processors.processor import Factory, Processor
 from ..store.contract import InMemoryTier, Tier, TopTier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
-
-if TYPE_CHECKING:
-    from ..processors.processor import Processor
 
 log = logging.getLogger("tierbed")
 FIRST_STEP = 64  # at which counters are first read; then each time the number of steps has doubled

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Event, Lock, RLock
-from typing import Any, Protocol
+from threading import Event, Lock
+from typing import Any
 
-from ..errors import TierbedError
 from ..threads import POLL_SECONDS
 
-
-class GatedTable(Protocol):
-    """What the gate needs of an open table."""
-
-    lock: RLock
-    processor: Any
-    reader_error: TierbedError | None
-
-    @property
-    def in_step(self) -> bool: ...
-
-    @property
-    def is_saved_by_another(self) -> bool: ...
-
-    def release(self) -> None: ...
-
-    def deferred_error(self, wait: bool) -> TierbedError | None: ...
+Table = Any  # an open table, whose file imports this one
 
 
 class StepGate:
@@ -41,11 +24,11 @@ class StepGate:
         self.is_wanted = False  # whether a reader waits; steps read it without a lock
         self.closed = False  # whether a step has updated one of the tables and will pin others
         self._one_reader = Lock()
-        self._tables: Sequence[GatedTable] = ()
+        self._tables: Sequence[Table] = ()
         self._step_waits = Event()  # so no step runs
         self._reader_left = Event()
 
-    def yield_to_reader(self, table: GatedTable) -> None:
+    def yield_to_reader(self, table: Table) -> None:
         """Wait until the reader has left. Called before a step if `is_wanted` is set. Ctrl-C ends the wait.
 
         In the middle of a step, while another of the tables is pinned, this returns: the reader waits for its end.
@@ -57,7 +40,7 @@ class StepGate:
         self._reader_left.wait()
 
     @contextmanager
-    def between_steps(self, tables: Callable[[], Sequence[GatedTable]], give_up: Callable[[], bool]) -> Iterator[bool]:
+    def between_steps(self, tables: Callable[[], Sequence[Table]], give_up: Callable[[], bool]) -> Iterator[bool]:
         """A block of the reader between two steps, which holds the locks of the tables.
 
         Yields False if `give_up` returned True while the reader waited; then the block must not use the tables. Raises
@@ -97,14 +80,14 @@ class StepGate:
         return False
 
 
-def _locked(table: GatedTable, locks: ExitStack) -> bool:
+def _locked(table: Table, locks: ExitStack) -> bool:
     if not table.lock.acquire(timeout=POLL_SECONDS):
         return False
     locks.callback(table.lock.release)
     return True
 
 
-def _check_device(table: GatedTable) -> None:
+def _check_device(table: Table) -> None:
     table.processor.wait()  # steps may run on another stream than this thread
     if error := table.deferred_error(wait=True):
         table.reader_error = error

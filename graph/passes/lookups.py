@@ -52,7 +52,7 @@ def share_batches(module: fx.GraphModule) -> None:
             if earlier is not node:
                 node.args = (embedding, earlier.args[1], earlier)
         same: Hashable = (node.op, node.target) if node.op == "get_attr" else node
-        if is_constant and _is_pure(node):
+        if is_constant and node.op == "call_function" and is_repeatable(node, set()):
             same = (node.target, _key((node.args, *node.kwargs.items()), value_of))
         value_of[node] = values.setdefault(same, len(values))
 
@@ -64,13 +64,6 @@ def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
     if isinstance(argument, list | tuple):
         return tuple(_key(part, value_of) for part in argument)
     return type(argument), argument
-
-
-def _is_pure(node: fx.Node) -> bool:
-    if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt):
-        return True  # a dynamic size, or a number made of one
-    is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
-    return is_torch and not is_random(node.target, node.args)
 
 
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:

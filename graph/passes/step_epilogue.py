@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Hashable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,17 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ...distributed.dense import Vote
 from ...engine.checks import as_int
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.rows_contract import EmbeddingBase, Pinned
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ..trace.swap import trace_lock
-
-if TYPE_CHECKING:
-    from ...distributed.dense import Vote
-    from ...engine.ops.rows_contract import Pinned
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
 LookupGrads = tuple[EmbeddingBase, list[Lookup], list[Tensor], list[Tensor | None]]

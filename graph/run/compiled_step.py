@@ -115,7 +115,7 @@ class CompiledStep:
         # not no_grad: some kernels depend on gradient mode, which has to be that of the trace
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             if self.rollback is not None:
-                return self.rollback.run(tensors, forward or _plain)
+                return self.rollback.run(tensors, forward or (lambda module, tensors: module.forward(*tensors)))
             if forward is not None:
                 return forward(self.module, tensors)
             if self.captured is not None:
@@ -146,10 +146,6 @@ class RankStep(CompiledStep):
         """Take part in the step without a batch, for ranks that have one."""
         with uninterrupted(), exclusive_step([embedding for embedding, _ in self.trained], self.owner):
             self._train([], None)
-
-
-def _plain(module: fx.GraphModule, tensors: list[Any]) -> Any:
-    return module.forward(*tensors)
 
 
 def compile_step(

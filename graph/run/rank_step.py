@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters
 from ...distributed.rank_group import NO_COLLECTIVES
-from ...distributed.world import catch
+from ...distributed.world import World, catch
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
@@ -34,9 +34,6 @@ from ..passes.step_epilogue import (
     schedule,
 )
 from .rollback import DynamicStepFailed
-
-if TYPE_CHECKING:
-    from ...distributed.world import World
 
 
 class RankStepState:

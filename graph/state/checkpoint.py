@@ -204,7 +204,7 @@ class CheckpointRanks:
             return
         names = [*tensors]
         sums = self._world.all_gather_object(
-            f"{self._what}: state", lambda: [_checksum(plain), *map(_bytes, tensors.values())]
+            f"{self._what}: state", lambda: [zlib.crc32(msgpack.packb(plain)), *map(_bytes, tensors.values())]
         )
         if any(len(one) != len(sums[0]) for one in sums):
             differ = ["the number of tensors"]
@@ -232,10 +232,6 @@ class CheckpointRanks:
         if rank == 0:
             return first
         return others[rank - 1] if rank <= len(others) else [torch.get_rng_state()]
-
-
-def _checksum(plain: Any) -> int:
-    return zlib.crc32(msgpack.packb(plain))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -309,12 +309,8 @@ def _is_mutual(member: Member, other: Member, id: str) -> bool:
         return False
     back = other.record.peers.get(member.record.id)
     mine = os.path.realpath(member.path)
-    theirs = [] if back is None else [state for place in back.places(other.path) for state in _both(FolderState(place))]
-    return any(os.path.realpath(state.path) == mine for state in theirs)
-
-
-def _both(state: FolderState) -> tuple[FolderState, FolderState]:
-    return state, state.snapshot_store
+    theirs = [] if back is None else [FolderState(place) for place in back.places(other.path)]
+    return any(mine in (os.path.realpath(one.path), os.path.realpath(one.snapshot_store.path)) for one in theirs)
 
 
 def with_same_rows(snapshot: Snapshot) -> Together | None:

@@ -131,8 +131,8 @@ def test_without_eps_a_gradient_of_zero_makes_no_nan(device: Device, rule: str) 
     both = Both(device, Table([5], [0.0] * len(kernel.element_states), state_widths=[5] * len(kernel.element_states)))
     hyper = random_hyper(kernel, rng, [0.0, 0.0])
     hyper[kernel.all_hypers.index("eps")] = 0.0
-    if "weight_decay" in kernel.hypers:
-        hyper[kernel.hypers.index("weight_decay")] = 0.0
+    if "weight_decay" in kernel.all_hypers:
+        hyper[kernel.all_hypers.index("weight_decay")] = 0.0
     grads = np.array([[0, -0.0, 1e-30, 1, -2]] * 3, np.float32)  # the square of 1e-30 is 0
     for step in (1, 2):
         both.pin([([1, 2, 3], None, None)])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support.arithmetic import normal_quantile, row_sum
 from support.rule_references import CATCH_UPS, REFERENCES, PastRates
 from tierbed.engine.optim.kernel import LIMITS
-from tierbed.engine.optim.rule import Rule, rule_named
+from tierbed.engine.optim.rule import Rule, all_rules
 from tierbed.engine.options.initializers import CONSTANT, UNIFORM
 from tierbed.engine.row_format import narrowed, widened
 
@@ -285,6 +285,11 @@ def _sum(rows: F32) -> F32:
     return total
 
 
+def rule_named(name: str) -> Rule:
+    """The rule whose kernel has that name."""
+    return {rule.kernel.name: rule for rule in all_rules()}[name]
+
+
 def update(
     rows: F32,
     updates: U32,
@@ -361,7 +366,7 @@ def _arguments(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[
     ends = np.cumsum([dim, *rule.kernel.state_widths(dim)]).tolist()
     names = dict(zip(rule.kernel.states, (rows[:, begin:end] for begin, end in pairwise(ends)), strict=True))
     values = dict(zip(kernel.all_hypers, hyper, strict=False))
-    rounded = {name: np.float32(value) if name in kernel.hypers else value for name, value in values.items()}
+    rounded = {name: np.float32(value) if name in kernel.hypers.split() else value for name, value in values.items()}
     return {"w": rows[:, :dim], **names, **rounded}
 
 
