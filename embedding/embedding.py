@@ -56,8 +56,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
     seed: initial rows are a pure function of (seed, table, key, column). None is the CRC-32 of the name, or the seed of
-    stored rows; without a name it is another for each embedding of the process, in the order of their first uses. Two
-    embeddings with one seed begin with equal rows.
+    stored rows; without a name it is another for each embedding of the process, in the order of their first uses (over
+    ranks, of those with a `world`). Two embeddings with one seed begin with equal rows.
     output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16, whatever rows are.
     world: a `World` of tierbed.distributed, over whose ranks the rows are spread; None keeps all rows in this process.
     state_dtype: of the numbers of the optimizer's state that every element has: torch.float32 or bfloat16.
@@ -95,7 +95,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
-        name = provisional_name() if name is None else name
+        name = provisional_name(world is not None) if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
         self.spec.layout(RowState())  # reports a table whose columns do not fit at once, not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
@@ -130,7 +130,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Called at the first use: an embedding without a name has its own seed from here on."""
         if not self._has_seed:
             self._has_seed = True
-            self.set_spec(seed=next_seed())
+            self.set_spec(seed=next_seed(self.world is not None))
 
     def set_spec(self, **facts: Any) -> None:
         """Change facts of an embedding that is not open, or its name."""
