@@ -243,7 +243,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         weight, errors = state_dict.get(f"{prefix}weight"), rest[-1]
         if weight is not None and f"{prefix}shadow" not in state_dict:  # of nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
-                put_in_state(self, {0: state_dict.pop(f"{prefix}weight")}, state_dict, prefix, errors)
+                weight = state_dict.pop(f"{prefix}weight")
+                is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # which torch rounds as well
+                put_in_state(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
             else:
                 errors.append(
                     f"{prefix}weight is of one table, and embedding {self.name!r} has {', '.join(self.spec.labels)}; "
@@ -281,7 +283,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
             "own name, and carry rows over by save_snapshot or put. To keep a model, use its state_dict(), which has "
             "the rows of an embedding without a folder, and with state_dict_snapshots=True in the store options names "
-            "a snapshot of others; graph.save or save_checkpoint"
+            "a snapshot of others; graph.save or save_checkpoint. For averages (AveragedModel), average what "
+            "tierbed.to_dense_state_dict(model) returns"
         )
 
     def extra_repr(self) -> str:
