@@ -17,8 +17,7 @@ WRAPPERS = {
     "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
 }  # fmt: skip
-# Of this process, so that equal scripts have equal names and rows. Ranks may make different embeddings of their own, so
-# those that ranks share are counted apart.
+# of this process, so that equal scripts have equal names and rows; ranks make others besides those that they share
 _unnamed, _seeded = {"": count(1), "shared ": count(1)}, {"": count(1), "shared ": count(1)}
 
 
