@@ -56,8 +56,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
     seed: initial rows are a pure function of (seed, table, key, column). None is the CRC-32 of the name, or the seed of
-    stored rows; without a name it is another for each embedding of the process, in the order of their first uses. Two
-    embeddings with one seed begin with equal rows.
+    stored rows; without a name it is another for each embedding of the process, in the order of their first uses (over
+    ranks, of those with a `world`). Two embeddings with one seed begin with equal rows.
     output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16, whatever rows are.
     world: a `World` of tierbed.distributed, over whose ranks the rows are spread; None keeps all rows in this process.
     state_dtype: of the numbers of the optimizer's state that every element has: torch.float32 or bfloat16.
@@ -95,7 +95,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
-        name = provisional_name() if name is None else name
+        name = provisional_name(world is not None) if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
         self.spec.layout(RowState())  # reports a table whose columns do not fit at once, not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
@@ -130,7 +130,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Called at the first use: an embedding without a name has its own seed from here on."""
         if not self._has_seed:
             self._has_seed = True
-            self.set_spec(seed=next_seed())
+            self.set_spec(seed=next_seed(self.world is not None))
 
     def set_spec(self, **facts: Any) -> None:
         """Change facts of an embedding that is not open, or its name."""
@@ -242,7 +242,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         weight, errors = state_dict.get(f"{prefix}weight"), rest[-1]
         if weight is not None and f"{prefix}shadow" not in state_dict:  # of nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
-                put_in_state(self, {0: state_dict.pop(f"{prefix}weight")}, state_dict, prefix, errors)
+                weight = state_dict.pop(f"{prefix}weight")
+                is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # which torch rounds as well
+                put_in_state(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
             else:
                 errors.append(
                     f"{prefix}weight is of one table, and embedding {self.name!r} has {', '.join(self.spec.labels)}; "
@@ -280,7 +282,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
             "own name, and carry rows over by save_snapshot or put. To keep a model, use its state_dict(), which has "
             "the rows of an embedding without a folder, and with state_dict_snapshots=True in the store options names "
-            "a snapshot of others; graph.save or save_checkpoint"
+            "a snapshot of others; graph.save or save_checkpoint. For averages (AveragedModel), average what "
+            "tierbed.to_dense_state_dict(model) returns"
         )
 
     def extra_repr(self) -> str:

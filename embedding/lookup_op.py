@@ -9,6 +9,7 @@ its gradient is kept for the step of an `EagerOptimizer`.
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import weakref
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,15 @@ def register(embedding: EmbeddingBase) -> int:
     handle = secrets.randbits(62)
     _embeddings[handle] = weakref.ref(embedding, lambda _: _embeddings.pop(handle))
     return handle
+
+
+def _forget_optimizers() -> None:
+    """Make the next step of a forked child ask for its optimizer again, and be refused."""
+    for embedding in list(_embeddings.values()):
+        embedding.row_optimizer = None
+
+
+os.register_at_fork(after_in_child=_forget_optimizers)
 
 
 def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, places: Sequence[int] | None) -> Lookup:

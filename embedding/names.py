@@ -17,7 +17,8 @@ WRAPPERS = {
     "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
 }  # fmt: skip
-_unnamed, _seeded = count(1), count(1)  # of this process, so that equal scripts have equal names and rows
+# of this process, so that equal scripts have equal names and rows; ranks make others besides those that they share
+_unnamed, _seeded = {"": count(1), "shared ": count(1)}, {"": count(1), "shared ": count(1)}
 
 
 def bare_name(name: str) -> str:
@@ -25,14 +26,16 @@ def bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS.values())
 
 
-def provisional_name() -> str:
+def provisional_name(is_shared: bool) -> str:
     """What messages call an embedding that has no name yet."""
-    return f"unnamed-{next(_unnamed)}"
+    kind = "shared " * is_shared
+    return f"unnamed-{kind.replace(' ', '-')}{next(_unnamed[kind])}"
 
 
-def next_seed() -> int:
-    """The seed of the next embedding without a name."""
-    return zlib.crc32(f"embedding {next(_seeded)}".encode())
+def next_seed(is_shared: bool) -> int:
+    """The seed of the next embedding without a name. is_shared: True for rows that are spread over ranks."""
+    kind = "shared " * is_shared
+    return zlib.crc32(f"{kind}embedding {next(_seeded[kind])}".encode())
 
 
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model: str = "") -> None:

@@ -63,6 +63,9 @@ class ReadOnlyCopy(Tensor):
             return type(result)(_read_only_view(one, copies) for one in result)
         return _read_only_view(result, copies)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError(self.remedy)  # torch calls no __torch_function__ for it
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
 

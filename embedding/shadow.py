@@ -81,6 +81,9 @@ class _Guarded(Tensor):
                 return type(result)([_checked(one, func, args, given) for one in result])
             return _checked(result, func, args, given)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        raise _misuse(Tensor.set_, (self, *args), kwargs, True)  # torch calls no __torch_function__ for it
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.detach().as_subclass(Tensor)

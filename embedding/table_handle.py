@@ -205,6 +205,11 @@ class LocalTableHandle(LocalSnapshots):
 
         Raises what `check_optimizer` raises.
         """
+        if self._process != os.getpid():
+            raise StoreError(
+                f"embedding {self.name!r} was opened by process {self._process}, and this one would train a copy of "
+                "its rows; train in one process, or over ranks by world="
+            )
         self.check_optimizer(optimizer)
         table = self.table
         stored, wanted = table.state, table.spec.state_of(optimizer)

@@ -11,10 +11,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..distributed.world import World
 from ..engine.checks import as_int
 from ..engine.errors import InputError, OptionError
+from ..engine.ops.rows_contract import REMEDY
 from ..engine.options.initializers import make_normal_initializer, make_table_options
 from ..engine.options.lookup import Lookup
 from ..engine.options.store_options import load_store_options, make_host_mem_store_options, read_store_options
@@ -99,8 +101,8 @@ class TorchTable(MultiTableEmbedding):
         """The rows [num_embeddings, embedding_dim], through which autograd reaches them: a lookup of all ids.
 
         Each read of this attribute looks up all rows; use `emb(ids)` for those of some ids. Writing to the tensor, and
-        assigning the attribute, raise InputError. InputError also for a table of any ids, and for more than 2**26
-        numbers.
+        assigning the attribute, raise InputError; torch.compile drops such writes. InputError also for a table of any
+        ids, and for more than 2**26 numbers.
         """
         rows = self.num_embeddings
         if rows is None:
@@ -113,6 +115,8 @@ class TorchTable(MultiTableEmbedding):
         ids = torch.arange(rows, device=self.device)
         rows_now = self.look_up(Lookup(ids), None)
         if not ops.runs_at_once(ids):
+            if not torch.compiler.is_dynamo_compiling() and isinstance(rows_now, FakeTensor):
+                setattr(rows_now.untyped_storage(), REMEDY, self._remedy())
             return rows_now
         weight = Weight.of(rows_now, self._remedy())
         weight.table = self._local_table()

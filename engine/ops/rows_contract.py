@@ -14,6 +14,7 @@ from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
 
 TRACED = "tierbed_traced"  # attribute of a trace's tensor: the thread of the trace, and the live parameter
+REMEDY = "tierbed_remedy"  # attribute of the storage of a trace's `weight`: the message for a write into it
 
 
 class Pinned(Protocol):

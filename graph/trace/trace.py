@@ -33,8 +33,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...engine.errors import GraphError
-from ...engine.ops.rows_contract import TRACED
+from ...engine.errors import GraphError, InputError
+from ...engine.ops.rows_contract import REMEDY, TRACED
 from .alias import is_random
 from .names import HasBuild, name_of, tensor_names
 from .reads import Reads
@@ -288,6 +288,10 @@ class _OpGuard(TorchDispatchMode):
                 self._refuse(value)
         if func._schema.is_mutable and id(args[0]) in self._settings:
             raise changed_setting(*self._settings[id(args[0])])
+        for value in pytree.tree_leaves((kwargs or {}).get("out", args[:1])) if func._schema.is_mutable else ():
+            is_strided = isinstance(value, Tensor) and value.layout == torch.strided
+            if is_strided and (remedy := getattr(value.untyped_storage(), REMEDY, None)):  # a table's weight
+                raise InputError(remedy)
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
             raise GraphError(
                 f"build reads the value of the tensor {name_of(self._root, args[0])}, which would be frozen into the "

@@ -14,6 +14,7 @@ from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
 from ...embedding.dense_rows import CHUNK, dense_states, dense_tensors
+from ...embedding.names import next_seed
 from ...embedding.read_only import ReadOnlyCopy
 from ...engine.checks import as_number, checked_arguments, int_option
 from ...engine.errors import GraphError, InputError, OptionError
@@ -64,9 +65,10 @@ class TableBatchedEmbeddingBags(TableModule):
     bounds_check_mode: of indices that are out of a table's bounds. FATAL raises InputError; WARNING drops them, and
     logs the first; IGNORE drops them. A dropped index is left out of its bag, and `metrics()` counts it. NONE checks
     nothing: any 64-bit index is a row. Offsets are always checked.
-    name: begins the names of the embeddings. seed: of initial rows. unsupported: FBGEMM's other arguments, refused
-    unless they ask for nothing. world: a `World` of tierbed.distributed, over whose ranks the rows are spread: every
-    rank calls forward, and backward, of the same modules in the same order.
+    name: begins the names of the embeddings. seed: of initial rows, with the names of tables. None is 0, and another
+    number for each module of a process that has neither name nor table_names.
+    unsupported: FBGEMM's other arguments, refused unless they ask for nothing. world: a `World` of tierbed.distributed,
+    over whose ranks the rows are spread: every rank calls forward, and backward, of the same modules in the same order.
 
     Enums of FBGEMM are taken by value. In training mode, all lookups of a table in one forward are one update of its
     rows; in evaluation, and under no_grad, nothing changes. Raises OptionError, OptimizerError.
@@ -102,7 +104,7 @@ class TableBatchedEmbeddingBags(TableModule):
         device: Any = None,
         store_options: Mapping[str, Any] | None = None,
         name: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         world: World | None = None,
         **unsupported: Any,
     ) -> None:
@@ -144,6 +146,8 @@ class TableBatchedEmbeddingBags(TableModule):
             of_state = check_state_dtype(state_dtype)
             widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
             unused += self._settings.idle()
+        if seed is None:  # modules without any names are of different tables
+            seed = next_seed(world is not None) if name is None and table_names is None else 0
         groups = group_tables(called, tables)
         stores = stores_for(groups, store_options, algorithm, cache_load_factor, widths, unused)
         self._make_embeddings(

@@ -13,8 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import tierbed
+from support.ranks import run_ranks
+from tierbed.distributed import World
 from tierbed.embedding import names
-from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from tierbed.jagged import (
+    ComputeDevice,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    EmbeddingLocation,
+    TableBatchedEmbeddingBags,
+)
 from tierbed.jagged import KeyedJaggedTensor as Jagged
 
 IDS = torch.arange(5)
@@ -105,7 +115,7 @@ def test_a_folder_waits_for_its_name(tmp_path: Path) -> None:
 def test_unnamed_embeddings_begin_unlike_each_other_and_equal_scripts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     for _ in range(2):
-        monkeypatch.setattr(names, "_seeded", count(1))
+        monkeypatch.setitem(names._seeded, "", count(1))
         made = [*Towers().each(), *Towers(make=lambda path: tierbed.Embedding(9, 4)).each()]
         runs.append([one(IDS).detach() for one in made])
     flat = torch.stack(runs[0]).flatten(1)
@@ -115,6 +125,30 @@ def test_unnamed_embeddings_begin_unlike_each_other_and_equal_scripts_alike(monk
     state.user.load_state_dict(state.items[0].state_dict())
     assert torch.equal(state.user(IDS), state.items[0](IDS))
     assert not torch.equal(state.user(IDS), state.items[1](IDS))
+
+
+def made_by(world: World) -> tuple[str, Tensor]:
+    if world.rank:
+        tierbed.Embedding(9, 4)(IDS)  # of this rank alone
+    shared = tierbed.Embedding(9, 4, world=world)
+    return shared.name, shared(IDS).detach()
+
+
+def test_ranks_agree_on_unnamed_rows_whatever_else_each_has_made() -> None:
+    (name, rows), (other_name, other_rows) = run_ranks(2, made_by)
+    assert name == other_name
+    assert torch.equal(rows, other_rows)
+
+
+def test_table_batched_modules_without_names_begin_unlike_each_other() -> None:
+    specs = [(5, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+    named: dict[str, Any] = {"table_names": ["a"]}
+    one, two, three, four = (TableBatchedEmbeddingBags(specs, **more) for more in ({}, {}, named, named))
+    for tbe in (one, two, three, four):
+        tbe.init_embedding_weights_uniform(-1, 1)
+    rows = [tbe.split_embedding_weights()[0].clone() for tbe in (one, two, three, four)]
+    assert not (rows[0] == rows[1]).any()
+    assert torch.equal(rows[2], rows[3])
 
 
 @pytest.mark.parametrize("see", SEEN)

@@ -80,7 +80,7 @@ def train_at(place: str, optimizer: OptimType, path: Path) -> list[torch.Tensor]
     specs = [(rows, dim, location, ComputeDevice.CPU) for rows, dim in tables]
     torch.manual_seed(0)
     batches = [batch(tables, MAP, [16] * len(MAP), weighted=True) for _ in range(16)]
-    with TableBatchedEmbeddingBags(specs, MAP, optimizer=optimizer, learning_rate=0.1, **options) as tbe:
+    with TableBatchedEmbeddingBags(specs, MAP, optimizer=optimizer, learning_rate=0.1, seed=0, **options) as tbe:
         tbe.init_embedding_weights_uniform(-1, 1)
         if "ahead" in place:
             for made in batches:

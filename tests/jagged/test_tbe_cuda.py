@@ -22,7 +22,7 @@ def tbe_at(place: torch.device, location: EmbeddingLocation | None, path, **opti
     where = EmbeddingLocation.HOST if location is None else location
     specs = [(rows, dim, where, compute) for rows, dim in TABLES]
     options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, **options}
-    return TableBatchedEmbeddingBags(specs, MAP, **options)
+    return TableBatchedEmbeddingBags(specs, MAP, seed=0, **options)
 
 
 def trained(place: torch.device, location: EmbeddingLocation | None, path) -> list[torch.Tensor]:
