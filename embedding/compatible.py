@@ -236,7 +236,7 @@ class LoadedIds:
             if beyond:
                 found.append(
                     f"{what} has {beyond} rows of table {label} with ids from {takes} on, which no lookup takes: give "
-                    f"the table num_embeddings (or ids) of {ids}, or load without them by where="
+                    f"the table num_embeddings (or ids) of {ids}, or leave them out by where= of load_snapshot"
                 )
                 continue
             padding = self._spec.padding_idx

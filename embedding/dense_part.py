@@ -38,6 +38,22 @@ def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SavedRows]) -> N
         _runs.setdefault(parameter, set()).update(runs)
 
 
+def warn_of_state(embedding: SavedRows) -> bool:
+    """Log that rows keep their optimizer state under a new optimizer. Returns whether they have any."""
+    handle: Any = embedding.table_handle()
+    table = handle.local_table
+    has_state = bool(table.step and table.state.names and not handle.resumed_step)
+    if has_state:
+        log.warning(
+            "embedding %r keeps the optimizer state of its %d steps under a new optimizer, whose state of other "
+            "parameters begins anew. To go on, call optimizer.load_state_dict(saved); to begin anew, call "
+            "model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
+            embedding.name,
+            table.step,
+        )
+    return has_state
+
+
 class DensePart:
     """The dense parameters of a graph or an optimizer, as they are before its first training step."""
 

@@ -91,7 +91,16 @@ def dense_tensors(
     steps = [_step(one.pop(name)) for one in given_states.values() for name in ("step", "iter") if name in one]
     if step is None and not steps and any(given_states.values()):
         _check_step_known(table)
+    if step is None and not any(given_states.values()) and len(given) == spec.num_tables:
+        step = max(steps, default=0)
     at = max(steps, default=table.step) if step is None else _step(step)
+    if not any(given_states.values()) and table.state.names and table.step:
+        log.warning(
+            "embedding %r: a load of rows drops optimizer state, that of %d steps; call optimizer.load_state_dict "
+            "after it, or change rows by put(ids, rows), which keeps their state",
+            embedding.name,
+            table.step,
+        )
     for number, of_table in given_states.items():
         if number not in given:
             raise InputError(f"states of table {spec.labels[number]}: give its weights as well")
@@ -125,15 +134,12 @@ def put_in_state(
     try:
         with embedding.raise_on_all_ranks():
             if weights:
-                is_whole = len(weights) == embedding.spec.num_tables
-                rows = dense_tensors(embedding, weights, {}, 0 if is_whole else None)
-                table = embedding.table_handle(for_load=True).local_table
-                if table.state.names and table.counts.rows:
-                    log.warning("embedding %r: a load of rows drops optimizer state; load it after", embedding.name)
+                rows = dense_tensors(embedding, weights, {}, None)
     except TierbedError as error:
         errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
         embedding.note_failed()
-    state[f"{prefix}shadow"] = embedding.shadow
+    state.pop(prefix + EXTRA, None)  # of rows that the state had besides
+    state[f"{prefix}{embedding.parameter_name}"] = embedding.shadow
     state |= {f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()}
     if not rows:
         state[prefix + EXTRA] = extra_state_of(RowsReference(None))

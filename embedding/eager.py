@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,13 +25,15 @@ from ..engine.optim.base import LARGEST, SMALLEST
 from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
 from ..engine.signals import uninterrupted
 from .ddp_guard import refuse_eager_ranks
-from .dense_part import DensePart, note_versions
+from .dense_part import DensePart, note_versions, warn_of_state
 from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders, kept_gradients
 from .lookup_op import embeddings_of
 from .model_snapshots import ModelSnapshots
 from .names import check_distinct, name_embeddings
 from .saved_rows import SavedRows
 from .training_group import check_failed_step, train_together
+
+log = logging.getLogger("tierbed")
 
 MAX_SHARED = 62  # embeddings over ranks, each a bit of a note
 STEP = "step() of an EagerOptimizer"
@@ -106,8 +109,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._module = None if module is None else ref(module)
         self._lost_embedding = ""  # the name of an embedding that a newer one has taken
         self._has_met = False  # whether it looked at the dense part, at its first step
+        self._begins = True  # with optimizer state of its own; False once it has loaded some
+        self._taken_over = [one for one in embeddings if one.row_optimizer is not None]
         note_versions(self._dense(embeddings))
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
+        self._warns_of_zeros = any(rows.states for _, rows in self._rows)
         if not isinstance(self, InBackwardOptimizer):
             note_lazy(self.row_optimizers())
         for embedding in embeddings:
@@ -201,7 +207,13 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. Gradients of rows are dropped whatever `set_to_none` is."""
+        """Forget all gradients. Gradients of rows are dropped whatever `set_to_none` is, with a warning for False."""
+        if not set_to_none and self._warns_of_zeros:
+            self._warns_of_zeros = False
+            log.warning(
+                "zero_grad(set_to_none=False): torch's step then moves a parameter that no backward() reached by its "
+                "momentum, and a table's rows stay; leave set_to_none out"
+            )
         for embedding, _ in self._rows:
             check_not_traced(embedding)
             with torch._C.DisableTorchFunctionSubclass():
@@ -280,7 +292,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                         "whose state is with them; give it to load_dense of the embedding, and leave it out here"
                     )
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
-        self._partial_update = ""
+        self._begins, self._partial_update = False, ""
 
     def _called(self, closure: Callable[[], Any]) -> Any:
         """The result of a closure. What it raises on this rank alone is raised on those that wait for this one."""
@@ -340,6 +352,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             for embedding in embeddings:
                 if isinstance(embedding, SavedRows):
                     embedding.when_open(partial(part.meet, embedding))
+                    if self._begins and dense is not None and (embedding.was_loaded or embedding in self._taken_over):
+                        self._begins = not warn_of_state(embedding)
+            self._taken_over.clear()
 
     @contextmanager
     def _amid_updates(self) -> Iterator[None]:

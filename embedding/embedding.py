@@ -35,6 +35,7 @@ from .gradients import ShadowGrad, accumulate, holders, is_reached
 from .keyed_rows import KeyedRows, on_present_rows
 from .names import next_seed, provisional_name
 from .rows_reference import UNKNOWN, RowsReference
+from .saved_rows import EXTRA
 from .shadow import adopt
 from .sharded_handle import ShardedTableHandle, TableHandle
 from .table_handle import LocalTableHandle
@@ -103,7 +104,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.world = check_world(world, name)
         self.row_optimizer: RowOptimizer | None = None
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
-        self.shadow = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
+        self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
         self.handle = ops.register(self)
         self._handle: TableHandle | None = None
         self._opening = Lock()
@@ -180,8 +181,14 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Take the parameter that stands for the rows. InputError for any other."""
-        super().register_parameter("shadow", adopt(self, name, param))
+        self._parameters[self.parameter_name] = adopt(self, name, param)
         self.device = self.shadow.device
+
+    @property
+    def shadow(self) -> nn.Parameter:  # type: ignore[override]
+        parameter = self._parameters[self.parameter_name]
+        assert parameter is not None
+        return parameter
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """The result of a lookup with checked arguments, through which autograd reaches the rows."""
@@ -192,8 +199,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         Two threads in autograd of one fake tensor wait for each other: one has its lock, the other Python's.
         """
-        shadow = self._parameters["shadow"]  # faster than the attribute
-        assert shadow is not None
+        shadow = self.shadow
         traced: tuple[int, Tensor] | None = getattr(shadow, TRACED, None)
         return shadow if traced is None or traced[0] == get_ident() else traced[1]
 
@@ -229,8 +235,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         weights: by the table's number or name, floats [rows, dim]. states: by table, the optimizer's states by name:
         [rows, dim], or [rows] of one number a row. Without them the optimizer begins with new state.
         step: how many steps the rows were trained, which Adam's correction counts; None is the largest `step` or `iter`
-        of the states, as torch and FBGEMM have them. Without any the embedding's own counts on, with a warning if the
-        optimizer counts steps, and an InputError if it is 0. Other tables keep their rows; the step must be theirs.
+        of the states, as torch and FBGEMM have them; 0 without states, if the rows of all tables are given. Else the
+        embedding's own counts on, with a warning if the optimizer counts steps, and an InputError if it is 0. Other
+        tables keep their rows; the step must be theirs.
 
         If this raises, nothing has changed: InputError, OptimizerError, StoreError, SnapshotError.
         """
@@ -239,10 +246,13 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.load_tensors(tensors)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        weight, errors = state_dict.get(f"{prefix}weight"), rest[-1]
-        if weight is not None and f"{prefix}shadow" not in state_dict:  # of nn.Embedding or nn.EmbeddingBag
+        shadow, weight, errors = (*(state_dict.pop(prefix + name, None) for name in ("shadow", "weight")), rest[-1])
+        if shadow is None and getattr(weight, "shape", None) == (1, 1) and prefix + EXTRA in state_dict:
+            shadow, weight = weight, None  # that of an Embedding
+        if shadow is not None:
+            state_dict[prefix + self.parameter_name] = shadow
+        elif weight is not None:  # of nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
-                weight = state_dict.pop(f"{prefix}weight")
                 is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # which torch rounds as well
                 put_in_state(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
             else:
@@ -312,7 +322,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             try:
                 return super()._apply(convert, recurse)
             finally:
-                self.shadow = self.shadow  # it may be a new one, on another device
+                self.register_parameter("shadow", self.shadow)  # it may be a new one, on another device
                 if isinstance(grad, ShadowGrad):
                     self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
 
@@ -355,7 +365,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def check_trained_lookup(self) -> None:
         """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
-        if hasattr(self._parameters["shadow"], IN_BACKWARD):
+        if hasattr(self.shadow, IN_BACKWARD):
             train_in_backward(self)
         if is_in_ddp() and self.handle in holders:
             refuse_lookup(self.name)

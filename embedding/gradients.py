@@ -215,8 +215,9 @@ class ShadowGrad(Tensor):
             return result
         raise GraphError(
             f"{func.__name__} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of "
-            "its rows; step by the EagerOptimizer, clip by its clip_grad_norm_(parameters, max_norm), or rows alone by "
-            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of other sums"
+            "its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by its "
+            "clip_grad_norm_(parameters, max_norm), clip rows alone by clip_grad_row_norm in their param group, and "
+            "leave the embedding's parameters out of what else reads gradients"
         )
 
 

@@ -39,9 +39,13 @@ def register(embedding: EmbeddingBase) -> int:
     return handle
 
 
+def _living() -> list[EmbeddingBase]:
+    return [one for reference in list(_embeddings.values()) if (one := reference()) is not None]
+
+
 def _forget_optimizers() -> None:
     """Make the next step of a forked child ask for its optimizer again, and be refused."""
-    for embedding in list(_embeddings.values()):
+    for embedding in _living():
         embedding.row_optimizer = None
 
 
@@ -66,8 +70,7 @@ def embedding_of(handle: int) -> EmbeddingBase:
 
 def embeddings_of(parameters: Iterable[int]) -> list[EmbeddingBase]:
     """The living embeddings whose parameter is one of those, given by `id`, in their order."""
-    living = [embedding for reference in list(_embeddings.values()) if (embedding := reference()) is not None]
-    by_shadow = {id(embedding.shadow): embedding for embedding in living}
+    by_shadow = {id(embedding.shadow): embedding for embedding in _living()}
     return [by_shadow[one] for one in parameters if one in by_shadow]
 
 

@@ -359,14 +359,19 @@ class SavedRows(EmbeddingBase):
                 state_dict.pop(prefix + EXTRA, None)
         elif prefix + EXTRA not in state_dict and not _mode.get():
             self._awaited[:] = [UNKNOWN]
-        shadow = state_dict.get(f"{prefix}shadow")
+        shadow = state_dict.get(f"{prefix}{self.parameter_name}")
         if isinstance(shadow, Tensor) and shadow.numel() == 1:  # [1] before version 3; its number says nothing
             moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
-            state_dict[f"{prefix}shadow"] = new
+            state_dict[f"{prefix}{self.parameter_name}"] = new
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether a load_state_dict brought the rows."""
+        return bool(self._loaded)
 
     def _has_loaded(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
         """True if the same load_state_dict, which `errors` is of, loaded the same rows under an earlier name."""

@@ -23,8 +23,8 @@ _COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", 
 # what averages weights is made of; norms, powers and sums are not, and loggers may take them under no_grad
 _MIXES = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
 _WRITE = (
-    "choose initial rows by default_initializer= or make_table_options, write rows by load_dense or put, and carry "
-    "them over by load_state_dict"
+    "choose initial rows by initializer= (of Embedding), default_initializer= or make_table_options, write rows by put "
+    "or load_dense, and carry them over by load_state_dict"
 )
 
 
@@ -105,7 +105,7 @@ class _ShadowCopy(_Guarded):
 
 def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
     """Make a parameter the `Shadow` of an embedding. InputError for one that is no `shadow`."""
-    if name != "shadow" or parameter is None or parameter.shape != (1, 1):
+    if name not in ("shadow", embedding.parameter_name) or parameter is None or parameter.shape != (1, 1):
         raise InputError(
             f"{name} = of embedding {embedding.name!r}: no parameter holds its rows, so no row would change; {_WRITE}"
         )
@@ -174,7 +174,7 @@ def _misuse(func: Any, args: Sequence[Any], given: Mapping[str, Any], is_write: 
         remedy = "train in one process, or over ranks by world=" if name == "share_memory_" else _WRITE
         return InputError(f"{where}: no tensor holds its rows, so no row would change or be shared; {remedy}")
     return GraphError(
-        f"{where}: no tensor holds its rows, so a penalty or an average would leave them out; penalise the rows that "
-        "a lookup returns or give the optimizer weight_decay, leave the embedding's parameters out of sums over "
-        "parameters(), and average what load_state_dict takes"
+        f"{where}: no tensor holds its rows, so a penalty or an average would leave them out; penalise emb.weight of "
+        "an Embedding, or the rows that a lookup returns, or give the optimizer weight_decay; leave the embedding's "
+        "parameters out of sums over parameters(), and average what load_state_dict takes"
     )

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from ..distributed.world import World
 from ..engine.checks import as_int
@@ -37,10 +39,11 @@ MAX_WEIGHT = 1 << 26  # numbers of a `weight`, 256 MiB of float32
 class Weight(ReadOnlyCopy):
     """The rows of a table as a tensor. Autograd reaches the rows through it; writing to it raises InputError.
 
-    Torch's weight is a parameter that stays current. This is a result: after a step, computing with it raises, too.
+    Torch's weight is a parameter that stays current. This is a result: after a step, computing with it or with a view
+    of it raises, too.
     """
 
-    table: OpenTable | None = None  # None for a view
+    table: OpenTable | None = None
     step = 0
 
     @classmethod
@@ -49,18 +52,23 @@ class Weight(ReadOnlyCopy):
         if (is_grad or func.__name__ in _OF_PARAMETERS) and isinstance(args[0], Weight):
             raise InputError(args[0].remedy)
         result = super().__torch_function__(func, types, args, kwargs)
-        for one in args if isinstance(result, Tensor) else ():
-            if isinstance(one, Weight) and one.table is not None and one.table.step != one.step:
+        for one in pytree.tree_leaves((args, kwargs)) if isinstance(result, Tensor | np.ndarray) else ():
+            if not isinstance(one, Weight) or one.table is None:
+                continue
+            if one.table.step != one.step or one.table.is_replaced:
                 raise InputError(
-                    f"weight of embedding {one.table.spec.name!r} was read before a training step, and has the rows of "
-                    "then; read the attribute in each forward pass, and clone() what is to stay"
+                    f"weight of embedding {one.table.spec.name!r} was read before a training step or a load, and has "
+                    "the rows of then; read the attribute in each forward pass, and clone() what is to stay"
                 )
+            if isinstance(result, Weight):
+                result.table, result.step = one.table, one.step
         return result
 
 
 class TorchTable(MultiTableEmbedding):
     """One table with torch's arguments. All of them are those of `Embedding` and `EmbeddingBag`."""
 
+    parameter_name = "weight"  # so that code which chooses parameters by name finds it
     num_embeddings: int | None
     embedding_dim: int
 
@@ -95,6 +103,11 @@ class TorchTable(MultiTableEmbedding):
         if name == "weight":
             raise InputError(self._remedy())
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":
+            raise InputError(self._remedy())
+        super().__delattr__(name)
 
     @property
     def weight(self) -> Tensor:

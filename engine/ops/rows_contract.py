@@ -72,6 +72,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     device: torch.device  # of lookups, to which the module was moved
     handle: int  # the number by which the ops find the module
     shadow: nn.Parameter  # [1, 1] float32, through which optimizers and autograd reach the rows
+    parameter_name = "shadow"  # of it in named_parameters() and state_dict()
     misses_rows: bool  # whether the last run that judged its cache over SSD looked ahead
     row_optimizer: RowOptimizer | None  # the optimizer of the next update
     world: Any = None  # the ranks that own the rows

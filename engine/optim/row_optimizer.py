@@ -50,7 +50,7 @@ class RowOptimizer:
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked: dict[str, Any] | None = None  # the last settings that passed the checks
-        self._warns_of_betas = self._rule.kernel.catch_up is not None
+        self._warns_of_changes = self._rule.kernel.catch_up is not None
         self._limits = [0.0] * len(LIMITS)  # of these settings
         self.hyper(1)  # raises the errors of the group now
 
@@ -99,11 +99,13 @@ class RowOptimizer:
                 "weight_decay of CatchUpAdam (from or to zero) or decoupled_weight_decay. OneCycleLR and CyclicLR set "
                 "momentum: give them cycle_momentum=False, or make the optimizer with a momentum"
             )
-        if self._warns_of_betas and self._checked and settings["betas"] != self._checked["betas"]:
-            self._warns_of_betas = False
+        old = self._checked if self._warns_of_changes else None
+        if old and (changed := [name for name in ("betas", "eps", "weight_decay") if settings[name] != old[name]]):
+            self._warns_of_changes = False
             log.warning(
-                "betas of %s changed: missed steps take the present ones, unlike a dense table's; give OneCycleLR and "
-                "CyclicLR cycle_momentum=False",
+                "%s of %s changed: steps that a row has missed take the present value, unlike a dense table's; keep it "
+                "constant, and give OneCycleLR and CyclicLR cycle_momentum=False",
+                " and ".join(changed),
                 type(self._optimizer).__name__,
             )
         _check(self._optimizer, group)

@@ -83,6 +83,7 @@ def check_lookup(
         and spec.num_tables == 1
         and ids.dtype == spec.key_type
         and ids.layout == torch.strided
+        and not ids.is_nested
         and ids.device.type in DEVICES
     ):
         return Lookup(ids)  # as below, in less time

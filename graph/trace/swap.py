@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from ...engine.errors import GraphError
+from ...engine.ops.rows_contract import EmbeddingBase
 
 trace_lock = RLock()  # modules and optimizers that a trace changes may be shared with a graph of another thread
 
@@ -82,7 +83,7 @@ def swapped(
     """
     before = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
     slots = [
-        (module, name, live)
+        (module, "shadow" if isinstance(module, EmbeddingBase) else name, live)  # `weight` of an Embedding is its rows
         for module in root.modules()
         for name, live in [*module._parameters.items(), *module._buffers.items()]
         if live is not None

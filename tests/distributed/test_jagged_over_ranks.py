@@ -93,7 +93,7 @@ def test_a_collection_over_ranks_trains_as_in_one_process(kind: Any) -> None:
 
 def batched(world: World | None) -> TableBatchedEmbeddingBags:
     specs = [(ROWS, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in (4, 8)]
-    tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_ADAGRAD, learning_rate=0.5, world=world)
+    tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_ADAGRAD, learning_rate=0.5, world=world, seed=0)
     tbe.init_embedding_weights_uniform(-0.1, 0.1)
     return tbe
 
