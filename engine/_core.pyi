@@ -222,8 +222,6 @@ class CachedTier(Tier):
     def close(self) -> None:
         """End the write-behind thread. Nothing may be called after it."""
     def locate(self, table: int, key: int) -> dict[str, Any] | None: ...
-    def residents(self) -> tuple[I64, U32, U64, Bools]:
-        """Slots, tables, keys and dirty flags of resident rows: those of the sets, then with slot -1 the others."""
     def metrics(self) -> dict[str, float]: ...
     def hit_counts(self) -> U64:
         """As `FullTable.hit_counts`."""
@@ -263,8 +261,6 @@ class Ledger:
         """Add stored rows, distinct."""
     def erase(self, tables: U32, keys: U64) -> int:
         """Erase rows, distinct. Returns how many of them the ledger had."""
-    def find(self, tables: U32, keys: U64) -> tuple[U32, U32]:
-        """Updates [n], 0 for rows that the ledger lacks, and the steps [n] of the last ones."""
     rows: int
     bytes: int
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.caches import TABLE, Model, Row, batch_of, cache_over
+from support.caches import TABLE, Model, Row, batch_of, cache_over, places
 from support.limits import file_size_limit
 from tierbed.engine import _core
 from tierbed.engine.store.rocksdb import RocksDB
@@ -70,7 +70,7 @@ def test_rows_that_are_on_their_way_down_are_served(make_cache: MakeCache) -> No
     assert metrics["bytes_out"] > 0
     assert metrics["write_seconds_max"] > 0
     cache.flush()
-    assert not any(cache.residents()[3])
+    assert not any(is_dirty for _, is_dirty in places(cache, ROWS).values())
 
 
 def test_an_error_is_raised_by_the_next_call_and_no_row_is_lost(make_cache: MakeCache, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_error_is_raised_by_the_next_call_and_no_row_is_lost(make_cache: Make
     step(cache, model, some(random))
     cache.flush()
     check_all(cache, model)
-    assert not any(cache.residents()[3])
+    assert not any(is_dirty for _, is_dirty in places(cache, ROWS).values())
 
 
 def test_a_prefetch_raises_what_the_thread_met(make_cache: MakeCache) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,15 @@ def ledger(**policy: Any) -> _core.Ledger:
     )
 
 
+def steps_of(rows: _core.Ledger, steps: Iterable[int]) -> dict[tuple[int, int], int]:
+    """The rows of a ledger of `ttl_steps=0`, and the step of each, one of `steps`."""
+    found = dict[tuple[int, int], int]()
+    for step in sorted(set(steps), reverse=True):  # the earlier, the fewer steps after it find the row
+        tables, keys = rows.expired(step + 1)
+        found |= dict.fromkeys(zip(tables.tolist(), keys.tolist(), strict=True), step)
+    return found
+
+
 def keys_of(bucket: int, count: int) -> NDArray[np.uint64]:
     """Keys of table 0 in one bucket."""
     keys = np.arange(100 * count + 2000, dtype=np.uint64)
@@ -33,26 +43,23 @@ CROWDED = keys_of(63, 60)  # of table 0; where they are in other tables does not
 
 @given(
     st.lists(
-        st.tuples(st.booleans(), st.lists(st.integers(0, 59), unique=True, max_size=30), st.integers(1, 2**32 - 1)),
+        st.tuples(st.booleans(), st.lists(st.integers(0, 59), unique=True, max_size=30), st.integers(0, 2**32 - 2)),
         max_size=20,
     )
 )
 def test_rows_that_share_a_bucket_come_and_go(calls: list[tuple[bool, list[int], int]]) -> None:
-    rows, kept = ledger(), dict[int, tuple[int, int]]()
-    for erases, chosen, number in calls:
+    rows, kept = ledger(), dict[int, int]()  # the step of each
+    for erases, chosen, step in calls:
         keys, tables = CROWDED[chosen], np.zeros(len(chosen), np.uint32)
         if erases:
             assert rows.erase(tables, keys) == len(kept.keys() & set(chosen))
-            kept = {row: record for row, record in kept.items() if row not in chosen}
+            kept = {row: step for row, step in kept.items() if row not in chosen}
         else:
-            rows.load(tables, keys, np.full(len(keys), number, np.uint32), np.full(len(keys), number // 2, np.uint32))
-            kept |= dict.fromkeys(chosen, (number, number // 2))
-        updates, steps = rows.find(np.zeros(60, np.uint32), CROWDED)
+            rows.load(tables, keys, np.ones(len(keys), np.uint32), np.full(len(keys), step, np.uint32))
+            kept |= dict.fromkeys(chosen, step)
         assert rows.rows == len(kept)
-        assert [record for record in zip(updates.tolist(), steps.tolist(), strict=True) if record[0]] == [
-            kept[row] for row in range(60) if row in kept
-        ]
-        assert set(np.flatnonzero(updates).tolist()) == set(kept)
+        assert steps_of(rows, kept.values()) == {(0, int(CROWDED[row])): step for row, step in kept.items()}
+    assert rows.erase(np.zeros(60, np.uint32), CROWDED) == len(kept)
 
 
 def test_many_rows_and_what_they_take() -> None:
@@ -60,19 +67,20 @@ def test_many_rows_and_what_they_take() -> None:
     rows = ledger()
     keys = np.unique(random.integers(0, 2**64, 300_000, np.uint64))
     tables = (keys % np.uint64(5)).astype(np.uint32)
-    updates = random.integers(1, 2**32, len(keys), np.uint32)
-    rows.load(tables, keys, updates, ~updates)
+    steps = random.integers(0, 2**32, len(keys), np.uint32)
+    rows.load(tables, keys, np.ones(len(keys), np.uint32), steps)
     assert 30 <= rows.bytes / len(keys) <= 38.5
     gone = random.permutation(len(keys))[:200_000]
     assert rows.erase(tables[gone], keys[gone]) == len(gone)
     assert rows.rows == len(keys) - len(gone)
-    expected = updates.copy()
-    expected[gone] = 0
-    there = expected > 0
-    found, steps = rows.find(tables, keys)
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(steps[there], ~updates[there])
-    assert rows.find(tables + np.uint32(1), keys)[0].max() == 0
+    there = np.delete(np.arange(len(keys)), gone)
+    for now in (2**30, 2**31, 3 * 2**30):
+        before = there[steps[there] < now]
+        found = np.sort(np.stack([part.astype(np.uint64) for part in rows.expired(now)]))
+        np.testing.assert_array_equal(found, np.sort(np.stack([tables[before].astype(np.uint64), keys[before]])))
+    assert rows.erase(tables + np.uint32(1), keys) == 0
+    assert rows.erase(tables, keys) == len(there)
+    assert rows.rows == 0
 
 
 def test_rows_past_their_time_are_found(threads: int) -> None:

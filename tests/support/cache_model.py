@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from support import naive
-from support.caches import TABLE, Row, batch_of, cache_over, identities
+from support.caches import TABLE, Row, batch_of, cache_over, identities, places
 from tierbed.engine import _core
 from tierbed.engine._core import GROUP, WAYS
 
@@ -174,6 +175,7 @@ class Both:
         self.number = 0  # of the latest batch
         self.announced = deque[Announced]()
         self.pinned: Announced | None = None
+        self.seen: set[Row] = set()
 
     @property
     def done(self) -> int:
@@ -186,6 +188,7 @@ class Both:
         batch = batch_of(rows)
         self.number += 1
         self.announced.append(Announced(batch, self.number))
+        self.seen.update(identities(batch))
         self.cache.announce(batch)
         self.plain.announce(identities(batch), self.number)
 
@@ -201,6 +204,7 @@ class Both:
         """The batch that was announced first, or one of these rows."""
         now = self.announced[0] if self.announced else Announced(batch_of(rows), self.number + 1)
         self.cache.pin(now.batch)
+        self.seen.update(identities(now.batch))
         if not now.is_up:
             self.plain.admit(identities(now.batch), now.number, now.number - 1, False)
         if self.announced:
@@ -231,13 +235,8 @@ class Both:
         self.unpin(written)
 
     def check(self) -> None:
-        slots, tables, keys, dirty = (values.tolist() for values in self.cache.residents())
-        kept = {
-            at: (*way.row, way.dirty) for at, way in enumerate(way for ways in self.plain.sets for way in ways) if way
-        }
-        rows = list(zip(tables, keys, dirty, strict=True))
-        assert {slot: row for slot, row in zip(slots, rows, strict=True) if slot >= 0} == kept
-        beside = [(*way.row, way.dirty) for way in self.plain.overflow.values()]
-        assert [row for slot, row in zip(slots, rows, strict=True) if slot < 0] == beside
+        kept = {way.row: (at, way.dirty) for at, way in enumerate(chain.from_iterable(self.plain.sets)) if way}
+        kept |= {row: (-1, way.dirty) for row, way in self.plain.overflow.items()}
+        assert places(self.cache, self.seen) == kept
         metrics = self.cache.metrics()
         assert {name: metrics[name] for name in COUNTS} == {name: self.plain.counts[name] for name in COUNTS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,11 @@ def batch_of(rows: list[Row]) -> _core.Batch:
 
 def identities(batch: _core.Batch) -> list[Row]:
     return list(zip(batch.tables.tolist(), batch.keys.tolist(), strict=True))
+
+
+def places(cache: _core.CachedTier, rows: Iterable[Row]) -> dict[Row, tuple[int, bool]]:
+    """Of those rows that are resident, the slot, -1 in the overflow area, and whether the row is dirty."""
+    return {row: (found["slot"], found["dirty"]) for row in rows if (found := cache.locate(*row))}
 
 
 class Model:

@@ -25,22 +25,6 @@ nb::object locate(CachedTier& tier, u32 table, u64 key) {
     return all;
 }
 
-nb::tuple residents(CachedTier& tier) {
-    const auto rows = without_gil([&] { return tier.residents(); });
-    std::vector<i64> slots;
-    std::vector<u32> tables;
-    std::vector<u64> keys;
-    for (const CachedTier::Resident& row : rows) {
-        slots.push_back(row.slot);
-        tables.push_back(row.table);
-        keys.push_back(key_of(row.table, row.hash));
-    }
-    const auto dirty = flags(rows.size(), [&](bool* out) {
-        for (const CachedTier::Resident& row : rows) *out++ = row.dirty;
-    });
-    return nb::make_tuple(own(std::move(slots)), own(std::move(tables)), own(std::move(keys)), dirty);
-}
-
 }  // namespace
 
 void bind_cache(nb::module_& m) {
@@ -67,7 +51,6 @@ void bind_cache(nb::module_& m) {
         .def("flush_some", &CachedTier::flush_some, unlocked)
         .def("close", &CachedTier::close, unlocked)
         .def("locate", &locate)
-        .def("residents", &residents)
         .def("metrics", &metrics_of<CachedTier>)
         .def("hit_counts", &hit_counts<CachedTier>);
     m.attr("WAYS") = WAYS;

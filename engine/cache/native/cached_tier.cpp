@@ -531,26 +531,15 @@ std::vector<u64> CachedTier::hit_counts() const {
     return hit_counts_.sums();
 }
 
-CachedTier::Resident CachedTier::resident(const Way& way, u64 line, i64 slot) const {
-    const Record now = *record(line, layout_.shape);
-    const bool dirty = is_dirty(now.updates, way.stored);
-    return {way.hash, way.table, slot, dirty, is_after(way.last, last_completed()), now};
-}
-
-std::vector<CachedTier::Resident> CachedTier::residents() {
-    const std::lock_guard admission(threads_->admission);
-    const std::lock_guard directory(threads_->directory);
-    std::vector<Resident> all;
-    directory_.for_each_row([&](const Way& way, u64 line, i64 slot) { all.push_back(resident(way, line, slot)); });
-    return all;
-}
-
 std::optional<CachedTier::Resident> CachedTier::find(u32 table, u64 key) {
     const std::lock_guard admission(threads_->admission);
     const std::lock_guard directory(threads_->directory);
     const Directory::Location found = directory_.find(slot_hash(table, key), table);
     if (!found.way) return std::nullopt;
-    return resident(*found.way, found.line, found.slot == NONE ? -1 : static_cast<i64>(found.slot));
+    const Record now = *record(found.line, layout_.shape);
+    const bool dirty = is_dirty(now.updates, found.way->stored);
+    const i64 slot = found.slot == NONE ? -1 : static_cast<i64>(found.slot);
+    return Resident{slot, dirty, is_after(found.way->last, last_completed()), now};
 }
 
 }  // namespace tierbed

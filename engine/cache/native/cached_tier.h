@@ -71,13 +71,10 @@ public:
 
     // A row of the cache.
     struct Resident {
-        u64 hash;
-        u32 table;
         i64 slot;  // -1 in the overflow area
         bool dirty, pinned;
         Record record;
     };
-    std::vector<Resident> residents();
     std::optional<Resident> find(u32 table, u64 key);
 
 private:
@@ -112,7 +109,6 @@ private:
     void write_back_overflow();
     void write_back_victims();
     void write_back(const RowSpan& rows);
-    Resident resident(const Way& way, u64 line, i64 slot) const;
     // With no lock. Fills lines from the tier below, or with initial values. Returns the `updates` of each row.
     std::vector<u32> read_below(const RowSpan& rows, bool touch);
     // What may stay in the overflow area if `added` rows are added. Half of the area is for rows that a batch needs.

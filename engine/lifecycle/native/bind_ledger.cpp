@@ -46,13 +46,6 @@ void bind_ledger(nb::module_& m) {
                  nb::gil_scoped_release unlocked;
                  return ledger.erase(tables.data(), keys.data(), keys.size());
              })
-        .def("find",
-             [](const Ledger& ledger, InVector<u32> tables, InVector<u64> keys) {
-                 require(tables.size() == keys.size(), "tables and keys differ in length");
-                 std::vector<u32> updates(keys.size()), steps(keys.size());
-                 ledger.find(tables.data(), keys.data(), updates.data(), steps.data(), keys.size());
-                 return nb::make_tuple(own(std::move(updates)), own(std::move(steps)));
-             })
         .def_prop_ro("rows", &Ledger::rows)
         .def_prop_ro("bytes", &Ledger::bytes);
 }

@@ -244,16 +244,6 @@ std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
     return count;
 }
 
-void Ledger::find(const u32* tables, const u64* keys, u32* updates, u32* steps, std::size_t n) const {
-    for (std::size_t i = 0; i < n; ++i) {
-        const u64 hash = slot_hash(tables[i], keys[i]);
-        const Bucket& bucket = buckets_[bucket_of(hash)];
-        const Entry& entry = bucket.entries[bucket.find_slot(hash, tables[i])];
-        updates[i] = entry.updates;
-        steps[i] = entry.step;
-    }
-}
-
 std::size_t Ledger::rows() const {
     return std::accumulate(buckets_.begin(), buckets_.end(), std::size_t{0},
                            [](std::size_t total, const Bucket& bucket) { return total + bucket.rows; });

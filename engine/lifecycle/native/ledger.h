@@ -92,8 +92,6 @@ public:
     void load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n);
     // Erases rows, distinct. Returns how many of them the ledger had.
     std::size_t erase(const u32* tables, const u64* keys, std::size_t n);
-    // Writes updates [n], 0 for rows that the ledger does not have, and steps [n] of the last writes.
-    void find(const u32* tables, const u64* keys, u32* updates, u32* steps, std::size_t n) const;
 
     std::size_t rows() const;
     std::size_t bytes() const;
