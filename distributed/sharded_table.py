@@ -498,13 +498,8 @@ class ShardedTable:
     @_collective("size")
     def size(self) -> int:
         """How many rows all ranks have."""
-        rows, error = catch(self._size)
+        rows, error = catch(lambda: self.own.size())
         return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=rows or 0).notes)
-
-    def _size(self) -> int:
-        with self.own.lock:
-            self.own.check()
-            return self.own.counts.rows
 
     @_collective("announcement")
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:

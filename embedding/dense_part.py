@@ -42,7 +42,7 @@ def warn_of_state(embedding: SavedRows) -> bool:
     """Log that rows keep their optimizer state under a new optimizer. Returns whether they have any."""
     handle: Any = embedding.table_handle()
     table = handle.local_table
-    has_state = bool(table.step and table.state.names and not handle.resumed_step)
+    has_state = bool(table.step and table.state.names and not handle.own.resumed_step)
     if has_state:
         log.warning(
             "embedding %r keeps the optimizer state of its %d steps under a new optimizer, whose state of other "
@@ -68,7 +68,7 @@ class DensePart:
     def meet(self, embedding: SavedRows) -> None:
         """Warn if the rows of an open embedding were resumed and belong to no dense part here; note their run."""
         handle: Any = embedding.table_handle()
-        run, step = handle.local_table.run, handle.resumed_step
+        run, step = handle.local_table.run, handle.own.resumed_step
         fresh = sum(run not in runs if runs else not written for _, runs, written in self._before)
         is_half = fresh > 0 if self._is_known else run not in _own_runs
         is_intended = embedding.rows_are_chosen or embedding.store_options.open == "pretrained"

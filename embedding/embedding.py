@@ -451,10 +451,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._handle = self._hold(None, device, for_load)
                 self._handle.awaited = self._awaited
                 weakref.finalize(self, self._handle.finish)
-                if self._handle.unsettled:
+                if self._handle.own.unsettled:
                     self._awaited[:] = self._awaited or [UNKNOWN]
             elif self._handle.device != device:
-                self._handle.move(device)
+                self._handle.own.move(device)
             handle = self._handle
         if self._awaited and not for_load:
             self._await_rows()

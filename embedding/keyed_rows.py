@@ -61,8 +61,7 @@ class KeyedRows(SavedRows):
 
         Raises deferred errors of earlier steps. InputError, CapacityError.
         """
-        self._table()
-        return self.table_handle().size()
+        return self._table().size()
 
     @on_present_rows
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:

@@ -286,8 +286,8 @@ class SavedRows(EmbeddingBase):
             self.rows_are_chosen = True
             self._awaited.clear()
             return
-        if handle.unsettled:
-            raise StoreError(handle.unsettled)
+        if handle.own.unsettled:
+            raise StoreError(handle.own.unsettled)
         said = said or unlike(
             self.name, handle.rows_reference(), awaited, bool(self.store_options.state_dict_snapshots)
         )
@@ -350,7 +350,7 @@ class SavedRows(EmbeddingBase):
                 self._awaited.clear()
             except TierbedError as error:
                 said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
-                if _mode.get() == STAY and not (self._handle is not None and self._handle.unsettled):
+                if _mode.get() == STAY and not (self._handle is not None and self._handle.own.unsettled):
                     self._awaited.clear()
                     log.warning("%s; its rows stay", said)
                 else:

@@ -168,7 +168,6 @@ class ShardedTableHandle(ShardedSnapshots):
 
     @property
     def local_table(self) -> OpenTable:
-        """The table of the rows that this rank has."""
         return self.own.table
 
     def rename(self, name: str) -> None:
@@ -176,22 +175,10 @@ class ShardedTableHandle(ShardedSnapshots):
         self.name = self.table.name = name
         self.own.rename(name)
 
-    @property
-    def unsettled(self) -> str:
-        return self.own.unsettled
-
-    @property
-    def resumed_step(self) -> int:
-        return self.own.resumed_step
-
     def keep_rows(self) -> None:
         if self.own.is_open:
             op = f"keep_rows() of embedding {self.name!r}"
             self.world.call_on_all_ranks(op, (lambda: None) if self.membership is None else self.membership.keep)
-
-    @property
-    def own_open(self) -> OpenTable | None:
-        return self.own.own_open
 
     def join(self, group: TrainingGroup) -> None:
         if self.own.is_open:
@@ -201,9 +188,6 @@ class ShardedTableHandle(ShardedSnapshots):
         if self.membership is not None:
             self.membership.group = group
             self.membership.enlist()
-
-    def note_torn(self) -> None:
-        self.own.note_torn()
 
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
@@ -245,9 +229,6 @@ class ShardedTableHandle(ShardedSnapshots):
         """The metrics `ranks`: what this rank exchanged with the others since it opened the rows."""
         return {"ranks": asdict(self.table.traffic)}
 
-    def size(self) -> int:
-        return self.table.size()
-
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """As `LocalTableHandle.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
@@ -257,9 +238,6 @@ class ShardedTableHandle(ShardedSnapshots):
             if not all(self.world.handshake(f"{op}: open", note=self.own.is_open).notes):
                 self.close()
             self.world.handshake(f"{op}: done", error)
-
-    def move(self, device: torch.device) -> None:
-        self.own.move(device)
 
     def forget_announced(self) -> None:
         """As `LocalTableHandle.forget_announced`. Other ranks learn of it at the next step."""

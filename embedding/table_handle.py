@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -106,6 +106,11 @@ class LocalTableHandle(LocalSnapshots):
         return self._table
 
     @property
+    def own(self) -> Self:
+        """The handle of the rows of this process, which are all rows."""
+        return self
+
+    @property
     def unsettled(self) -> str:
         """Why rows that were opened for a load may not be used before it; "" if they may."""
         return self._persistence.unsettled
@@ -156,20 +161,12 @@ class LocalTableHandle(LocalSnapshots):
 
     @property
     def local_table(self) -> OpenTable:
-        """The open table, which has all rows of the embedding."""
         return self.table
 
     @property
     def exchanged(self) -> dict[str, dict[str, int]]:
         """Metrics of what went between ranks: none, for rows of one process."""
         return {}
-
-    def size(self) -> int:
-        """How many rows the table has. Raises deferred errors of earlier steps."""
-        table = self.table
-        with table.lock:
-            table.check()
-            return table.counts.rows
 
     @property
     def is_open(self) -> bool:
@@ -429,7 +426,7 @@ def check_not_open(by_folder: Mapping[str, Any], folder: str, name: str) -> None
     """StoreError if another embedding of this process has a folder open."""
     for is_last in (False, True):
         older = by_folder.get(folder)
-        if older is None or older.own_open is None:
+        if older is None or older.own.own_open is None:
             return
         if not is_last:
             gc.collect()  # an embedding that nobody can use may wait in a circle of references
@@ -443,7 +440,7 @@ def check_not_open(by_folder: Mapping[str, Any], folder: str, name: str) -> None
 def open_handle(by_folder: Mapping[str, Any], store: str) -> Any:
     """The handle of this process to a store, by the real path of its folder. Raises StoreError if it has none open."""
     handle = by_folder.get(store)
-    if handle is None or handle.own_open is None:
+    if handle is None or handle.own.own_open is None:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
     return handle
 

@@ -508,7 +508,6 @@ class LocalSnapshots(TableSnapshots):
             return self._persistence.load(table.optimizer, own, table)[0]
 
     def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-        """The selection for this table. SnapshotError, OptimizerError if rows of a snapshot cannot be its own."""
         optimizer = self.local_table.optimizer
         spec, what = self._persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:

@@ -162,7 +162,7 @@ class Membership:
     def table(self) -> OpenTable | None:
         """The open table, or None."""
         holder = self.holder()
-        return None if holder is None else holder.own_open
+        return None if holder is None else holder.own.own_open
 
     def begin_with(self, rows: Rows) -> None:
         """The rows to be opened are of this version."""
@@ -424,7 +424,7 @@ class Membership:
         for one in [self, *self.open_peers()]:
             one.torn = why
             if (holder := one.holder()) is not None:
-                holder.note_torn()
+                holder.own.note_torn()
 
     def check_whole(self) -> None:
         """Raises StoreError if rows of stores that are trained together are of different steps."""

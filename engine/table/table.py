@@ -261,6 +261,12 @@ class OpenTable:
         if (error := self.deferred_error(wait)) is not None:
             raise error
 
+    def size(self) -> int:
+        """How many rows the table has. Raises deferred errors of earlier steps."""
+        with self.lock:
+            self.check()
+            return self.counts.rows
+
     def deferred_error(self, wait: bool) -> TierbedError | None:
         """The deferred error of an earlier call, returned once, `wait`: after all work. Steps since changed nothing."""
         reader_error, self.reader_error = self.reader_error, None

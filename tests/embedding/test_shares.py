@@ -136,7 +136,7 @@ def test_an_evicting_share_has_its_part_of_the_capacity(tmp_path: Path) -> None:
         share.table.put(
             Lookup(torch.arange(keys - 2, keys), torch.zeros(2, dtype=torch.int64)), np.ones((2, 5), np.float32)
         )
-    assert share.size() == 4
+    assert share.table.size() == 4
     share.close()
     whole = RankShard(0, 2).options(options("host", capacity=10))
     assert whole.capacity == 10
