@@ -19,7 +19,7 @@ from ..engine.checks import as_int, checked_arguments
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..engine.ops.batch import check_offsets, segment
 from ..engine.ops.rows_contract import TRACED, Pinned
-from ..engine.optim.row_optimizer import RowOptimizer, row_optimizer
+from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.initializers import make_normal_initializer
 from ..engine.options.lookup import Lookup, check_lookup, check_output_dtype, check_weights
@@ -31,7 +31,7 @@ from .conversion import converter
 from .ddp_guard import check_world, is_in_ddp, refuse_lookup, warn_alone
 from .dense_rows import dense_tensors, put_in_state
 from .eager import IN_BACKWARD, train_in_backward
-from .gradients import ShadowGrad, accumulate, holders, is_reached
+from .gradients import ShadowGrad, accumulate, holders
 from .keyed_rows import KeyedRows, on_present_rows
 from .names import next_seed, provisional_name
 from .rows_reference import UNKNOWN, RowsReference
@@ -326,12 +326,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 if isinstance(grad, ShadowGrad):
                     self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
 
-    def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
-        """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""
-        rows_optimizer = row_optimizer(optimizer, group)
-        self.use_optimizer(rows_optimizer)
-        return rows_optimizer
-
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
         if self._handle is not None:
@@ -359,9 +353,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
         return self._table().read_weights_grad(lookup, grad)
-
-    def is_reached(self) -> bool:
-        return is_reached(self)
 
     def check_trained_lookup(self) -> None:
         """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphError
-from ..optim.row_optimizer import RowOptimizer
+from ..optim.row_optimizer import RowOptimizer, row_optimizer
 from ..options.lookup import Lookup
 from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
@@ -134,11 +134,6 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         """End the pin that a failed step left."""
         raise NotImplementedError
 
-    @property
-    def gains_by_prefetch(self) -> bool:
-        """Whether a thread can hide work of a step: reads of the disk, or work of a GPU."""
-        return self.store_options.store == "cached_ssd" or self.device.type != "cpu"
-
     def hit_counts(self) -> tuple[int, int]:
         """How many rows the top tier was asked for that it had, and that it did not have."""
         raise NotImplementedError
@@ -149,10 +144,6 @@ class EmbeddingBase(NoTorchScript, nn.Module):
 
     def forget_announced(self) -> None:
         """Forget announced steps, and end the prefetch thread."""
-        raise NotImplementedError
-
-    def is_reached(self) -> bool:
-        """Whether the running backward pass reaches `shadow`. GraphError for an op without a derivative."""
         raise NotImplementedError
 
     def check_trained_lookup(self) -> None:
@@ -168,7 +159,9 @@ class EmbeddingBase(NoTorchScript, nn.Module):
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Let one of the optimizer's param groups train the rows. OptimizerError."""
-        raise NotImplementedError
+        rows_optimizer = row_optimizer(optimizer, group)
+        self.use_optimizer(rows_optimizer)
+        return rows_optimizer
 
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let `rows_optimizer` make the next updates. OptimizerError."""

@@ -212,7 +212,8 @@ class Run(Iterator[Any]):
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")
         self._world, self._uneven, self._rank_state = world_of(graph) or World.of_one(), uneven, rank_state
         embeddings, name = embeddings_of(graph), type(graph).__name__
-        caches = [embedding for embedding in embeddings if embedding.gains_by_prefetch]
+        # a thread can hide work of their steps: reads of the disk, or work of a GPU
+        caches = [one for one in embeddings if one.store_options.store == "cached_ssd" or one.device.type != "cpu"]
         gains = self._world.size > 1 or bool(caches)
         is_over_ssd = self._world.size == 1 and all(embedding.device.type == "cpu" for embedding in caches)
         self._judged = caches if is_over_ssd else []
