@@ -33,7 +33,7 @@ from .dense_rows import dense_tensors, put_in_state
 from .eager import IN_BACKWARD, train_in_backward
 from .gradients import ShadowGrad, accumulate, holders
 from .keyed_rows import KeyedRows, on_present_rows
-from .names import next_seed, provisional_name
+from .names import provisional_name
 from .rows_reference import UNKNOWN, RowsReference
 from .saved_rows import EXTRA
 from .shadow import adopt
@@ -126,12 +126,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.naming = "given"
         if self._handle is not None:
             self._handle.rename(name)
-
-    def fix_seed(self) -> None:
-        """Called at the first use: an embedding without a name has its own seed from here on."""
-        if not self._has_seed:
-            self._has_seed = True
-            self.set_spec(seed=next_seed(self.world is not None))
 
     def set_spec(self, **facts: Any) -> None:
         """Change facts of an embedding that is not open, or its name."""
@@ -327,7 +321,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
 
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
-        """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
         if self._handle is not None:
             self._handle.use_optimizer(rows_optimizer)
         self.row_optimizer = rows_optimizer
@@ -343,7 +336,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._refused = error
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
-        """The result of a lookup with checked arguments. trains: a later call trains the rows."""
         try:
             return self._table().read(lookup, weights, self.output_dtype, trains)
         except RowsReplaced:  # by a load in another thread
@@ -351,7 +343,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     @on_present_rows
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
         return self._table().read_weights_grad(lookup, grad)
 
     def check_trained_lookup(self) -> None:
@@ -362,7 +353,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        """Keep the gradient of a lookup for the step of the EagerOptimizer."""
         with self._accumulating:
             accumulate(self, lookup, grad, weights, order)
 
@@ -381,7 +371,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return square_gradients(self._local_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """Announce a step of checked lookups, in the order in which it pins them. InputError for ids out of range."""
         table = self._trained()
         with self.raise_on_all_ranks():
             for lookup in lookups:
@@ -392,19 +381,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     @on_present_rows
     def hit_counts(self) -> tuple[int, int]:
-        """How many rows the top tier was asked for that it had, and that it did not have, on this rank."""
         table = self._local_table()
         with table.lock:
             hits, misses = table.ready().hit_counts().sum(axis=0).tolist()
         return hits, misses
 
     def forget_announced(self) -> None:
-        """Forget what was announced, and end the prefetch thread."""
         if self._handle is not None:
             self._handle.forget_announced()
 
     def release(self) -> None:
-        """Drop the pin that a failed step left."""
         if self._handle is not None:
             self._handle.release()
 
@@ -421,7 +407,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self.table_handle().local_table
 
     def table_handle(self, for_load: bool = False) -> TableHandle:
-        """The handle of the table, which is opened at the first use, for checkpoints and captured steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.files.versions import EMPTY
 from ..snapshots.store.selection import LoadReport, Selection, Where
+from .names import next_seed
 from .rows_in_tensors import FIELDS, RowTensors
 from .rows_reference import UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
 from .sharded_handle import TableHandle
@@ -52,6 +54,7 @@ class SavedRows(EmbeddingBase):
 
     _version = 3  # of the state_dict; version 1 had no extra state, and 2 a shadow [1]
     _closed: bool
+    _has_seed: bool
     _handle: TableHandle | None
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
     _loading: RLock  # held while the rows of a loaded state_dict are loaded
@@ -83,7 +86,9 @@ class SavedRows(EmbeddingBase):
 
     def fix_seed(self) -> None:
         """Called at the first use: an embedding without a name has its own seed from here on."""
-        raise NotImplementedError
+        if not self._has_seed:
+            self._has_seed = True
+            self.spec = replace(self.spec, seed=next_seed(self.world is not None))
 
     def when_open(self, call: Callable[[], None]) -> None:
         """Do `call` now, or when the store opens."""
@@ -93,7 +98,6 @@ class SavedRows(EmbeddingBase):
             self._calls_when_open.append(call)
 
     def join(self) -> None:
-        """Note that `group` has changed."""
         if self._handle is not None and self.group is not None and not self._closed:
             self._handle.join(self.group)
 
