@@ -45,8 +45,8 @@ def warn_of_state(embedding: SavedRows) -> bool:
     has_state = bool(table.step and table.state.names and not handle.own.resumed_step)
     if has_state:
         log.warning(
-            "embedding %r keeps the optimizer state of its %d steps under a new optimizer, whose state of other "
-            "parameters begins anew. To go on, call optimizer.load_state_dict(saved); to begin anew, call "
+            "embedding %r keeps the optimizer state of its %d steps under a new optimizer, which has none for "
+            "other parameters. To go on, call optimizer.load_state_dict(saved); to begin without it, call "
             "model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
             embedding.name,
             table.step,

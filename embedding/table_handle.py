@@ -191,7 +191,7 @@ class LocalTableHandle(LocalSnapshots):
     def _reset_remedy(self) -> str:
         """The remedy for rows of another optimizer, if a folder keeps snapshots of them."""
         if self._persistence.folder is None:
-            return "; or to begin its state anew, load tierbed.to_dense_state_dict(model) into a new one"
+            return "; or to begin without state, load tierbed.to_dense_state_dict(model) into a new one"
         return (
             "; or reset its state: save_snapshot, close, create the embedding again for the new optimizer, and "
             "load_snapshot(name, weights_only=True)"

@@ -115,11 +115,11 @@ def test_states_of_an_embedding_and_of_a_multi_table_embedding_load_into_each_ot
 @pytest.mark.parametrize("use", [lambda w: w + 1, lambda w: torch.cat([w, w]), lambda w: w.detach().numpy()])
 def test_a_part_of_a_weight_is_not_taken_for_the_present_one(part: Any, use: Any) -> None:
     model = Model()
-    held = part(model.items.weight)
-    use(held)
+    older = part(model.items.weight)
+    use(older)
     step(model, eager(model))
     with pytest.raises(tb.InputError, match="was read before a training step"):
-        use(held)
+        use(older)
 
 
 def test_a_dense_load_begins_the_optimizer_anew_as_a_new_model_would(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +178,7 @@ def test_a_new_optimizer_says_that_rows_keep_their_state(how: str, caplog: pytes
     for _ in range(2):
         step(new, later)
     assert caplog.text.count(NEW_OPTIMIZER) == (how in ("second", "loaded"))
-    if how == "dense":  # is torch's beginning anew
+    if how == "dense":  # begins as torch's new optimizer
         plain = Model(nn.Embedding)
         plain.load_state_dict(tb.to_dense_state_dict(model))
         adam = torch.optim.Adam(plain.parameters(), lr=0.01)
