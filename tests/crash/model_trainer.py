@@ -142,6 +142,8 @@ class ModelTrainer:
         order = self.chance.sample(range(len(stores)), len(stores))
         self.say("begin", "open", first=first)
         self._arm("open")
+        for one in () if self.model is None else self.model.all:
+            one.close()
         for mode in ("resume", "mixed"):
             made = self.make(stores, mode)
             try:

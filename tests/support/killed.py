@@ -108,7 +108,8 @@ def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: in
     if end == "thread":  # the interpreter ends while a thread trains
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         threading.Thread(target=work, daemon=True).start()
-        signal.pause()
+        while True:  # pause() would miss a signal that comes just before it
+            time.sleep(0.05)
     work()
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
