@@ -109,7 +109,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._module = None if module is None else ref(module)
         self._lost_embedding = ""  # the name of an embedding that a newer one has taken
         self._has_met = False  # whether it looked at the dense part, at its first step
-        self._begins = True  # with optimizer state of its own; False once it has loaded some
+        # with optimizer state of its own, which Adagrad makes at once; False once it has loaded some
+        self._begins = not any(state.get("step", True) for state in optimizer.state.values())
         self._taken_over = [one for one in embeddings if one.row_optimizer is not None]
         note_versions(self._dense(embeddings))
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]

@@ -35,7 +35,7 @@ from .gradients import ShadowGrad, accumulate, holders
 from .keyed_rows import KeyedRows, on_present_rows
 from .names import provisional_name
 from .rows_reference import UNKNOWN, RowsReference
-from .saved_rows import EXTRA
+from .saved_rows import EXTRA, ROWS
 from .shadow import adopt
 from .sharded_handle import ShardedTableHandle, TableHandle
 from .table_handle import LocalTableHandle
@@ -241,7 +241,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         shadow, weight, errors = (*(state_dict.pop(prefix + name, None) for name in ("shadow", "weight")), rest[-1])
-        if shadow is None and getattr(weight, "shape", None) == (1, 1) and prefix + EXTRA in state_dict:
+        is_shadow = prefix + EXTRA in state_dict or f"{prefix}{ROWS}key" in state_dict
+        if shadow is None and is_shadow and getattr(weight, "shape", None) == (1, 1):
             shadow, weight = weight, None  # that of an Embedding
         if shadow is not None:
             state_dict[prefix + self.parameter_name] = shadow

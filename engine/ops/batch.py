@@ -115,7 +115,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor; the memory of a large one is reused for a later tensor."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
     memory = _core.scratch(size)  # NumPy's views take less time than torch's
     if dtype == torch.float32:
         return torch.from_numpy(memory.view(np.float32).reshape(shape))

@@ -71,7 +71,7 @@ class CpuProcessor(Processor[_core.Batch]):
             return None
         if lookup.table_ids is not None or lookup.pooling or spec.dtype != "float32" or dtype != torch.float32:
             return None
-        out = torch.empty((*ids.shape, spec.dim))
+        out = empty((*ids.shape, spec.dim), dtype)
         return out if top.gather_few(keys_of(ids), spec.last_ids, out.numpy().reshape(-1, spec.dim), trains) else None
 
     def gather(

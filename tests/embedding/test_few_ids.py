@@ -59,3 +59,18 @@ def test_an_id_beyond_the_last_raises_for_few_and_many(count: int) -> None:
         for bad in (10, -1):
             with pytest.raises(tb.InputError, match=f"{bad} is no id of table"):
                 embedding(torch.tensor([*[0] * (count - 1), bad]))
+
+
+@pytest.mark.parametrize("count", [3, FEW + 1])
+@pytest.mark.parametrize("default", ["float64", "bfloat16", "meta"])
+def test_torchs_defaults_are_not_those_of_a_lookup(default: str, count: int) -> None:
+    weight = torch.rand(9, 4)
+    embedding, ids = tb.Embedding(9, 4, _weight=weight), torch.arange(count) % 9
+    try:
+        torch.set_default_device("meta" if default == "meta" else None)
+        torch.set_default_dtype(torch.float32 if default == "meta" else getattr(torch, default))
+        rows = embedding(ids)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(rows, weight[ids])

@@ -99,6 +99,15 @@ def test_a_partial_load_brings_the_rows_of_a_dense_weight() -> None:
     assert torch.equal(again.items.weight, old.items.weight)
 
 
+@pytest.mark.parametrize("dim", [1, 4])
+def test_rows_load_without_the_extra_state_that_a_filter_of_a_state_dropped(dim: int) -> None:
+    first, second = tb.Embedding(None, dim), tb.Embedding(None, dim)
+    first.put(IDS.unique(), torch.rand(len(IDS.unique()), dim))
+    state = {key: value for key, value in first.state_dict().items() if key != "_extra_state"}
+    second.load_state_dict(state, strict=False)
+    assert torch.equal(second(IDS), first(IDS))
+
+
 def test_states_of_an_embedding_and_of_a_multi_table_embedding_load_into_each_other() -> None:
     table = tb.make_table_options(tb.make_normal_initializer(0.0, 1.0), ids=10)
     with tb.MultiTableEmbedding(
@@ -157,14 +166,14 @@ def test_put_changes_rows_and_keeps_their_optimizer_state() -> None:
 NEW_OPTIMIZER = "keeps the optimizer state of its 3 steps under a new optimizer"
 
 
-@pytest.mark.parametrize("how", ["second", "loaded", "resumed", "dense", "first"])
+@pytest.mark.parametrize("how", ["second", "loaded", "resumed", "resumed inside", "dense", "first"])
 def test_a_new_optimizer_says_that_rows_keep_their_state(how: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     optimizer = eager(model)
     for _ in range(3):
         step(model, optimizer)
     state, new = model.state_dict(), Model()
-    if how in ("loaded", "resumed"):
+    if how in ("loaded", "resumed", "resumed inside"):
         new.load_state_dict(state)
     elif how in ("dense", "first"):
         new.load_state_dict(tb.to_dense_state_dict(model))
@@ -173,6 +182,9 @@ def test_a_new_optimizer_says_that_rows_keep_their_state(how: str, caplog: pytes
     if how == "first":
         new = Model()
     later = eager(new)
+    if how == "resumed inside":
+        later.optimizer.load_state_dict(optimizer.state_dict())
+        later = tb.EagerOptimizer(later.optimizer, new)
     if how == "resumed":
         later.load_state_dict(optimizer.state_dict())
     for _ in range(2):
