@@ -51,12 +51,14 @@ void bind_full_table(nb::module_& m) {
         .def("find", &FullTable::find, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "gather_few",
-            [](FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> last_ids,
-               Out<float, nb::ndim<2>> out) {
+            [](FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> last_ids, Out<float, nb::ndim<2>> out) {
                 const LineShape& shape = table.shape();
-                require(keys.size() <= FullTable::FEW && shape.embedding == FloatType::float32, "too many ids, or rows are not float32");
+                require(keys.size() <= FullTable::FEW, "too many ids");
+                require(shape.embedding == FloatType::float32, "rows must be float32");
                 require(out.shape(0) == keys.size() && out.shape(1) == shape.dim, "rows must be [ids, dim]");
-                return table.gather_few(keys.data(), keys.size(), last_ids ? *last_ids->data() : ~u64{0}, out.data());
+                const u64 last = last_ids ? *last_ids->data() : ~u64{0};
+                nb::gil_scoped_release unlocked;
+                return table.gather_few(keys.data(), keys.size(), last, out.data());
             },
             nb::arg("keys"), nb::arg("last_ids").none(), nb::arg("out"))
         .def("insert_missing", &FullTable::insert_missing, nb::call_guard<nb::gil_scoped_release>())
