@@ -1,8 +1,8 @@
 """The recovery rule for stores that are trained together, as pure functions on frozen values.
 
-The stores of a group share one record. An `Entry` says which durable rows are a store's present rows; a `Record` has the
-entries of its last write, and two sets of snapshots to use when an entry is missing. Two functions decide everything:
-`next_record` what a write of the record says, `choose` what the next process opens with.
+The stores of a group share one record. An `Entry` says which durable rows are a store's present rows; a `Record` has
+the entries of its last write, and two sets of snapshots to use when an entry is missing. Two functions decide
+everything: `next_record` what a write of the record says, `choose` what the next process opens with.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ Snapshots = Mapping[str, str]  # store: snapshot id, or EMPTY
 
 class Refused(Exception):
     """An error that the user sees. Nothing was changed."""
-
-
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def usable(entry: Entry, folder: Folder) -> Entry:
 
 
 def choose(record: Record, folders: Mapping[str, Folder]) -> dict[str, Entry]:
-    """What each member opens with when the lock is free: the last entries if none is missing, else `commit`, `before`."""
+    """What each member opens with if the lock is free: `now` if no entry is missing, else `commit`, else `before`."""
     for entries in (record.now, *({x: Entry(s[x]) for x in folders} for s in (record.commit, record.before))):
         chosen = {x: usable(entries[x], folder) for x, folder in folders.items()}
         if NOTHING not in chosen.values():
