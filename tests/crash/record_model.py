@@ -206,6 +206,7 @@ class Checker:
         if store in self.backups:
             self.put_folder(store, self.backups[store])
             self.accept_loss()
+            self.check_pairs(self.current, list(self.stores))
 
     def delete_snapshot(self, store: str) -> None:
         if names := self.disk.names[store]:
@@ -215,6 +216,7 @@ class Checker:
     def accept_loss(self) -> None:
         self.lost = True
         self.promised.clear()
+        self.saved = {x: {EMPTY: 0} for x in self.stores}  # an entry may have named the one that is gone
         self.current = self.check(None)
 
     def end(self, killed: bool) -> None:

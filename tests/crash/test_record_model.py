@@ -12,7 +12,7 @@ import pytest
 from . import record_processes as processes
 from .record_model import Checker, History, Violation
 from .record_processes import Kill, Reader, Trainer
-from .record_rule import EMPTY, FOREVER, NOTHING, Entry, Forward, Record, next_record, union, usable
+from .record_rule import EMPTY, FOREVER, NOTHING, Entry, Forward, Record, Refused, next_record, union, usable
 
 HISTORIES = 2500
 MAX_HISTORIES = 3000  # until a fault is found; the slowest takes 598
@@ -35,6 +35,13 @@ def copy_is_member(trainer: Trainer, path: str) -> None:
 
 def lenient_members(disk: Any, key: str) -> list[str]:
     return [x for x in disk.record(key).now if disk.leads_to(x) == key and x not in disk.absent]
+
+
+def members_that_lead_here(disk: Any, key: str) -> list[str]:
+    record = disk.record(key)
+    if disk.absent & set(record.now):
+        raise Refused("a folder is missing")
+    return [x for x in record.now if disk.leads_to(x) == key]
 
 
 def count_at_present(trainer: Trainer, store: str, snapshot: str, span: Any) -> None:
@@ -113,7 +120,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "reader: trains what it read": patch(Trainer, "is_current", lambda trainer, store, entry: True),
     "reader: opens its own entry after a kill": patch(Reader, "open", read_own_entry),
     "ranks: the first shard decides": patch(processes, "usable", first_shard_only),
-    "folder: a missing or old one is no member": patch(processes.Disk, "members", lenient_members),
+    "folder: a missing one is no member": patch(processes.Disk, "members", lenient_members),
     "folder: a copy is the member": patch(Trainer, "separate_copy", copy_is_member),
     "join: forwards go first": patch(Trainer, "join", forward_first),
     "join: the old commits are forgotten": patch(processes, "union", union_without_commits),
@@ -180,3 +187,19 @@ def test_a_kill_at_each_write_of_a_join_leaves_each_group_whole(unsaved: list[tu
     kills = [checker for write in range(20) if (checker := kill([*parts, *unsaved, ("open", "ab")], write))]
     assert len(kills) == 8  # the union, two forwards, the end of the join, three MARKs, the old GROUP file
     assert [checker.current for checker in kills] == [{"a": (1, 3), "b": (1, 3), "c": (5,)}] * 8
+
+
+def test_a_folder_from_before_the_join_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restore() -> None:
+        checker = Checker("ab", 1, random.Random(0))
+        checker.back_up("b")
+        for operation in [*TOGETHER, ("close", "a"), ("close", "b")]:
+            checker.do(*operation)
+        checker.end(killed=False)
+        checker.restore_backup("b")
+
+    with pytest.raises(Refused, match="from before"):
+        restore()
+    monkeypatch.setattr(processes.Disk, "members", members_that_lead_here)
+    with pytest.raises(Violation, match="torn"):
+        restore()
