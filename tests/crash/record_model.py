@@ -216,7 +216,7 @@ class Checker:
     def accept_loss(self) -> None:
         self.lost = True
         self.promised.clear()
-        self.saved = {x: {EMPTY: 0} for x in self.stores}  # an entry may have named the one that is gone
+        self.saved = {x: {} for x in self.stores}  # an entry may have named the one that is gone
         self.current = self.check(None)
 
     def end(self, killed: bool) -> None:
