@@ -1,0 +1,378 @@
+"""Model checker for the recovery of stores that train together: random histories, killed before any durable write.
+
+    PYTHONPATH=tests python -m crash.record_model --histories 20000 --seed 1
+
+`record_rule` has the rule, `record_processes` the processes that follow it. `Checker` remembers every moment: the rows
+that all stores had side by side. A recovery has to find one of these, none older than the newest that returned saves
+cover, and exactly the last one after a clean end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Collection
+
+from .record_processes import Disk, Kill, Reader, Rows, Shards, Trainer
+from .record_rule import EMPTY, FOREVER, Forward, Record, Refused, Snapshots
+
+Backup = tuple[dict[str, str], Shards, Record | Forward]  # a folder: snapshots, live rows, MARK
+
+
+class Violation(AssertionError):
+    """The rule lost rows, mixed moments or served stale rows."""
+
+
+# ---- what has to hold ----------------------------------------------------------------------------------------------
+
+
+class Checker:
+    """Drives one history and compares it with every moment that existed. `log` has the operations."""
+
+    def __init__(self, stores: str, ranks: int, draw: random.Random) -> None:
+        self.stores, self.draw, self.disk = stores, draw, Disk(stores, ranks)
+        self.ranks, self.count, self.trainer = ranks, 0, Trainer(self.disk, draw, 0)
+        self.current: dict[str, Rows] = dict.fromkeys(stores, ())  # of closed stores, what an open finds
+        self.moments: list[dict[str, Rows] | None] = [dict(self.current)]
+        self.saved: dict[str, dict[str, int]] = {x: {EMPTY: 0} for x in stores}  # id: the first moment that it covers
+        self.pending = dict[str, int]()  # the same of saves in the background
+        self.changed = dict.fromkeys(stores, 0)  # the moment of the last change
+        self.promised: dict[frozenset[str], int] = {}  # by group the newest moment that returned saves cover
+        self.durable = dict.fromkeys(stores, True)  # nothing was written since the last save, load or close
+        self.reader, self.lost, self.log = Reader(self.disk), False, list[tuple[object, ...]]()
+        self.backups: dict[str, Backup] = {}
+        self.past: dict[str, set[Rows]] = {x: {()} for x in stores}  # every store's rows, whatever the others had
+        self.first = 0  # the moment at which the trainer began: no record has older ones that it completes
+        self.before = 0, True  # the number of writes before the operation, and whether all rows were durable
+
+    def do(self, operation: str, *details: object) -> None:
+        """Note the operation, run it, and note the rows after it."""
+        self.log.append((operation, *details))
+        self.before = self.disk.writes, all(self.durable.values())
+        getattr(self, operation)(*details)
+        self.observe()
+
+    def observe(self) -> None:
+        trainer = self.trainer
+        self.current.update(trainer.rows)
+        for x, rows in self.current.items():
+            self.past[x].add(rows)
+        if not trainer.broken | trainer.diverged and self.current != self.moments[-1]:
+            self.moments.append(dict(self.current))
+
+    def require(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise Violation(message)
+
+    def open(self, stores: str) -> None:
+        self.trainer.open(stores)
+        for x in stores:
+            rows, right = self.trainer.rows[x], self.current[x]
+            self.require(rows == right, f"open of {x}: {rows}, not {right}")
+
+    def train_reader(self) -> None:
+        """The reader begins to train. It may be refused, and never trains other rows than the store's."""
+        reader, self.reader = self.reader, Reader(self.disk)
+        self.trainer.open(list(reader.rows), reader)
+        for x, rows in reader.rows.items():
+            self.require(rows == self.current[x], f"a reader trains {rows} of {x}, not {self.current[x]}")
+
+    def read(self, store: str) -> None:
+        is_free = self.disk.leads_to(store) != self.trainer.group
+        self.reader.open(store, is_free)
+        rows, right = self.reader.rows[store], self.current[store]
+        self.require(rows == right, f"a reader of {store} gets {rows}, not {right}")
+
+    def step(self, stores: str, fails: bool = False, diverges: bool = False) -> None:
+        self.count += 1
+        self.durable.update(dict.fromkeys(stores, False))
+        self.changed.update(dict.fromkeys(stores, len(self.moments)))
+        self.trainer.step(stores, self.count, fails, diverges and self.ranks > 1)
+
+    def save(self, stores: str, name: str) -> None:
+        self.count += 1
+        self.trainer.save(stores, name, f"{name}-{self.count}")
+        self.durable.update(dict.fromkeys(stores, True))
+        self.promise({x: f"{name}-{self.count}{x}" for x in stores})
+
+    def promise(self, snapshots: Snapshots) -> None:
+        for x, snapshot in snapshots.items():
+            self.saved[x].setdefault(snapshot, self.changed[x])
+        group = frozenset(self.trainer.at)
+        saved = {x: [s for s in self.saved[x].items() if self.trainer.exists(x, s[0])] for x in group}
+        for i in range(len(self.moments) - 1, max(self.first, self.promised.get(group, 0)) - 1, -1):
+            moment = self.moments[i]
+            if moment and all(
+                any(first <= i and self.disk.contents[s] == moment[x] for s, first in saved[x]) for x in group
+            ):
+                self.promised[group] = i
+                return
+
+    def background(self, stores: str, name: str) -> None:
+        self.count += 1
+        self.trainer.begin_background(stores, name, f"{name}-{self.count}")
+        for x in stores:
+            self.pending[x] = self.changed[x]
+
+    def finish(self, store: str) -> None:
+        snapshot = self.trainer.background[store][1]
+        self.trainer.finish_background(store)
+        self.saved[store][snapshot] = self.pending[store]
+        self.promise({})
+
+    def load(self, snapshots: dict[str, str], fails_in: str = "") -> None:
+        self.durable.update(dict.fromkeys(snapshots, False))
+        self.changed.update(dict.fromkeys(snapshots, len(self.moments)))
+        self.moments.append({**self.current, **{x: self.disk.contents[s] for x, s in snapshots.items()}})
+        if self.trainer.broken - set(snapshots) or self.trainer.diverged - set(snapshots):
+            self.moments[-1] = None
+        self.trainer.load(snapshots, fails_in)
+        if fails_in:
+            self.moments[-1] = None
+        else:
+            self.durable.update(dict.fromkeys(snapshots, True))
+
+    def prune(self, store: str) -> None:
+        self.trainer.prune(store)
+
+    def close(self, store: str) -> None:
+        if store in self.trainer.background:
+            self.finish(store)
+        self.current[store] = self.trainer.rows[store]
+        self.trainer.close(store)
+        self.durable[store] = store not in self.trainer.broken | self.trainer.diverged
+
+    def require_excuse(self, refused: Refused) -> None:
+        excused = self.lost or self.log[-1][0] == "train_reader" or self.trainer.broken | self.trainer.diverged
+        self.require(bool(excused), f"refused: {refused}")
+
+    # between two trainers
+
+    def close_reader(self) -> None:
+        self.reader = Reader(self.disk)
+
+    def must_refuse(self, stores: str) -> None:
+        writes, trainer = self.disk.writes, Trainer(self.disk, self.draw, -1)
+        try:
+            trainer.open(stores)
+        except Refused:
+            self.require(self.disk.writes == writes, "an open that was refused wrote")
+        else:
+            raise Violation(f"{stores} opened with {trainer.rows}")
+
+    def hide_group(self, store: str) -> None:
+        """The GROUP file is missing or damaged: no member opens, until it is put back."""
+        key = self.disk.leads_to(store)
+        if key not in self.stores:
+            file = self.disk.files.pop(key)
+            self.must_refuse(store)
+            self.disk.files[key] = file
+
+    def hide_folder(self, store: str) -> None:
+        """A member's folder is missing: no other member opens, until it is put back."""
+        self.disk.absent = {store}
+        for other in self.partners(store):
+            self.must_refuse(other)
+        self.disk.absent = set()
+
+    def partners(self, store: str) -> list[str]:
+        return [x for x in self.stores if x != store and self.disk.leads_to(x) == self.disk.leads_to(store)]
+
+    def copy_folder(self, store: str) -> None:
+        """A copy beside the original is trained and closed: the group finds what it would have found."""
+        disk, path = self.disk, store + "-copy"
+        self.put_folder(path, self.folder(store))
+        trainer = Trainer(disk, self.draw, -1)
+        trainer.open([path])
+        self.require(trainer.rows[path] in self.past[store], f"a copy of {store} has {trainer.rows[path]}")
+        trainer.step([path], 0)
+        trainer.close(path)
+        self.check(self.current)
+
+    def folder(self, store: str) -> Backup:
+        return dict(self.disk.names[store]), list(self.disk.live[store]), self.disk.files[store]
+
+    def put_folder(self, path: str, folder: Backup) -> None:
+        self.disk.names[path], self.disk.live[path], self.disk.files[path] = dict(folder[0]), list(folder[1]), folder[2]
+
+    def back_up(self, store: str) -> None:
+        self.backups[store] = self.folder(store)
+
+    def restore_backup(self, store: str) -> None:
+        """A user puts back an older copy of the folder. It may lose what saves promised, but not mix moments."""
+        if store in self.backups:
+            self.put_folder(store, self.backups[store])
+            self.accept_loss()
+            self.check_pairs(self.current, list(self.stores))
+
+    def delete_snapshot(self, store: str) -> None:
+        if names := self.disk.names[store]:
+            names.pop(self.draw.choice(sorted(names)))
+            self.accept_loss()
+
+    def accept_loss(self) -> None:
+        self.lost = True
+        self.promised.clear()
+        self.saved = {x: {} for x in self.stores}  # an entry may have named the one that is gone
+        self.current = self.check(None)
+
+    def end(self, killed: bool) -> None:
+        """Compare what the next process will find with the moments, then begin with a new trainer."""
+        trainer, self.disk.budget = self.trainer, FOREVER
+        clean = not killed and not trainer.broken | trainer.diverged
+        untouched = killed and self.before == (self.disk.writes, True)
+        recovered = self.check(dict(self.current) if clean or untouched else None)
+        self.trainer = Trainer(self.disk, self.draw, trainer.run + 1)
+        self.current, self.durable = recovered, dict.fromkeys(self.stores, True)
+        self.moments.append(dict(recovered))
+        self.first = len(self.moments) - 1
+
+    def check(self, right: dict[str, Rows] | None) -> dict[str, Rows]:
+        groups: dict[str, list[str]] = {}
+        for x in self.stores:
+            groups.setdefault(self.disk.leads_to(x), []).append(x)
+        rows: dict[str, Rows] = {}
+        for key in groups:
+            for x, entry in self.disk.target(key).items():
+                rows[x] = self.disk.rows(x, entry)
+        self.require(right is None or rows == right, f"left with {right}, found {rows}")
+        for group, first in self.promised.items():
+            kept = any(m and all(m[x] == rows[x] for x in group) for m in self.moments[first:])
+            self.require(kept, f"lost: {self.moments[first]} was saved, found {rows}")
+        for members in groups.values():
+            if not any(m and all(m[x] == rows[x] for x in members) for m in self.moments):
+                self.check_pairs(rows, members)
+        return rows
+
+    def check_pairs(self, rows: dict[str, Rows], members: list[str]) -> None:
+        """Groups that were just joined may meet at moments of their own, stores with joint writes may not."""
+        for x, y in itertools.combinations(members, 2):
+            past = [m for m in self.moments if m]
+            joint = {w for m in past for w in m[x]} & {w for m in past for w in m[y]}
+            apart = joint & (set(rows[x]) ^ set(rows[y]))
+            side_by_side = any(m[x] == rows[x] and m[y] == rows[y] for m in past)
+            self.require(not apart or side_by_side, f"torn: {x} {rows[x]}, {y} {rows[y]}")
+
+
+# ---- random histories ----------------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "step": 6,
+    "fail": 0.4,
+    "diverge": 0.3,
+    "save": 3,
+    "background": 1,
+    "finish": 2,
+    "load": 1.5,
+    "fail_load": 0.5,
+}
+OPERATIONS |= {"prune": 1.5, "close": 1, "open": 1, "read": 0.5}
+
+
+class History:
+    """Draws one history from its seed and runs it."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.kills = random.Random(seed), 0
+        stores = "abc"[: self.draw.choice([2, 2, 3])]
+        self.checker = Checker(stores, self.draw.choice([1, 1, 2]), self.draw)
+
+    def some(self, stores: Collection[str]) -> str:
+        few = self.draw.sample(sorted(stores), self.draw.randint(1, len(stores)))
+        return "".join(sorted(stores if self.draw.random() < 0.5 else few))
+
+    def run(self) -> int:
+        """Returns the number of kills."""
+        checker, draw = self.checker, self.draw
+        for _ in range(draw.randint(2, 6)):
+            killed = True
+            checker.disk.budget = FOREVER if draw.random() < 0.3 else checker.disk.writes + draw.randint(0, 25)
+            try:
+                self.train()
+                killed = False
+            except Kill:
+                self.kills += 1
+            except Refused as refused:
+                checker.require_excuse(refused)
+            checker.log.append(("kill" if killed else "end",))
+            try:
+                checker.end(killed)
+                self.between()
+            except Refused as refused:
+                checker.require(checker.lost, f"refused, though no folder was touched: {refused}")
+                break
+        return self.kills
+
+    def train(self) -> None:
+        checker, draw, trainer = self.checker, self.draw, self.checker.trainer
+        free = set(checker.stores) - checker.reader.rows.keys()
+        if checker.reader.rows and (not free or draw.random() < 0.5):
+            checker.do("train_reader")
+        else:
+            checker.do("open", self.some(free))
+        for operation in draw.choices(list(OPERATIONS), list(OPERATIONS.values()), k=draw.randint(1, 14)):
+            self.draw_operation(operation, sorted(trainer.rows.keys() - trainer.broken - trainer.diverged))
+        for x in sorted(trainer.rows):
+            checker.do("close", x)
+
+    def draw_operation(self, operation: str, sound: list[str]) -> None:
+        """Run an operation on some open stores, if there are any for it."""
+        checker, draw, trainer = self.checker, self.draw, self.checker.trainer
+        closed = set(checker.stores) - trainer.rows.keys() - checker.reader.rows.keys() - trainer.broken
+        name = draw.choice(["daily", "weekly", f"once-{checker.count}"])
+        if operation in ("step", "fail", "diverge") and sound:
+            checker.do("step", self.some(sound), operation == "fail", operation == "diverge")
+        elif operation in ("save", "background") and (idle := set(sound) - trainer.background.keys()):
+            checker.do(operation, self.some(idle), name)
+        elif operation == "finish" and trainer.background:
+            checker.do("finish", draw.choice(sorted(trainer.background)))
+        elif operation in ("load", "fail_load") and trainer.rows:
+            for x in sorted(trainer.background):
+                checker.do("finish", x)
+            choice = {x: [EMPTY, *checker.disk.snapshots(x), *checker.disk.snapshots(x)] for x in trainer.rows}
+            snapshots = {x: draw.choice(choice[x]) for x in self.some(trainer.rows)}
+            checker.do("load", snapshots, draw.choice(sorted(snapshots)) if operation == "fail_load" else "")
+        elif operation in ("prune", "close") and trainer.rows:
+            checker.do(operation, draw.choice(sorted(trainer.rows)))
+        elif operation in ("open", "read") and closed:
+            checker.do(operation, draw.choice(sorted(closed)))
+
+    def between(self) -> None:
+        """What readers and users do while no trainer runs."""
+        checker, draw = self.checker, self.draw
+        x = draw.choice(checker.stores)
+        if draw.random() < 0.3 and x not in checker.reader.rows:
+            checker.do("read", x)
+        elif draw.random() < 0.3:
+            checker.do("close_reader")
+        if draw.random() < 0.15:
+            checker.do(draw.choice(["hide_group", "hide_folder", "copy_folder"]), x)
+        if draw.random() < 0.2:
+            checker.do("back_up", x)
+        if draw.random() < 0.08 and not checker.reader.rows:
+            checker.do(draw.choice(["restore_backup", "delete_snapshot"]), x)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m crash.record_model", description=__doc__.split("\n")[0])
+    parser.add_argument("--histories", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1, help="of the first history; the next one's is one more")
+    arguments = parser.parse_args()
+    kills, operations = 0, Counter[str]()
+    for seed in range(arguments.seed, arguments.seed + arguments.histories):
+        history = History(seed)
+        try:
+            kills += history.run()
+        except Violation as violation:
+            print(f"seed {seed}: {violation}", *history.checker.log, sep="\n  ")
+            return 1
+        operations.update(str(entry[0]) for entry in history.checker.log)
+    print(f"{arguments.histories} histories, {kills} kills, none wrong; {dict(operations.most_common())}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
