@@ -51,7 +51,8 @@ void bind_full_table(nb::module_& m) {
         .def("find", &FullTable::find, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "gather_few",
-            [](FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> last_ids, Out<float, nb::ndim<2>> out) {
+            [](FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> last_ids,
+               Out<float, nb::ndim<2>> out) {
                 const LineShape& shape = table.shape();
                 require(keys.size() <= FullTable::FEW, "too many ids");
                 require(shape.embedding == FloatType::float32, "rows must be float32");
