@@ -47,7 +47,8 @@ def _living() -> list[EmbeddingBase]:
 def _forget_optimizers() -> None:
     """Make the next step of a forked child ask for its optimizer again, and be refused."""
     for embedding in _living():
-        embedding.row_optimizer = None
+        if getattr(embedding, "is_open", False):  # an embedding that the child opens is its own
+            embedding.row_optimizer = None
 
 
 os.register_at_fork(after_in_child=_forget_optimizers)
