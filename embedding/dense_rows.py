@@ -89,18 +89,12 @@ def dense_tensors(
     given, given_states = _by_number(spec, "weights", weights), _by_number(spec, "states", states)
     given_states = {number: dict(of_table) for number, of_table in given_states.items()}
     steps = [_step(one.pop(name)) for one in given_states.values() for name in ("step", "iter") if name in one]
-    if step is None and not steps and any(given_states.values()):
+    has_states = any(given_states.values())
+    if step is None and not steps and has_states:
         _check_step_known(table)
-    if step is None and not any(given_states.values()) and len(given) == spec.num_tables:
+    if step is None and not has_states and len(given) == spec.num_tables:
         step = max(steps, default=0)
     at = max(steps, default=table.step) if step is None else _step(step)
-    if not any(given_states.values()) and table.state.names and table.step:
-        log.warning(
-            "embedding %r: a load of rows drops optimizer state, that of %d steps; call optimizer.load_state_dict "
-            "after it, or change rows by put(ids, rows), which keeps their state",
-            embedding.name,
-            table.step,
-        )
     for number, of_table in given_states.items():
         if number not in given:
             raise InputError(f"states of table {spec.labels[number]}: give its weights as well")
@@ -110,6 +104,13 @@ def dense_tensors(
         _check_rows(spec, number, rows)
     if embedding.world is not None and len(given) < spec.num_tables:
         raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give those of all tables at once")
+    if not has_states and table.state.names and table.step:
+        log.warning(
+            "embedding %r: a load of rows drops optimizer state, that of %d steps; call optimizer.load_state_dict "
+            "after it, or change rows by put(ids, rows), which keeps their state",
+            embedding.name,
+            table.step,
+        )
     with table.lock:
         hyper = table.optimizer.hyper(at) if at and table.optimizer is not None else []
         kept = [] if len(given) == spec.num_tables else [rows for rows in _kept(table, given) if len(rows)]

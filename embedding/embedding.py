@@ -240,7 +240,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.load_tensors(tensors)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        shadow, weight, errors = (*(state_dict.pop(prefix + name, None) for name in ("shadow", "weight")), rest[-1])
+        shadow, weight = state_dict.pop(prefix + "shadow", None), state_dict.pop(prefix + "weight", None)
+        errors = rest[-1]
         is_shadow = prefix + EXTRA in state_dict or f"{prefix}{ROWS}key" in state_dict
         if shadow is None and is_shadow and getattr(weight, "shape", None) == (1, 1):
             shadow, weight = weight, None  # that of an Embedding

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -18,6 +20,9 @@ from tierbed.engine.row_format import line_bytes_of, words_of
 pytestmark = pytest.mark.op
 
 MAX_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
+# This one lets a single block run on a processor. A limit of 128 compiles it too, but spills 32 bytes a thread; only a
+# measurement on a GPU can choose between them.
+MORE_REGISTERS = {("update_rows", "catch_up_adamw", 128, "sm_90"): 134}
 RULES = {kernel.name: kernel for kernel in declared()}
 Target = tuple[int, str, tuple[str, str]]  # dim, architecture, types of embedding and states
 WIDE, HALF, NARROW = ("Float32", "Float32"), ("BFloat16", "Float32"), ("Float16", "BFloat16")
@@ -51,8 +56,11 @@ def macros(
     )
 
 
-def check(program: Program, architecture: str) -> None:
-    """It compiles without warnings, and no kernel takes too many registers or spills any."""
+def check(program: Program, architecture: str, more: Mapping[str, int] = MappingProxyType({})) -> None:
+    """It compiles without warnings, and no kernel takes too many registers or spills any.
+
+    more: kernels that may take more registers than others.
+    """
     options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
     handle = nvrtc.createProgram(program.source(), program.file, (), ())
     try:
@@ -67,7 +75,7 @@ def check(program: Program, architecture: str) -> None:
     used = dict(re.findall(r"Function properties for (\w+)\n.*?Used (\d+) registers", log, re.DOTALL))
     assert sorted(used) == sorted(program.kernels())
     for kernel, registers in used.items():
-        assert int(registers) <= MAX_REGISTERS, kernel
+        assert int(registers) <= more.get(kernel, MAX_REGISTERS), kernel
     assert set(re.findall(r"(\d+) bytes spill (?:stores|loads)", log)) == {"0"}
 
 
@@ -101,7 +109,12 @@ def test_rules_compile(rule: str, target: tuple[str, Target]) -> None:
     kernel = RULES[rule]
     line = macros(dim, len(kernel.element_states), rows, len(kernel.row_states))
     rule_macros = (("TIERBED_RULE", struct_name(rule)), ("TIERBED_GRADIENTS", gradients))
-    check(Program("ops/cuda/update.cu", line + rule_macros), architecture)
+    more = {
+        kernel: registers
+        for (kernel, *target), registers in MORE_REGISTERS.items()
+        if target == [rule, dim, architecture]
+    }
+    check(Program("ops/cuda/update.cu", line + rule_macros), architecture, more)
 
 
 @rotated("target")
