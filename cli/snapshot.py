@@ -219,7 +219,7 @@ def save(
             manifest = request_save(store, name, kind.value, since(advance), timeout, overwrite)
     if manifest is None:
         with locked_store(store, as_json) as folder:
-            marker = folder.read_clean_marker() or {}
+            marker = folder.clean_marker or {}
             with progress("saving", marker.get("rows")) as advance:
                 manifest = save_closed_store(folder, name, advance, kind.value, overwrite)
     report("saved", name, manifest, begin, as_json)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed.world import World
-from ..snapshots.files.versions import AT, Instant, Rows, Versions
+from ..snapshots.files.versions import Instant, Rows, Versions
 from ..snapshots.store.folder_state import FolderState, ShardVersion, live_in, shard_folder
 from ..snapshots.store.instants import Group, settle
 from .shared_folder import SharedFolder
@@ -45,14 +45,14 @@ class RankMembership(Membership):
         self._is_live = is_live
         if self.record is not None and not is_live:
             self.record = replace(self.record, began=rows)
-            self.folder.note_group(self.record)
+            self.folder.change(group=self.record)
         self.note_open(rows)
 
     def first_write_noted(self) -> None:
         """Let MARK know of the first write of a run, or after a load, before ranks agree to it. StoreError."""
         record = self.first_write()
         if record is not None:
-            self.folder.note_group(record, **{AT: None})
+            self.folder.change(group=record, at=None)
 
     def _begin(self, rows: Rows) -> Versions:
         began = None if self.record is None else self.record.began
@@ -61,13 +61,13 @@ class RankMembership(Membership):
 
     def _note_unwritten(self, rows: Rows) -> None:
         if self._is_live:  # it is clean by the markers of the shards
-            self.folder.note_group(self.record)
+            self.folder.change(group=self.record)
         else:
             assert self.record is not None
             self.record = replace(self.record, began=rows)
             super()._note_unwritten(rows)
 
-    def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> tuple[Any, ...]:
+    def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> dict[str, Any]:
         if self.record is not None:
             self.record = replace(self.record, began=snapshot_rows)
         return super().loaded(snapshot_rows, by, all_)
@@ -86,7 +86,7 @@ def settle_ranks(
         ours = [
             path
             for path in found
-            if (r := FolderState(path).snapshot_store.of_ranks) is not None and r.ranks == world.size
+            if (r := FolderState(path).snapshot_store.mark.ranks) is not None and r.ranks == world.size
         ]
         return [str(path) for path in ours] if len(known.members) + len(known.missing) > 1 else []
 
@@ -105,4 +105,4 @@ def settle_ranks(
 
 def _share(path: Path, rank: int, ranks: int) -> ShardVersion | None:
     place = shard_folder(path, rank, ranks)
-    return live_in(FolderState(place).read_clean_marker(), rank, ranks) if place.is_dir() else None
+    return live_in(FolderState(place).clean_marker, rank, ranks) if place.is_dir() else None

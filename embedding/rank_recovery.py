@@ -14,7 +14,8 @@ from ..distributed.world import World
 from ..engine.errors import StoreError
 from ..snapshots.files.format import HashShard
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.store.folder_state import RanksRecord, ShardVersion, clean_markers, common_version, live_in, live_of
+from ..snapshots.store.folder_state import ShardVersion, clean_markers, common_version, live_in, live_of
+from ..snapshots.store.mark import RanksRecord
 from .recovery import (
     FolderContents,
     OpenPlan,
@@ -79,7 +80,7 @@ class RecoveryDecision:
         entry = None if self._fresh else self._recover(reports)
         self._agreed = True
         if (
-            self._home.folder is None or self._home.snapshot_store.at is not None
+            self._home.folder is None or self._home.snapshot_store.mark.at is not None
         ):  # the log has it of all that train together
             entry = None
         if self.base is None:
@@ -116,7 +117,7 @@ class RecoveryDecision:
 
     def _introduced(self) -> dict[str, Any]:
         home = self._home
-        return {"token": home.leave_token(), "record": home.snapshot_store.of_ranks, "path": str(home.path)}
+        return {"token": home.leave_token(), "record": home.snapshot_store.mark.ranks, "path": str(home.path)}
 
     def _report(self, found: FolderContents) -> ShardReport:
         home, record = self._home, self._record
@@ -129,7 +130,7 @@ class RecoveryDecision:
         report = ShardReport(live_in(found.clean_marker, self._world.rank, self._world.size), noted, others)
         if home.folder is None:
             return report
-        marker = home.folder.read_clean_marker()
+        marker = home.folder.clean_marker
         alone = None if marker is None else (marker["step"], marker["rows"])
         return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.has_begun)
 

@@ -16,7 +16,6 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import (
     FolderState,
-    RanksRecord,
     ShardVersions,
     clean_markers,
     common_version,
@@ -25,13 +24,14 @@ from ..snapshots.store.folder_state import (
     remove_other_shares,
     shard_folder,
 )
+from ..snapshots.store.mark import RanksRecord
 from ..snapshots.store.save import recovery_snapshot_of
 
 
 class FolderContents(NamedTuple):
     """What a store folder holds.
 
-    The fields are those of `FolderState`, with `clean_marker` as `read_clean_marker` returns it.
+    The fields are those of `FolderState`, with `clean_marker` as it was read.
     """
 
     clean_marker: dict[str, Any] | None
@@ -74,7 +74,7 @@ Decide = Callable[[FolderContents], OpenPlan]
 
 def contents_of(folder: FolderState) -> FolderContents:
     """What a store folder holds. Raises StoreError."""
-    return FolderContents(folder.read_clean_marker(), folder.noted_step, folder.has_begun, folder.was_open)
+    return FolderContents(folder.clean_marker, folder.noted_step, folder.has_begun, folder.was_open)
 
 
 def plan_open_local(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
@@ -194,7 +194,7 @@ def unclean_ranks_text(path: Path, record: RanksRecord, shards: ShardVersions) -
 
 def plan_open(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
     """As `plan_open_local`, also where the live rows are of ranks. StoreError where these may be on other hosts."""
-    record = folder.snapshot_store.of_ranks
+    record = folder.snapshot_store.mark.ranks
     if record is not None:
         check_shards_unlocked(folder.path, record.ranks)
     if record is None or found.clean_marker is not None or fresh:

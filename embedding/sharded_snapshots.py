@@ -51,7 +51,7 @@ class ShardedSnapshots(TableSnapshots):
 
     def _now(self) -> Version | None:
         """The version of the rows, known to each rank by what rank 0 notes; None without a folder. Local."""
-        record = None if self.place is None else FolderState(self.place.parent).of_ranks
+        record = None if self.place is None else FolderState(self.place.parent).mark.ranks
         if record is None or (record.run, record.saved) != (self.own.life.run, self.own.life.writes):
             return None if self.place is None else (self.own.life.run, self.own.life.writes)
         saved = saved_as(self.place, record.snapshot) if record.snapshot else RowsReference(0, version=EMPTY)
@@ -364,6 +364,6 @@ class ShardedSnapshots(TableSnapshots):
     def _note_base(self, store: StoreFolder, base: str | None, snapshot: Snapshot, together: Instant | None) -> None:
         if base is None:
             return
-        noted = () if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)
-        store.set_recovery_snapshot(base, *noted)
+        noted = {} if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)
+        store.set_recovery_snapshot(base, **noted)
         store.note_saved(self.own.life.writes, self.own.life.run)

@@ -73,7 +73,7 @@ class SharedFolder:
     def begin(self, ranks: int, run: str, base: RecoveryPoint | None) -> None:
         """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError."""
         assert self.folder is not None
-        if self.folder.live.exists() or self.folder.read_clean_marker() is not None:
+        if self.folder.live.exists() or self.folder.clean_marker is not None:
             self.folder.discard_live()
         self.snapshot_store.begin_ranks(ranks, run, "" if base is None else base.name)
 

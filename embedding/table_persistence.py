@@ -117,7 +117,7 @@ class TablePersistence:
             if self.membership is not None:
                 stores = self.membership.stores
                 self.unsettled = settle(self.folder, mode, open_rows(), for_load, stores=stores)
-                self.membership.record = self.folder.group
+                self.membership.record = self.folder.mark.group
             self._is_written = self.is_untouched = False
             found = contents_of(self.folder)
             is_new = self.life is None and found.clean_marker is None and not found.was_open
@@ -136,7 +136,7 @@ class TablePersistence:
     def _own_decision(self, found: FolderContents) -> OpenPlan:
         assert self.folder is not None
         opening = plan_open(self.folder, found, self._fresh, self.options.open == "error")
-        if self.membership is not None and self.folder.at is not None:
+        if self.membership is not None and self.folder.mark.at is not None:
             opening = opening._replace(log_entry=None)  # the log has it of all that are trained together
         if self.life is None or opening.clean_marker is None:
             return opening
@@ -225,11 +225,12 @@ class TablePersistence:
             folder.clear_incoming()
             write_snapshot(folder.incoming, table.describe(), table.scan())
         self._unmarked = False  # not known from here on, even if a later call fails
-        closed = self.membership is None or not self.membership.is_pending
+        is_pending = self.membership is not None and self.membership.is_pending
+        fields = {} if is_pending else {"at": None}
         if self._on_disk:
-            folder.write_clean_marker(self._clean_marker_of(table), closed)
+            folder.write_clean_marker(self._clean_marker_of(table), **fields)
         else:
-            folder.replace_live(folder.incoming, self._clean_marker_of(table), closed=closed)
+            folder.replace_live(folder.incoming, self._clean_marker_of(table), **fields)
 
     def after_failed_close(self, table: OpenTable) -> str:
         """What the next run would find if this run ended now, for the log."""
@@ -288,7 +289,7 @@ class TablePersistence:
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
         new = not folder.has_begun
-        if folder.read_clean_marker() is not None:
+        if folder.clean_marker is not None:
             self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost good rows
             folder.clear_incoming()
         folder.discard_live()
@@ -494,7 +495,7 @@ class TablePersistence:
         if self.membership is None:
             folder.set_recovery_snapshot(snapshot.name)
             return
-        folder.set_recovery_snapshot(snapshot.name, *self.membership.loaded(rows_of(snapshot), by, together))
+        folder.set_recovery_snapshot(snapshot.name, **self.membership.loaded(rows_of(snapshot), by, together))
         self._is_written = False
         if by != "open":
             self.unsettled = ""
@@ -564,9 +565,8 @@ class TablePersistence:
             self._is_written = written
             return
         with uninterrupted():
-            self.folder.clear_clean_marker(
-                self.membership.first_write() if written and self.membership is not None else None
-            )
+            record = self.membership.first_write() if written and self.membership is not None else None
+            self.folder.clear_clean_marker(**({} if record is None else {"group": record, "at": None}))
             self._scratch = self._unmarked = True
             self._is_written = written
         if not self._on_disk:

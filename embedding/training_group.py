@@ -20,7 +20,6 @@ from ..engine.table.step_gate import StepGate
 from ..engine.table.table import OpenTable
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from ..snapshots.files.versions import (
-    AT,
     EMPTY,
     LIVE,
     At,
@@ -137,7 +136,7 @@ class Membership:
         self.folder, self.group = folder, group
         self.store = folder.path if store is None else store
         self.path = os.path.realpath(self.store)
-        self.record: GroupRecord | None = folder.group
+        self.record: GroupRecord | None = folder.mark.group
         self.versions = Versions(Rows(EMPTY))
         self.holder: Callable[[], Any] = lambda: None  # gives what has the table
         self._formed: Instant | None = None  # of the last open or load of one of them, for the first write of each
@@ -171,7 +170,7 @@ class Membership:
     def note_open(self, rows: Rows) -> None:
         """The rows are open: live rows, those of a snapshot, or none. StoreError."""
         self.begin_with(rows)
-        self.is_at = self.folder.at is not None
+        self.is_at = self.folder.mark.at is not None
         _open[self.path] = self
         self.enlist()
 
@@ -197,14 +196,14 @@ class Membership:
     @property
     def is_pending(self) -> bool:
         """Whether a load of all has not come to every other store yet."""
-        at = None if self.record is None else self.folder.at
+        at = None if self.record is None else self.folder.mark.at
         if self.record is None or at is None or at.all is None:
             return False
         for id, version in at.all.versions.items():
             if id in self._had:
                 continue
             other = self._other(self.record.peers[id]) if id in self.record.peers else None
-            noted = other.folder.group if isinstance(other, Membership) else other and other.record
+            noted = other.folder.mark.group if isinstance(other, Membership) else other and other.record
             if other is not None and other.present != version and noted and noted.number < at.all.number:
                 return True
         return False
@@ -213,14 +212,14 @@ class Membership:
         """The rows belong to those of the others, since the user says so: no load is expected. StoreError."""
         if self.record is not None:
             self.record = replace(self.record, number=self.instant().number)
-            self.folder.note_group(self.record)
+            self.folder.change(group=self.record)
             self.reformed()
 
     def rest(self) -> None:
         """Rows that were loaded and not written since are of an instant with the others when they are closed."""
-        at = None if self.record is None or self.torn or self.is_pending else self.folder.at
+        at = None if self.record is None or self.torn or self.is_pending else self.folder.mark.at
         if at is not None and at.by == "load":
-            self.folder.note_group(self.record, **{AT: None})
+            self.folder.change(group=self.record, at=None)
 
     def closed(self) -> None:
         """The rows are no longer open."""
@@ -240,7 +239,7 @@ class Membership:
         return self._in_state
 
     def _mark_live(self) -> None:
-        marker = self.folder.read_clean_marker()
+        marker = self.folder.clean_marker
         if marker is not None and LIVE not in marker:
             self.folder.write_clean_marker({**marker, LIVE: self.versions.rows})
 
@@ -261,7 +260,7 @@ class Membership:
             group.ids[self.path] = record.id
             peers = {_id_of(group, path): Peer.of(name, self.store, place) for path, (name, place) in others.items()}
             record = replace(record, peers=peers)
-        self.record, noted = record, self.folder.group
+        self.record, noted = record, self.folder.mark.group
         self._form()
         for other in self.open_peers():
             if other.record is not None and record.id not in other.record.peers:
@@ -272,7 +271,7 @@ class Membership:
         rows = self.versions.rows
         if self.versions.writes > 0:
             self.record = replace(record, instant=self._formed)
-            self.folder.note_group(self.record)
+            self.folder.change(group=self.record)
             return
         self._mark_live()
         saved = list_snapshots(self.folder.snapshots).snapshots
@@ -286,7 +285,7 @@ class Membership:
         self._note_unwritten(rows)
 
     def _note_unwritten(self, rows: Rows) -> None:
-        self.folder.note_group(self.record, **{AT: At(rows.now, "recovery").plain()})
+        self.folder.change(group=self.record, at=At(rows.now, "recovery"))
         self.is_at = True
 
     def begin_fresh(self) -> None:
@@ -352,7 +351,7 @@ class Membership:
     def _recorded_instants(self, first: Instant) -> Iterator[Instant]:
         """The instants that the stores have recorded: `first`, those of loads of all, then those of all snapshots."""
         yield first
-        loads = (one.folder.at for one in self.open_peers())
+        loads = (one.folder.mark.at for one in self.open_peers())
         yield from (at.all for at in loads if at is not None and at.all is not None)
         for member in Group(self.store, {}, stores=self.stores).members.values():
             yield from member.instants()
@@ -362,7 +361,7 @@ class Membership:
 
         Another store names these by a snapshot that may be older than the state.
         """
-        loads = (one.folder.at for one in self.open_peers())
+        loads = (one.folder.mark.at for one in self.open_peers())
         if any(at is not None and at.all is not None and at.all.versions.get(self.id) != self.present for at in loads):
             return False
         self._came_to = self.present
@@ -390,7 +389,7 @@ class Membership:
         )
         return self.record
 
-    def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> tuple[Any, ...]:
+    def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> dict[str, Any]:
         """What MARK has to note with the snapshot that rows go back to from here on; nothing for a store by itself.
 
         by: "load", "recovery", or "open" for rows that are to be replaced by a load: these are of no instant.
@@ -398,23 +397,23 @@ class Membership:
         self.versions = self._begin(snapshot_rows)
         self.torn = ""
         if self.record is None:
-            return ()
+            return {}
         if by == "load":
             number = (self.instant() if all_ is None else all_).number
             self.record = replace(self.record, instant=all_ or self.record.instant, number=max(self.number, number))
         self.is_at = True
         if by == "recovery" or all_ is not None:
-            return At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), self.record
+            return {"at": At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), "group": self.record}
         known = Group(self.store, {}).members.get(self.id) or Member(self.store, {})
         before = Before(known.rows(killed=True), self.number)
         formed = None if self._formed is None else self._formed.versions.get(self.id)
         if by == "load" and formed == before.rows.now and not self._undoes_loads():
             self.record = replace(self.record, instant=self._formed)  # to which a kill undoes this load
-        return At(snapshot_rows.now, "load", before=before), self.record
+        return {"at": At(snapshot_rows.now, "load", before=before), "group": self.record}
 
     def _undoes_loads(self) -> bool:
         """Whether a kill would undo a load of only one of the open stores."""
-        return any(at is not None and at.before is not None for at in (one.folder.at for one in self.open_peers()))
+        return any(at is not None and at.before is not None for at in (one.folder.mark.at for one in self.open_peers()))
 
     def tear(self, why: str) -> None:
         """Let none of the stores that are trained together be written or saved, or be marked clean, until it is loaded.
@@ -438,7 +437,7 @@ class Membership:
         """After a load: the rows that are open now belong together, since the user says so."""
         if self.record is not None:
             with between_steps([self]):
-                formed, at = self.instant(), self.folder.at
+                formed, at = self.instant(), self.folder.mark.at
                 versions = {} if at is None or at.all is None else at.all.versions
                 everyone = [self, *self.open_peers()]
                 self._had = {one.id for one in everyone if one.present in (versions.get(one.id), one._came_to)}

@@ -449,7 +449,7 @@ class TableCollection(TableModule):
 
 def _may_have(folder: Path, tables: set[str]) -> bool:
     """Whether a store's live rows may be of one of the tables. It is not known without a clean marker, or of names."""
-    marker = FolderState(folder).read_clean_marker()
+    marker = FolderState(folder).clean_marker
     names = () if marker is None or "tables" not in marker else names_in(marker)
     return not names or None in names or not tables.isdisjoint(names)
 

@@ -57,7 +57,7 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     optimizer in it, so any optimizer may train the imported rows. Raises StoreError, SnapshotError, and InputError if
     another version of tierbed wrote MARK.
     """
-    marker = store.read_clean_marker()
+    marker = store.clean_marker
     if marker is not None:
         found = described(marker)
     elif recovery_snapshot := store.recovery_folder.recovery_snapshot:

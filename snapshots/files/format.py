@@ -44,7 +44,7 @@ _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for its other fields
 INSTANT = "instant"  # the field of a manifest for `Saved`
-FOLDER_FIELDS = ("base", "place", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
+FOLDER_FIELDS = ("base", "place", "ranks", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
 SHARE = "share"  # the field of MARK that names the rank of a shard
 FILES = "live_files"  # the field of MARK that identifies the files of its live rows
 # fields of MARK in addition to the description of a snapshot

@@ -15,7 +15,7 @@ from ...engine.store.table_counts import FIELD
 from ..files.format import FILES, MARKER_FIELDS, SHARE, Manifest, check_name, snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
-from ..files.versions import GroupRecord, Instant
+from ..files.versions import LIVE, GroupRecord, Instant
 from ..files.writer import ProgressCallback, Together, write_snapshot
 from .all_or_none import OfAll
 from .folder import StoreFolder
@@ -46,7 +46,7 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
 
     It lacks `rows` if other hosts have some of the shards. Raises StoreError.
     """
-    record = state.snapshot_store.of_ranks
+    record = state.snapshot_store.mark.ranks
     if record is None:
         return None
     markers = clean_markers(state.path, record.ranks)
@@ -60,7 +60,7 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
 @contextmanager
 def locked_shards(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, Any], Chunks]]:
     """The common version of the shards, which are locked, their merged clean marker, and their rows. StoreError."""
-    record = store.snapshot_store.of_ranks
+    record = store.snapshot_store.mark.ranks
     assert record is not None
     with ExitStack() as locks:
         folders = (shard_folder(store.path, rank, record.ranks) for rank in range(record.ranks))
@@ -72,7 +72,7 @@ def locked_shards(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, 
                 "or are not all on this host. Open the embedding with that many ranks, or load a snapshot with "
                 "`tierbed snapshot load`"
             )
-        markers = [shard.read_clean_marker() or {} for shard in shards]
+        markers = [shard.clean_marker or {} for shard in shards]
         live = live_in(markers[0], 0, record.ranks)
         assert live is not None
         rows = [locks.enter_context(scan_live_rows(*pair)) for pair in zip(shards, markers, strict=True)]
@@ -92,7 +92,7 @@ def save_closed_store(
     Raises StoreError if the store has no clean marker, SnapshotError and OptionError as `save_snapshot_of` does.
     """
     check_name(name)
-    if store.read_clean_marker() is not None or store.snapshot_store.of_ranks is None:
+    if store.clean_marker is not None or store.snapshot_store.mark.ranks is None:
         with locked_source(store, of_all) as source:
             return save_snapshot_of(store, name, kind, source, progress, overwrite)
     with locked_shards(store) as (live, marker, chunks):
@@ -140,7 +140,7 @@ def load_into_store(
     only the snapshots of other store folders.
     """
     selection = check_load(store, snapshot, selection)
-    if store.read_clean_marker() is None:
+    if store.clean_marker is None:
         store.discard_live()  # frees space: no run uses these rows again
     report = LoadReport()
     chosen = selection.rows_of(snapshot, report, progress)
@@ -150,9 +150,9 @@ def load_into_store(
         recovery_snapshot = snapshot.name if selection.is_whole else store.recovery_folder.recovery_snapshot
         closed = ClosedStore(store)
         rows = rows_of(snapshot) if selection.is_whole else closed.written()
-        of_rows, of_group = closed.loaded(rows, together)
-        live = {**description, "live": "rows", "rows": manifest.rows, **of_rows}
-        store.replace_live(store.incoming, live, recovery_snapshot, of_group=of_group)
+        of_group = closed.loaded(rows, together)
+        live = {**description, "live": "rows", "rows": manifest.rows, **({LIVE: rows} if of_group else {})}
+        store.replace_live(store.incoming, live, recovery_snapshot, **of_group)
         store.snapshot_store.end_ranks()
     finally:
         remove_folder(store.incoming)  # missing once it has replaced the live rows
@@ -161,7 +161,7 @@ def load_into_store(
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
     """The selection that `load_into_store` loads, with the types to convert to. Raises its errors that need no row."""
-    marker = store.read_clean_marker()
+    marker = store.clean_marker
     others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
     if others:
         raise StoreError(
@@ -277,8 +277,8 @@ def described(marker: dict[str, Any]) -> dict[str, Any]:
 
 def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
     """The clean marker of a store. Raises StoreError if it has none."""
-    marker = store.read_clean_marker()
-    if marker is None and (record := store.snapshot_store.of_ranks) is not None:
+    marker = store.clean_marker
+    if marker is None and (record := store.snapshot_store.mark.ranks) is not None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are shards of {record.ranks} ranks, each in its own store folder: "
             f"give {str(shard_folder(store.path, 0, record.ranks))!r} or another, or a snapshot"

@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from ...engine.durable import (
     remove_leftovers,
     remove_temporary,
     seal,
-    unseal,
     write_atomically,
 )
 from ...engine.errors import ClosedError, StoreError
 from ...engine.signals import uninterrupted
-from ..files.format import FILES, FOLDER_FIELDS, saved_with, snapshot_id
-from ..files.versions import AT, GROUP, At, GroupRecord
-from .folder_state import LIVE_FOLDERS, LOCK, FolderState, RanksRecord, link_to
+from ..files.format import FILES, saved_with, snapshot_id
+from ..files.versions import GroupRecord
+from .folder_state import LOCK, FolderState, link_to
+from .mark import LIVE_FOLDERS, Mark, RanksRecord, RecoveryCandidate
 
 _locked: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
@@ -63,12 +64,14 @@ class StoreFolder(FolderState):
 
     remedy = "persistent_path must be a folder that this user can write, on a device with free space"
 
+    snapshot_store: StoreFolder
+
     def __init__(self, path: Path, user: str = "a StoreFolder", snapshots: Path | None = None) -> None:
         self.user = user
-        self.shared: StoreFolder | None = None  # the store folder with the snapshots, if it is another one
         self._lock: int | None = None
         self._step_file: int | None = None
         super().__init__(Path(path).absolute())  # the working directory may change
+        self.snapshot_store = self
         self.incoming = self.path / "incoming"
         with self._errors("open"), uninterrupted():
             make_folder(self.path)
@@ -90,14 +93,10 @@ class StoreFolder(FolderState):
         path = FolderState(self.path).snapshot_store.path if snapshots is None else snapshots.parent
         if os.path.realpath(path) == os.path.realpath(self.path):
             return
-        self.shared = StoreFolder(path, self.user)
+        self.snapshot_store = StoreFolder(path, self.user)
         if snapshots is not None:
             with self._errors("link to other snapshots from"), uninterrupted():
                 link_to(self.snapshots, snapshots)
-
-    @property
-    def snapshot_store(self) -> StoreFolder:
-        return self if self.shared is None else self.shared
 
     def _acquire(self) -> int:
         descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -123,8 +122,8 @@ class StoreFolder(FolderState):
 
     def release(self) -> None:
         """Release the lock. Files are unchanged. May be called again."""
-        if self.shared is not None:
-            self.shared.release()
+        if self.snapshot_store is not self:
+            self.snapshot_store.release()
         if self._lock is not None:
             _note_holder(self._lock, b"")
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # explicitly: a child that is being forked may have a copy
@@ -189,26 +188,35 @@ class StoreFolder(FolderState):
                 remove_temporary([place])
         remove_temporary(list(self.snapshots.glob(f"{TEMPORARY}.*/")))
 
-    def note_group(self, record: GroupRecord | None, **more: Any) -> None:
-        """Write the group and other fields to MARK; None removes a field. Raises StoreError."""
-        fields = {GROUP: record and record.plain(), **more}
-        content = self._read() | fields
-        self._write({field: value for field, value in content.items() if value is not None or field not in fields})
+    def change(self, **fields: Any) -> None:
+        """Replace fields of MARK, atomically and durably. Raises StoreError."""
+        mark = replace(self.mark, exists=True, **fields)
+        try:
+            data = seal(mark.plain())
+        except ValueError as error:
+            raise StoreError(f"MARK of {str(self.path)!r} cannot store the description: {error}") from error
+        self.check()
+        with self._errors("write MARK of"):
+            if self._mark_file.exists() and Mark.parse(data) == self.mark:
+                fsync_dir(self.path)  # a full disk has no space to write the same content again
+            else:
+                write_atomically(self._mark_file, data)
+        self.mark = Mark.parse(data)
 
-    def write_clean_marker(self, description: dict[str, Any], closed: bool = False) -> None:
-        """Write the clean marker. The live rows must be durable. `live`: their kind. Raises StoreError.
+    def write_clean_marker(self, description: dict[str, Any], **fields: Any) -> None:
+        """Write the clean marker, and change other fields of MARK. The live rows must be durable. Raises StoreError.
 
-        closed: by the close of the store, which drops the field `at`.
+        description: of the live rows; `live` is their kind.
         """
-        self._write({**description, **self._own(closed)})
+        self.change(clean_marker=description, ranks=None, **fields)
         self._forget_step()
 
-    def clear_clean_marker(self, record: GroupRecord | None = None) -> None:
-        """Clear the clean marker durably. Called before any live row is written. Raises StoreError.
+    def clear_clean_marker(self, **fields: Any) -> None:
+        """Clear the clean marker durably, and change other fields of MARK. Called before any live row is written.
 
-        record: of the group, if the rows are about to be written, which drops the field `at`.
+        Raises StoreError.
         """
-        self._write(self._own_scratch() if record is None else {**self._own(closed=True), GROUP: record.plain()})
+        self.change(**{"clean_marker": None, "ranks": None, "at": self.mark.load, **fields})
 
     def note_step(self, step: int) -> None:
         """Store the step of the live rows, for messages after a kill. Costs a write to the page cache."""
@@ -226,18 +234,12 @@ class StoreFolder(FolderState):
 
     def drop_clean_markers(self) -> None:
         """Clear the clean marker and the version of a recovery in `at`. Raises StoreError."""
-        own = self._own_scratch()
-        if (ranks := self.of_ranks) is not None:
-            own["ranks"] = ranks._replace(run=secrets.token_hex(8))  # no shard is from this run
-        self._write(own)
+        ranks = self.mark.ranks and self.mark.ranks._replace(run=secrets.token_hex(8))  # no shard is from this run
+        self.change(clean_marker=None, ranks=ranks, at=self.mark.load)
 
-    def set_recovery_snapshot(self, name: str, at: At | None = None, record: GroupRecord | None = None) -> None:
-        """Make `name` the recovery snapshot; "" for none. Raises StoreError.
-
-        at, record: of a store in a group, written atomically with it.
-        """
-        of_group = {} if at is None or record is None else {GROUP: record.plain(), AT: at.plain()}
-        self._write({**self._read(), "base": [name], **of_group})
+    def set_recovery_snapshot(self, name: str, **fields: Any) -> None:
+        """Make `name` the recovery snapshot, "" for none, and change other fields of MARK. Raises StoreError."""
+        self.change(candidates=(RecoveryCandidate(name),), **fields)
 
     def expect_recovery_snapshot(self, name: str, record: GroupRecord | None = None) -> None:
         """Make `name` the recovery snapshot once it is written. Called before that. Raises StoreError.
@@ -245,48 +247,46 @@ class StoreFolder(FolderState):
         If a snapshot of that name exists, it counts once it has been replaced. record: of the store's group, if any.
         """
         folder = self.snapshots / name
-        expected = [name, snapshot_id(folder)] if os.path.lexists(folder) else name
-        existing = [one for one in self._recovery_candidates() if self._exists(one)]
+        expected = RecoveryCandidate(name, snapshot_id(folder) if os.path.lexists(folder) else None)
+        existing = self._existing_candidates()
         parent = next((at for at, one in enumerate(existing) if not one.of_state), len(existing))
-        of_group = {} if record is None else {GROUP: record.plain()}
-        current = [one.stored if one.of_state else one.name for one in existing[: parent + 1]]
-        self._write({**self._read(), "base": [expected, *current], **of_group})
+        current = [one if one.of_state else RecoveryCandidate(one.name) for one in existing[: parent + 1]]
+        self.change(candidates=(expected, *current), group=record or self.mark.group)
 
     def note_state(self, name: str) -> None:
         """Make `name`, which a `state_dict()` made, the recovery snapshot until the next save or load. StoreError."""
-        own = [one.stored for one in self._recovery_candidates() if not one.of_state]
-        self._write({**self._read(), "base": [[name], *own]})
+        own = [one for one in self.mark.candidates or () if not one.of_state]
+        self.change(candidates=(RecoveryCandidate(name, of_state=True), *own))
 
     def begin_ranks(self, ranks: int, run: str, recovery_snapshot: str) -> None:
         """Make the live rows shards of ranks, with a recovery snapshot, "" for none. Raises StoreError."""
-        self._write(
-            {**self._of_group(), "base": [recovery_snapshot], "ranks": RanksRecord(ranks, run, 0, recovery_snapshot)}
-        )
+        record = RanksRecord(ranks, run, 0, recovery_snapshot)
+        self.set_recovery_snapshot(recovery_snapshot, clean_marker=None, live=LIVE_FOLDERS[0], ranks=record)
 
     def note_saved(self, writes: int, run: str | None = None) -> None:
         """Store that the recovery snapshot has the shards after that many writes. run: a new one. Raises StoreError."""
-        content = self._read()
-        if (record := self.of_ranks) is not None:
-            saved = record._replace(run=run or record.run, saved=writes, snapshot=self.recovery_snapshot or "")
-            self._write({**content, "ranks": saved})
+        if (record := self.mark.ranks) is not None:
+            snapshot = self.recovery_snapshot or ""
+            self.change(ranks=record._replace(run=run or record.run, saved=writes, snapshot=snapshot))
 
     def begin_empty(self) -> None:
         """Make the live rows those of one process, without recovery snapshot. Raises StoreError."""
-        self._write({**self._own(), "base": [""]})
+        self.set_recovery_snapshot("", clean_marker=None, ranks=None)
 
     def end_ranks(self) -> None:
         """Make the live rows those of one process. Raises StoreError."""
-        content = self._read()
-        if content.pop("ranks", None) is not None:
-            self._write(content)
+        if self.mark.ranks is not None:
+            self.change(ranks=None)
+
+    def _existing_candidates(self) -> list[RecoveryCandidate]:
+        return [one for one in self.mark.candidates or () if self._exists(one)]
 
     def _forget_unwritten_snapshot(self) -> None:
         """Drop the name of a snapshot that a killed save did not write, since a later save may use it."""
-        candidates = [one for one in self._recovery_candidates() if self._exists(one)]
-        existing = [one.stored if one.of_state else one.name for one in candidates]
-        if existing and existing != self._read().get("base"):
+        existing = tuple(one if one.of_state else RecoveryCandidate(one.name) for one in self._existing_candidates())
+        if existing and existing != self.mark.candidates:
             with contextlib.suppress(StoreError):  # on a full disk, rows can still be read
-                self._write({**self._read(), "base": existing})
+                self.change(candidates=existing)
 
     def forget(self) -> None:
         """Make the folder new again: remove MARK and the live rows. Raises StoreError."""
@@ -294,12 +294,13 @@ class StoreFolder(FolderState):
             for name in LIVE_FOLDERS:
                 remove_folder(self.path / name)
             self._mark_file.unlink(missing_ok=True)
+            self.mark = Mark(exists=False)
             self._forget_step()
 
     def discard_live(self) -> None:
         """Clear the clean marker and remove the live rows. Raises StoreError."""
         self.check()
-        if self.read_clean_marker() is not None:  # else nothing is written: the disk may be full
+        if self.mark.clean_marker is not None:  # else nothing is written: the disk may be full
             self.clear_clean_marker()
         with self._errors("remove the live rows of"):
             for name in LIVE_FOLDERS:
@@ -311,13 +312,12 @@ class StoreFolder(FolderState):
         new: Path,
         description: dict[str, Any],
         recovery_snapshot: str | None = None,
-        closed: bool = False,
-        of_group: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> None:
         """Make a durable folder of the same file system the live rows, with a clean marker.
 
         A kill leaves the old rows with the old marker, or the new rows with the new one. recovery_snapshot: the new
-        one, None for snapshot, None for the present one. of_group: fields of the group that change. Raises StoreError.
+        one, None for the present one. fields: others of MARK that change. Raises StoreError.
         """
         self.check()
         old = self.live
@@ -326,38 +326,15 @@ class StoreFolder(FolderState):
             remove_folder(self.path / name)
             new.rename(self.path / name)
             fsync_dir(self.path)
-        own = self._own(closed) if recovery_snapshot is None else {"base": [recovery_snapshot], **self._of_group()}
-        if of_group is not None:
-            own = {field: value for field, value in own.items() if field not in (GROUP, AT)} | of_group
         id = snapshot_id(self.path / name) if description["live"] == "rows" else ""
         of_files = {FILES: id} if id else {}
-        self._write({**description, **of_files, **own, "place": name})
+        if recovery_snapshot is not None:
+            fields["candidates"] = (RecoveryCandidate(recovery_snapshot),)
+        self.change(clean_marker={**description, **of_files}, ranks=None, live=name, **fields)
         self._forget_step()
         if name != old.name:
             with self._errors("remove the replaced rows of"):
                 remove_folder(old)
-
-    def _of_group(self) -> dict[str, Any]:
-        return {field: value for field, value in self._read().items() if field in (GROUP, AT)}
-
-    def _own_scratch(self) -> dict[str, Any]:
-        return self._own(closed=self.at is not None and self.at.by == "recovery")
-
-    def _own(self, closed: bool = False) -> dict[str, Any]:
-        content = self._read()
-        return {field: content[field] for field in content if field in FOLDER_FIELDS and not (closed and field == AT)}
-
-    def _write(self, content: dict[str, Any]) -> None:
-        try:
-            data = seal(content)
-        except ValueError as error:
-            raise StoreError(f"MARK of {str(self.path)!r} cannot store the description: {error}") from error
-        self.check()
-        with self._errors("write MARK of"):
-            if self._mark_file.exists() and unseal(data) == self._read():
-                fsync_dir(self.path)  # a full disk has no space to write the same content again
-            else:
-                write_atomically(self._mark_file, data)
 
 
 def _note_holder(lock: int, process: bytes) -> None:

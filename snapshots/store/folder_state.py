@@ -8,44 +8,19 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, unseal, write_atomically
+from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, write_atomically
 from ...engine.errors import StoreError
-from ..files.format import FOLDER_FIELDS, SHARE, snapshot_id
-from ..files.versions import AT, GROUP, At, GroupRecord
+from ..files.format import SHARE, snapshot_id
+from .mark import Mark, RanksRecord, RecoveryCandidate
 
-LIVE_FOLDERS = ("live", "live-2")
 LOCK = "LOCK"
 RANKS = "ranks"  # the folder of the shards in a store folder
 SNAPSHOTS = "snapshots"
 _LINKED_FROM = ".live-rows-"  # prefix of a file next to `snapshots` that names a linking store
-
-
-class RanksRecord(NamedTuple):
-    """The ranks that have the live rows as shards.
-
-    `run`: the id of the run in which the rows began, empty or from a snapshot. `saved`: the number of collective writes
-    since then when the recovery snapshot `snapshot` was saved or loaded; "" for none.
-    """
-
-    ranks: int
-    run: str
-    saved: int
-    snapshot: str
-
-
-class RecoveryCandidate(NamedTuple):
-    """A name for the recovery snapshot, as MARK has it `stored`: once it no longer has the id `replaced`, if given.
-
-    of_state: whether a `state_dict()` made it.
-    """
-
-    stored: Any
-    name: str
-    replaced: str | None = None
-    of_state: bool = False
 
 
 class FolderState:
@@ -58,40 +33,26 @@ class FolderState:
         self.snapshots = path / SNAPSHOTS
         self._mark_file = path / "MARK"
 
+    @cached_property
+    def mark(self) -> Mark:
+        """What MARK said when this object first read it. Raises StoreError."""
+        with self._errors("read MARK of"):
+            try:
+                return Mark.parse(read_record(self._mark_file))
+            except (FileNotFoundError, ValueError):
+                return Mark(exists=False)
+
     @property
     def live(self) -> Path:
         """The folder of the live rows."""
-        name = self._read().get("place")
-        return self.path / (name if name in LIVE_FOLDERS else LIVE_FOLDERS[0])
+        return self.path / self.mark.live
 
-    def read_clean_marker(self) -> dict[str, Any] | None:
+    @property
+    def clean_marker(self) -> dict[str, Any] | None:
         """The clean marker; None if live rows are not clean or absent, or if MARK is damaged. Raises StoreError."""
-        content = self._read()
-        return (
-            {field: value for field, value in content.items() if field not in FOLDER_FIELDS}
-            if "live" in content
-            else None
-        )
+        return self.mark.clean_marker
 
-    @property
-    def of_ranks(self) -> RanksRecord | None:
-        """The ranks that have the live rows as shards; None for rows of one process. Raises StoreError."""
-        match self._read().get("ranks"):
-            case [int(ranks), str(run), int(saved), str(snapshot)] if 0 < ranks <= 1024:
-                return RanksRecord(ranks, run, saved, snapshot)
-        return None
-
-    @property
-    def group(self) -> GroupRecord | None:
-        """The embeddings that this one is trained together with; None if it trains alone. Raises StoreError."""
-        return GroupRecord.parse(self._read().get(GROUP))
-
-    @property
-    def at(self) -> At | None:
-        """The version of rows that were not written since a recovery or a load. Raises StoreError."""
-        return At.parse(self._read().get(AT))
-
-    @property
+    @cached_property
     def snapshot_store(self) -> FolderState:
         """The store folder that has the snapshots: this one, or the one that `snapshots` links to."""
         target = Path(os.path.realpath(self.snapshots)).parent
@@ -102,7 +63,7 @@ class FolderState:
     def recovery_folder(self) -> FolderState:
         """The store folder whose MARK names the recovery snapshot: for shards of ranks, the one with the snapshots."""
         snapshot_store = self.snapshot_store
-        return snapshot_store if self.read_clean_marker() is None and snapshot_store.of_ranks is not None else self
+        return snapshot_store if self.mark.clean_marker is None and snapshot_store.mark.ranks is not None else self
 
     @property
     def recovery_folders(self) -> list[FolderState]:
@@ -126,12 +87,12 @@ class FolderState:
     @property
     def recovery_snapshot(self) -> str | None:
         """The recovery snapshot, saved or loaded last: "" for none, None if unknown."""
-        return next((one.name for one in self._recovery_candidates() if self._exists(one)), None)
+        return next((one.name for one in self.mark.candidates or () if self._exists(one)), None)
 
     @property
     def parent_snapshot(self) -> str | None:
         """The snapshot that a user saved or loaded last. A later one of a `state_dict()` is for recovery alone."""
-        own = (one for one in self._recovery_candidates() if not one.of_state)
+        own = (one for one in self.mark.candidates or () if not one.of_state)
         return next((one.name for one in own if self._exists(one)), None)
 
     @property
@@ -142,21 +103,7 @@ class FolderState:
     @property
     def replaced(self) -> set[str]:
         """Names of snapshots that a save is replacing, or has replaced."""
-        return {one.name for one in self._recovery_candidates() if one.replaced is not None}
-
-    def _recovery_candidates(self) -> list[RecoveryCandidate]:
-        """Names for the recovery snapshot. The first existing one counts."""
-        stored = self._read().get("base")
-        found: list[RecoveryCandidate] = []
-        for one in stored if isinstance(stored, list) else []:
-            match one:
-                case str(name):
-                    found.append(RecoveryCandidate(one, name))
-                case [str(name), str(replaced)]:
-                    found.append(RecoveryCandidate(one, name, replaced))
-                case [str(name)]:
-                    found.append(RecoveryCandidate(one, name, of_state=True))
-        return found
+        return {one.name for one in self.mark.candidates or () if one.replaced is not None}
 
     def _exists(self, one: RecoveryCandidate) -> bool:
         folder = self.snapshots / one.name
@@ -172,19 +119,6 @@ class FolderState:
     def was_open(self) -> bool:
         """Whether the folder ever had live rows. If not, its snapshots were copied here."""
         return self._mark_file.exists() or self.live.exists() or self.noted_step is not None
-
-    @property
-    def lacks_marker(self) -> bool:
-        """Whether the file MARK is missing or damaged. Raises StoreError."""
-        return not self._read()
-
-    def _read(self) -> dict[str, Any]:
-        with self._errors("read MARK of"):
-            try:
-                content = unseal(read_record(self._mark_file))
-            except (FileNotFoundError, ValueError):
-                return {}
-        return content if isinstance(content, dict) else {}
 
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:
@@ -244,7 +178,7 @@ def live_in(marker: Mapping[str, Any] | None, rank: int, ranks: int) -> ShardVer
 def clean_markers(store: Path, ranks: int) -> dict[int, dict[str, Any] | None]:
     """The clean markers of the shards of `ranks` ranks on this host, by rank. Raises StoreError."""
     folders = {rank: shard_folder(store, rank, ranks) for rank in range(ranks)}
-    return {rank: FolderState(folder).read_clean_marker() for rank, folder in folders.items() if folder.is_dir()}
+    return {rank: FolderState(folder).clean_marker for rank, folder in folders.items() if folder.is_dir()}
 
 
 def live_of(markers: Mapping[int, Mapping[str, Any] | None], ranks: int) -> ShardVersions:

@@ -22,7 +22,7 @@ from typing import Any
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
 from ..files.reader import Listing, Snapshot, list_snapshots
-from ..files.versions import AT, EMPTY, GROUP, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version
+from ..files.versions import EMPTY, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version
 from ..files.writer import Together
 from .folder import StoreFolder
 from .folder_state import (
@@ -75,9 +75,9 @@ class Member:
     @cached_property
     def record(self) -> GroupRecord | None:
         """The group in MARK, or if that is lost, damaged or new, in the latest snapshot."""
-        folder = self.state.recovery_folder
-        if folder.group is not None or not folder.lacks_marker or not self.snapshots:
-            return folder.group
+        mark = self.state.recovery_folder.mark
+        if mark.group is not None or mark.exists or not self.snapshots:
+            return mark.group
         saved = self.snapshots[-1].manifest.instant
         return None if saved is None else GroupRecord(saved.id, saved.peers, number=saved.instant.number)
 
@@ -93,7 +93,7 @@ class Member:
     @cached_property
     def clean(self) -> Rows | None:
         """The version of its live rows, if they are clean."""
-        marker, ranks = self.state.read_clean_marker(), self.state.recovery_folder.of_ranks
+        marker, ranks = self.state.clean_marker, self.state.recovery_folder.mark.ranks
         if marker is not None:
             return Rows.parse(marker.get(LIVE)) or Rows(_UNKNOWN)
         if ranks is None:
@@ -104,7 +104,7 @@ class Member:
 
     @cached_property
     def at(self) -> At | None:
-        return self.state.recovery_folder.at
+        return self.state.recovery_folder.mark.at
 
     @property
     def is_begun(self) -> bool:
@@ -140,13 +140,13 @@ class Member:
     @property
     def reached(self) -> int | None:
         """The step of its live rows, if known."""
-        marker, ranks = self.state.read_clean_marker(), self.state.recovery_folder.of_ranks
+        marker, ranks = self.state.clean_marker, self.state.recovery_folder.mark.ranks
         if marker is not None:
             return int(marker["step"])
         if ranks is None:
             return self.state.noted_step
         shards = (FolderState(shard_folder(self.path, rank, ranks.ranks)) for rank in range(ranks.ranks))
-        found = [(shard.read_clean_marker() or {}).get("step", shard.noted_step) for shard in shards]
+        found = [(shard.clean_marker or {}).get("step", shard.noted_step) for shard in shards]
         return max((step for step in found if step is not None), default=None)
 
     def rows(self, killed: bool) -> Rows:
@@ -200,7 +200,7 @@ def rows_of(snapshot: Snapshot) -> Rows:
 
 def rows_of_ranks(live: ShardVersion, record: GroupRecord | None, folder: FolderState) -> Rows:
     """The version and the past of live rows in shards. folder: the one whose MARK names the ranks."""
-    ranks = folder.of_ranks
+    ranks = folder.mark.ranks
     if ranks is not None and ranks.snapshot and live.writes == ranks.saved:
         with contextlib.suppress(SnapshotError):  # else they have their own version
             return rows_of(Snapshot.open(folder.snapshots / ranks.snapshot))
@@ -341,17 +341,16 @@ class ClosedStore:
     def _versions(self) -> dict[str, Version | None]:
         return {id: member.present for id, member in self._group.members.items()}
 
-    def loaded(self, rows: Rows, all_: Instant | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of MARK, of the rows and of the group, for live rows that are replaced by rows of this version.
+    def loaded(self, rows: Rows, all_: Instant | None = None) -> dict[str, Any]:
+        """Fields of MARK for live rows that are replaced by rows of this version.
 
         all_: for a load of several stores, until `finish_load`.
         """
         if self.record is None:
-            return {}, {}
+            return {}
         instant = self._next({**self._versions(), self.record.id: rows.now}) if all_ is None else all_
         self.record = replace(self.record, instant=instant, number=max(self.record.number, instant.number), began=None)
-        at = {} if all_ is None else {AT: At(rows.now, "load", all_).plain()}
-        return {LIVE: rows}, {GROUP: self.record.plain(), **at}
+        return {"group": self.record, "at": None if all_ is None else At(rows.now, "load", all_)}
 
     def written(self) -> Rows:
         """A new version for live rows that are written, such as by a load of a part of a snapshot."""
@@ -361,7 +360,7 @@ class ClosedStore:
     def finish_load(self) -> None:
         """Called after a load of several stores, when each has its rows."""
         if self.record is not None:
-            self.folder.note_group(self.record, **{AT: None})
+            self.folder.change(group=self.record, at=None)
 
     def _next(self, versions: dict[str, Version | None]) -> Instant:
         number = self._group.number + 1
@@ -528,9 +527,10 @@ def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> 
         if id in moving:
             snapshot = member.snapshot_of(version)
             record = replace(record, instant=target, cut=(target.number, number))
-            _recovery_folder(folders[id]).set_recovery_snapshot("" if snapshot is None else snapshot.name, at, record)
+            name = "" if snapshot is None else snapshot.name
+            _recovery_folder(folders[id]).set_recovery_snapshot(name, group=record, at=at)
         else:
-            _recovery_folder(folders[id]).note_group(record, **{AT: at.plain()})
+            _recovery_folder(folders[id]).change(group=record, at=at)
     log.warning("embeddings that are trained together were not closed by their last run: %s", "; ".join(sorted(said)))
 
 
@@ -538,7 +538,7 @@ def _recovery_folder(folder: StoreFolder) -> StoreFolder:
     """The folder, locked as well, whose MARK has the group."""
     return (
         folder.snapshot_store
-        if folder.read_clean_marker() is None and folder.snapshot_store.of_ranks is not None
+        if folder.clean_marker is None and folder.snapshot_store.mark.ranks is not None
         else folder
     )
 
@@ -561,7 +561,7 @@ def no_instant(group: Group) -> str:
     """The error if there is no instant of which all stores have the rows."""
     has = []
     for member in group.members.values():
-        marker = member.state.read_clean_marker()
+        marker = member.state.clean_marker
         if member.live is not None:
             has.append(f"{member.name!r} is open")
         elif marker is not None:

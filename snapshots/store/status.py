@@ -112,9 +112,9 @@ def _with_others(status: StoreStatus, group: Group, others: tuple[str, ...]) -> 
 
 
 def _by_itself(path: Path) -> StoreStatus:
-    view = _MarkSnapshot(path)
-    marker = view.read_clean_marker()
-    record = view.snapshot_store.of_ranks if marker is None else None
+    view = FolderState(path)
+    marker = view.clean_marker
+    record = view.snapshot_store.mark.ranks if marker is None else None
     if record is not None:  # the live rows are shards of ranks
         ranks, top, recovery_snapshot = record.ranks, path / RANKS, view.snapshot_store.recovery_snapshot
         marker = merged_clean_marker(view)
@@ -134,17 +134,6 @@ def _by_itself(path: Path) -> StoreStatus:
     rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
     name, sizes = recovery_snapshot or None, _sizes(path, top)
     return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None)
-
-
-class _MarkSnapshot(FolderState):
-    """A store folder whose MARK is read once, since the holder may write it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._content = super()._read()
-
-    def _read(self) -> dict[str, Any]:
-        return self._content
 
 
 def existing_store(path: Path) -> Path:

@@ -39,7 +39,7 @@ def test_saved_rows_are_the_live_rows(cli: Cli) -> None:
     assert joined(snapshot.chunks()) == joined(Snapshot.open(cli.store / "live").chunks())
     assert snapshot.description == description()
     with StoreFolder(cli.store) as store:
-        assert store.read_clean_marker() == description() | MARKED
+        assert store.clean_marker == description() | MARKED
 
 
 def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli: Cli) -> None:
@@ -50,7 +50,7 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
     with StoreFolder(cli.store) as store:
         assert joined(Snapshot.open(store.live).chunks()) == rows
         expected = description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
-        assert store.read_clean_marker() == expected | {FILES: snapshot_id(store.live)}
+        assert store.clean_marker == expected | {FILES: snapshot_id(store.live)}
         assert not store.incoming.exists()
     assert cli.json("save", "b")["step"] == 99
 
@@ -77,7 +77,7 @@ def test_damaged_or_foreign_snapshot_leaves_the_live_rows(cli: Cli) -> None:
     assert "existing ones: 'bad', 'wide'" in cli.fails("load", "missing")
     assert joined(Snapshot.open(cli.store / "live").chunks()) == live
     with StoreFolder(cli.store) as store:
-        assert store.read_clean_marker() is not None
+        assert store.clean_marker is not None
     assert sorted(entry.name for entry in cli.store.iterdir()) == ["LOCK", "MARK", "live", "snapshots"]
 
 
@@ -300,7 +300,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
         "    time.sleep(random.uniform(0.02, 0.1))\n"
         "    os.kill(loader, signal.SIGKILL); os.waitpid(loader, 0)\n"
         "    with StoreFolder(path) as store:\n"
-        "        mark = store.read_clean_marker()\n"
+        "        mark = store.clean_marker\n"
         "        if mark is not None:\n"
         "            live = Snapshot.open(store.live); live.verify()\n"
         "            assert mark.pop('live_files') == snapshot_id(store.live)\n"

@@ -225,10 +225,10 @@ def test_two_models_of_one_folder_are_loaded_each_with_its_own_instant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed(two_models, tmp_path)
-    before = {name: FolderState(tmp_path / name).recovery_folder.group for name in "abcd"}
+    before = {name: FolderState(tmp_path / name).recovery_folder.mark.group for name in "abcd"}
     Cli(tmp_path, capsys).json("load", "s0")
     for name, group in before.items():
-        after = FolderState(tmp_path / name).recovery_folder.group
+        after = FolderState(tmp_path / name).recovery_folder.mark.group
         assert group is not None
         assert after is not None
         assert after.number > group.number

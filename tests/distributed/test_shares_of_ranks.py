@@ -237,7 +237,7 @@ def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
     def watched(folder: StoreFolder, content: dict[str, Any]) -> None:
         write(folder, content)
         state = FolderState(tmp_path / "rows")  # as a kill here would leave it
-        seen.append((state.recovery_snapshot, state.of_ranks is not None))
+        seen.append((state.recovery_snapshot, state.mark.ranks is not None))
 
     monkeypatch.setattr(StoreFolder, "_write", watched)
     with opened(None, tmp_path, open="fresh") as embedding:

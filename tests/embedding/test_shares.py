@@ -89,9 +89,9 @@ def test_a_write_without_rows_of_the_share_takes_its_mark_as_well(tmp_path: Path
     share.begin_write()
     share.count_write()
     folder = share._persistence.folder
-    assert folder.read_clean_marker() is None
+    assert folder.clean_marker is None
     share.close()
-    assert folder.read_clean_marker()["share"]["writes"] == 1
+    assert folder.clean_marker["share"]["writes"] == 1
 
 
 @every_kind
@@ -110,7 +110,7 @@ def test_rows_are_those_of_the_decision_also_where_the_live_rows_are_whole(tmp_p
     keys = np.arange(40).astype(np.uint64)
     assert rows_of(share).tolist() == np.flatnonzero(_core.owners(np.zeros(40, np.uint32), keys, 3) == 1).tolist()
     share.close()
-    assert share._persistence.folder.read_clean_marker()["share"] == {"rank": 1, "ranks": 3, "run": "two", "writes": 0}
+    assert share._persistence.folder.clean_marker["share"] == {"rank": 1, "ranks": 3, "run": "two", "writes": 0}
     share = open_shard(options(store, tmp_path), lambda what: OpenPlan(run="three"))
     assert not len(rows_of(share))
     share.close()

@@ -260,7 +260,7 @@ def test_rows_that_were_written_at_the_step_of_a_state_are_replaced(tmp_path: Pa
 
 def test_rows_that_were_closed_are_known_to_be_those_of_a_state(tmp_path: Path) -> None:
     def marker() -> dict[str, Any]:
-        found = FolderState(tmp_path / "rows").read_clean_marker()
+        found = FolderState(tmp_path / "rows").clean_marker
         assert found is not None
         return found
 

@@ -12,6 +12,7 @@ from support.small_snapshots import description
 from tierbed.engine.durable import seal, unseal
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.folder_state import FolderState
 
 MARK = description() | {"live": "rows"}
 
@@ -85,14 +86,14 @@ def test_failed_preparation_frees_the_lock(tmp_path: Path) -> None:
 
 def test_mark_is_read_back_until_it_is_cleared(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
-        assert store.read_clean_marker() is None
+        assert store.clean_marker is None
         store.clear_clean_marker()
         store.write_clean_marker(MARK)
         store.write_clean_marker(MARK | {"step": 13})
     with StoreFolder(tmp_path) as store:
-        assert store.read_clean_marker() == MARK | {"step": 13}
+        assert store.clean_marker == MARK | {"step": 13}
         store.clear_clean_marker()
-        assert store.read_clean_marker() is None
+        assert store.clean_marker is None
 
 
 def test_damaged_or_truncated_mark_is_no_mark(tmp_path: Path) -> None:
@@ -102,10 +103,10 @@ def test_damaged_or_truncated_mark_is_no_mark(tmp_path: Path) -> None:
         whole = file.read_bytes()
         for length in range(len(whole)):
             file.write_bytes(whole[:length])
-            assert store.read_clean_marker() is None
+            assert FolderState(tmp_path).clean_marker is None
         for content in (whole + b"\0", whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], seal(["a list"])):
             file.write_bytes(content)
-            assert store.read_clean_marker() is None
+            assert FolderState(tmp_path).clean_marker is None
 
 
 def test_mark_that_cannot_be_stored_leaves_the_old_one(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_mark_that_cannot_be_stored_leaves_the_old_one(tmp_path: Path) -> None:
         for value in (object(), 2**64, {1: 2}):
             with pytest.raises(StoreError, match="cannot store the description"):
                 store.write_clean_marker(MARK | {"seed": value})
-        assert store.read_clean_marker() == MARK
+        assert store.clean_marker == MARK
 
 
 def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(tmp_path: Path) -> None:
@@ -125,11 +126,11 @@ def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(t
             store.replace_live(store.incoming, MARK | {"step": step})
             assert [file.name for file in store.live.iterdir()] == [content]
             assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live.name]
-            assert store.read_clean_marker() == MARK | {"step": step}
+            assert store.clean_marker == MARK | {"step": step}
         store.discard_live()
         store.discard_live()
         assert not store.live.exists()
-        assert store.read_clean_marker() is None
+        assert store.clean_marker is None
 
 
 def test_live_rows_are_replaced_together_with_what_they_go_back_to(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_live_rows_are_replaced_together_with_what_they_go_back_to(tmp_path: Pat
             store.incoming.mkdir()
             (store.snapshots / expected).mkdir(parents=True, exist_ok=True)
             store.replace_live(store.incoming, MARK, base)
-            assert (store.recovery_snapshot, store.read_clean_marker()) == (expected, MARK)
+            assert (store.recovery_snapshot, store.clean_marker) == (expected, MARK)
 
 
 def test_no_bit_of_a_sealed_record_can_flip_unnoticed() -> None:
