@@ -232,14 +232,14 @@ def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
 ) -> None:
     run_ranks(2, chain_of_two, tmp_path)
     seen = []
-    write = StoreFolder._write
+    write = StoreFolder.change
 
-    def watched(folder: StoreFolder, content: dict[str, Any]) -> None:
-        write(folder, content)
+    def watched(folder: StoreFolder, **fields: Any) -> None:
+        write(folder, **fields)
         state = FolderState(tmp_path / "rows")  # as a kill here would leave it
         seen.append((state.recovery_snapshot, state.mark.ranks is not None))
 
-    monkeypatch.setattr(StoreFolder, "_write", watched)
+    monkeypatch.setattr(StoreFolder, "change", watched)
     with opened(None, tmp_path, open="fresh") as embedding:
         assert embedding.size() == 0
     assert ("", True) not in seen

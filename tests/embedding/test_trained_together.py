@@ -196,7 +196,7 @@ def kills_of_a_load(folder: Path, stores: tuple[str, ...]) -> None:
         said = killed_at(path, "rename", number, load_all, path, stores)
         noted = [
             at is not None and at.all is not None
-            for at in (FolderState(path / name).recovery_folder.at for name in "ab")
+            for at in (FolderState(path / name).recovery_folder.mark.at for name in "ab")
         ]
         if any(noted) and expected == [1, 1]:
             assert not all(noted)

@@ -256,6 +256,6 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
     load_into_store(closed, Snapshot.open(closed.snapshots / "narrow"))  # rows without states take those of any
     live, _ = load_into_store(closed, Snapshot.open(closed.snapshots / "narrow"), selection=Selection(convert=True))
     assert live.description == Snapshot.open(closed.snapshots / "narrow").description
-    (closed.path / "MARK").unlink()
+    closed.clear_clean_marker()
     with pytest.raises(SnapshotError, match=r"convert=True: .* has no clean live rows, so their dtype is unknown"):
         load_into_store(closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(convert=True))
