@@ -1,0 +1,116 @@
+"""Milliseconds of `graph.save`, of one embedding of 1,000 rows and of two that are trained together.
+
+    python benchmarks/small_save.py [--against CHECKOUT] [--folder FOLDER] [--turns N]
+
+Each figure is the median over turns. In a turn, each side makes a step that changes every row, then saves under a new
+name; only the save is timed. A save waits for the disk under `--folder`; with a folder in memory, what is left is our
+own code. `--against` names another checkout, which its own .venv runs in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+ROWS, DIM, WARM_UP = 1000, 16, 3
+
+
+def saves(embeddings: int, folder: Path) -> Iterator[float]:
+    """Seconds of one save after the other. Each follows a step, and leaves the latest two snapshots."""
+    import torch
+
+    import tierbed
+
+    class Step(tierbed.Graph):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            store = tierbed.make_host_mem_store_options(persistent_path=str(folder))
+            self.embeddings = torch.nn.ModuleList(
+                tierbed.MultiTableEmbedding(f"rows-{number}", DIM, torch.float32, torch.int64, None, store)
+                for number in range(embeddings)
+            )
+            self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
+
+        def build(self, ids: torch.Tensor) -> torch.Tensor:
+            loss = torch.stack([embedding(ids).square().mean() for embedding in self.embeddings]).sum()
+            loss.backward()
+            return loss
+
+    torch.set_num_threads(1)
+    graph, ids = Step(), torch.arange(ROWS)
+    for number in count():
+        graph(ids)
+        checkpoint = folder / f"save-{number}"
+        begin = time.perf_counter()
+        graph.save(checkpoint)
+        yield time.perf_counter() - begin
+        graph.prune_snapshots(keep_last=2)
+        shutil.rmtree(checkpoint)
+
+
+class Side:
+    """A process that saves once for each line that it reads, and writes the seconds."""
+
+    def __init__(self, python: Path, embeddings: int, folder: Path) -> None:
+        command = [python, "-P", __file__, "--serve", str(embeddings), "--folder", folder]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.seconds: list[float] = []
+
+    def turn(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        self.seconds.append(float(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def ms(self) -> float:
+        return 1e3 * median(self.seconds[WARM_UP:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--turns", type=int, default=31)
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        for _, seconds in zip(sys.stdin, saves(options.serve, options.folder), strict=False):
+            print(seconds, flush=True)
+        return
+    pythons = {"this checkout": Path(sys.executable)}
+    if options.against is not None:
+        pythons["the other"] = options.against.absolute() / ".venv/bin/python"
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        sides = {
+            (embeddings, name): Side(python, embeddings, Path(folder, f"{name} {embeddings}"))
+            for embeddings in (1, 2)
+            for name, python in pythons.items()
+        }
+        for number in range(WARM_UP + options.turns):
+            for side in list(sides.values())[:: 1 if number % 2 else -1]:
+                side.turn()
+        for side in sides.values():
+            side.close()
+    for embeddings, kind in ((1, "a lone embedding"), (2, "two trained together")):
+        of_kind = {name: sides[embeddings, name] for name in pythons}
+        times = ", ".join(f"{name} {side.ms():.2f} ms" for name, side in of_kind.items())
+        if options.against is None:
+            print(f"{kind}: {times}")
+            continue
+        own, other = (side.seconds[WARM_UP:] for side in of_kind.values())
+        print(f"{kind}: {times}, {median(b / a for a, b in zip(own, other, strict=True)):.2f}x as fast")
+
+
+if __name__ == "__main__":
+    main()
