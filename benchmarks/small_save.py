@@ -16,44 +16,54 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from statistics import median
 
+import torch
+from torch import Tensor, nn
+
+import tierbed
+
 ROWS, DIM, WARM_UP = 1000, 16, 3
+
+
+class TrainedTogether(tierbed.Graph):
+    """A step that trains the rows of some embeddings."""
+
+    def __init__(self, embeddings: int, folder: Path) -> None:
+        super().__init__()
+        store = tierbed.make_host_mem_store_options(persistent_path=str(folder))
+        self.embeddings = nn.ModuleList(
+            tierbed.MultiTableEmbedding(f"rows-{number}", DIM, torch.float32, torch.int64, None, store)
+            for number in range(embeddings)
+        )
+        self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
+
+    def build(self, ids: Tensor) -> Tensor:
+        loss = torch.stack([embedding(ids).square().mean() for embedding in self.embeddings]).sum()
+        loss.backward()
+        return loss
+
+    def close(self) -> None:
+        for embedding in self.embeddings:
+            embedding.close()
 
 
 def saves(embeddings: int, folder: Path) -> Iterator[float]:
     """Seconds of one save after the other. Each follows a step, and leaves the latest two snapshots."""
-    import torch
-
-    import tierbed
-
-    class Step(tierbed.Graph):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            store = tierbed.make_host_mem_store_options(persistent_path=str(folder))
-            self.embeddings = torch.nn.ModuleList(
-                tierbed.MultiTableEmbedding(f"rows-{number}", DIM, torch.float32, torch.int64, None, store)
-                for number in range(embeddings)
-            )
-            self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
-
-        def build(self, ids: torch.Tensor) -> torch.Tensor:
-            loss = torch.stack([embedding(ids).square().mean() for embedding in self.embeddings]).sum()
-            loss.backward()
-            return loss
-
     torch.set_num_threads(1)
-    graph, ids = Step(), torch.arange(ROWS)
-    for number in count():
-        graph(ids)
-        checkpoint = folder / f"save-{number}"
-        begin = time.perf_counter()
-        graph.save(checkpoint)
-        yield time.perf_counter() - begin
-        graph.prune_snapshots(keep_last=2)
-        shutil.rmtree(checkpoint)
+    ids = torch.arange(ROWS)
+    with closing(TrainedTogether(embeddings, folder)) as graph:
+        for number in count():
+            graph(ids)
+            checkpoint = folder / f"save-{number}"
+            begin = time.perf_counter()
+            graph.save(checkpoint)
+            yield time.perf_counter() - begin
+            graph.prune_snapshots(keep_last=2)
+            shutil.rmtree(checkpoint)
 
 
 class Side:
@@ -85,8 +95,9 @@ def main() -> None:
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        for _, seconds in zip(sys.stdin, saves(options.serve, options.folder), strict=False):
-            print(seconds, flush=True)
+        with closing(saves(options.serve, options.folder)) as seconds:
+            for _ in sys.stdin:
+                print(next(seconds), flush=True)
         return
     pythons = {"this checkout": Path(sys.executable)}
     if options.against is not None:
