@@ -12,9 +12,6 @@ from .embedding.embedding import MultiTableMultiColumnEmbedding as MultiTableMul
 from .embedding.metrics import MetricsCollector as MetricsCollector
 from .embedding.metrics import prometheus_text as prometheus_text
 from .embedding.metrics import write_tensorboard as write_tensorboard
-from .embedding.plan import Curve as Curve
-from .embedding.plan import Plan as Plan
-from .embedding.plan import plan as plan
 from .embedding.torch_embedding import Embedding as Embedding
 from .embedding.torch_embedding_bag import EmbeddingBag as EmbeddingBag
 from .embedding.torch_table import to_dense_state_dict as to_dense_state_dict
@@ -49,6 +46,9 @@ from .engine.version import __version__ as __version__
 from .graph.graph import Graph as Graph
 from .graph.plain_loop import load_checkpoint as load_checkpoint
 from .graph.plain_loop import save_checkpoint as save_checkpoint
+from .planning.plan import Curve as Curve
+from .planning.plan import Plan as Plan
+from .planning.plan import plan as plan
 from .snapshots import exchange as exchange
 from .snapshots.exchange import export_snapshot as export_snapshot
 from .snapshots.exchange import import_snapshot as import_snapshot

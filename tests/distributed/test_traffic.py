@@ -15,8 +15,8 @@ from tierbed import (
     make_host_mem_store_options,
     make_table_options,
 )
-from tierbed.embedding.plan import plan
 from tierbed.engine.options.lookup import Lookup
+from tierbed.planning.plan import plan
 
 RANKS, DIM = 3, 6
 

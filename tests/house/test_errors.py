@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.places import ROOT
+from support.places import PACKAGE, ROOT
 from tierbed.engine import errors
 
-FOLDERS = ("engine", "snapshots", "distributed", "embedding", "graph", "jagged", "one_embedding", "cli")
 CLASSES = {name for name in vars(errors) if name.endswith("Error")}
 PROPER = ("MARK", "Parquet", "Prometheus", "RocksDB", "SmartDecayAdam", "TableBatchedEmbeddingBags")  # may begin a text
 COMPLETED = (  # by what raises them again, or by what surrounds them
@@ -30,7 +29,7 @@ COMPLETED = (  # by what raises them again, or by what surrounds them
 
 def texts() -> Iterator[tuple[str, str]]:
     """Where each error is made, and its text with {} for values."""
-    for folder in FOLDERS:
+    for folder in PACKAGE:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES:

@@ -15,7 +15,7 @@ import pytest
 
 import tierbed
 from support.embeddings import make, train
-from support.places import ROOT
+from support.places import PACKAGE, ROOT
 from support.stores import options
 from tierbed import errors
 
@@ -54,7 +54,7 @@ def test_messages_name_what_users_import_by_its_shortest_name() -> None:
     longer = re.compile(r"\b(?:tierbed\.)?(?:engine|embedding|graph|snapshots)\.(\w+)")
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno}: {match.group()}"
-        for folder in ("engine", "embedding", "graph", "snapshots", "distributed", "jagged", "one_embedding", "cli")
+        for folder in PACKAGE
         for file in sorted((ROOT / folder).rglob("*.py"))
         for error in ast.walk(ast.parse(file.read_text()))
         if isinstance(error, ast.Raise)

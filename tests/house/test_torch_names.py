@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from support.places import DOCS, ROOT
+from support.places import DOCS, PACKAGE, ROOT
 
-FOLDERS = ("engine", "snapshots", "distributed", "embedding", "graph", "jagged", "one_embedding", "cli", "src")
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 UNDOCUMENTED = re.compile(  # without an underscore, but torch does not document them
     r"torch\.(distributed\.distributed_c10d|distributed\.rendezvous|fx\.experimental|fx\.passes|fx\.proxy"
@@ -105,7 +104,7 @@ def private_names(tree: ast.Module, own: set[str], listed: Iterable[str]) -> Ite
 
 
 def test_the_table_has_each_private_name_of_torch_with_its_files_and_no_other() -> None:
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [path for folder in (*PACKAGE, "src") for path in sorted((ROOT / folder).rglob("*.py"))]
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
     own, listed = own_names(trees.values()), table()
     used = defaultdict(set)

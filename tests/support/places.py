@@ -12,6 +12,7 @@ GOLDEN = TESTS / "golden"
 DOCS = ROOT / "docs"
 BENCHMARKS = ROOT / "benchmarks"
 EXAMPLES = ROOT / "examples"
+PACKAGE = ("engine", "planning", "snapshots", "distributed", "embedding", "graph", "jagged", "one_embedding", "cli")
 
 
 def environment() -> dict[str, str]:

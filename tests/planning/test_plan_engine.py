@@ -13,7 +13,7 @@ from support.caches import PLACE_BYTES
 from support.embeddings import DIM, attach, make, train
 from support.stores import options
 from tierbed import MultiTableEmbedding, plan
-from tierbed.embedding.plan import Plan
+from tierbed.planning.plan import Plan
 
 ROWS, IDS, BATCHES, WARMUP = 50_000, 5000, 30, 15
 Trace = list[NDArray[np.int64]]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from support import naive
 from tierbed import InputError, OptionError, plan
-from tierbed.embedding.plan import RankPlan
+from tierbed.planning.plan import RankPlan
 
 Row = tuple[int, int]  # table, key
 

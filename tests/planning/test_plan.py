@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from support import naive
 from tierbed import InputError, OptionError, plan
-from tierbed.embedding.plan import Plan
-from tierbed.embedding.stack_distance import Sample, depths, hash_rows
 from tierbed.engine import _core
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.options.table_spec import table_spec
+from tierbed.planning.plan import Plan
+from tierbed.planning.stack_distance import Sample, depths, hash_rows
 
 Row = tuple[int, int]  # table, key
 
