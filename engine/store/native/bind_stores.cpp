@@ -1,16 +1,13 @@
 // Python binding of tiers, the full table, sets of changed rows, images and packed rows.
-#include <algorithm>
-#include <cstring>
-#include <functional>
+#include <memory>
 #include <optional>
-#include <queue>
 #include <utility>
 #include <vector>
 
 #include "changes.h"
 #include "full_table.h"
-#include "ops/kernels/hash.h"
 #include "ops/native/bind.h"
+#include "packed_rows.h"
 #include "rows.h"
 #include "table_image.h"
 #include "tier.h"
@@ -124,164 +121,51 @@ void bind_table_image(nb::module_& m) {
         .def_prop_ro("before_image_bytes", &TableImage::before_image_bytes);
 }
 
-constexpr std::size_t KEY_BYTES = sizeof(u32) + sizeof(u64);
-
-enum State : u8 { SAME, CHANGED, NEW };  // the result of `join_rows` for a row
-
-using RowKey = std::pair<u32, u64>;  // (table, key), in the order of rows
-
-// Packed rows of one length, or row keys alone.
-struct Packed {
-    const u8* bytes;
-    std::size_t row_bytes, count;
-
-    Packed(const InVector<u8>& rows, std::size_t row_bytes)
-        : bytes(rows.data()), row_bytes(row_bytes), count(rows.size() / row_bytes) {
-        require(row_bytes >= KEY_BYTES && rows.size() % row_bytes == 0,
-                "the size of rows is not a multiple of row_bytes");
-    }
-    const u8* row(std::size_t i) const { return bytes + i * row_bytes; }
-    RowKey row_key(std::size_t i) const {
-        RowKey key;
-        std::memcpy(&key.first, row(i), sizeof key.first);
-        std::memcpy(&key.second, row(i) + sizeof key.first, sizeof key.second);
-        return key;
-    }
-};
-
-class RowCheck {
-public:
-    RowCheck(u32 bucket, u32 tables, bool int32, u32 part, u32 parts)
-        : bucket_(bucket), tables_(tables), part_(part), parts_(parts), int32_(int32) {}
-
-    const char* problem(const Packed& rows) {
-        const bool has_record = rows.row_bytes >= packed_bytes_of(0);
-        for (std::size_t i = 0; i < rows.count; ++i) {
-            const RowKey row_key = rows.row_key(i);
-            if (last_ && !(*last_ < row_key)) return "its rows are not in strictly ascending order of (table, key)";
-            last_ = row_key;
-            const auto [table, key] = row_key;
-            if (table >= tables_) return "it has rows of tables that do not exist";
-            const u64 hash = hash_row(table, key);
-            if (bucket_of(hash) != bucket_) return "it has rows of another bucket";
-            if (owner_of(hash, parts_) != part_) return "it has rows of another part";
-            if (int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
-                return "it has keys that are not int32";
-            if (has_record) {
-                Record record;
-                std::memcpy(&record, rows.row(i + 1) - sizeof record, sizeof record);
-                if (record.updates == 0) return "it has rows whose update count is 0";
-            }
-        }
-        return nullptr;
-    }
-
-private:
-    const u32 bucket_, tables_, part_, parts_;
-    const bool int32_;
-    std::optional<RowKey> last_;
-};
-
-nb::tuple join_rows(InVector<u8> before, InVector<u8> after, std::size_t row_bytes) {
-    require(row_bytes >= packed_bytes_of(0), "row_bytes is too small for a row with its record");
-    const Packed older(before, row_bytes), newer(after, row_bytes);
-    std::vector<u8> gone(older.count), state(newer.count);
-    std::size_t i = 0, j = 0;
-    {
-        nb::gil_scoped_release unlocked;
-        while (i < older.count && j < newer.count) {
-            const RowKey left = older.row_key(i), right = newer.row_key(j);
-            if (left < right) {
-                gone[i++] = 1;
-            } else if (right < left) {
-                state[j++] = NEW;
-            } else {
-                state[j] = std::memcmp(older.row(i), newer.row(j), row_bytes) ? CHANGED : SAME;
-                ++i, ++j;
-            }
-        }
-    }
-    gone.resize(i);
-    state.resize(j);
-    return nb::make_tuple(own(std::move(gone)), own(std::move(state)));
+PackedRows packed(const InVector<u8>& rows, std::size_t row_bytes) {
+    require(row_bytes >= KEY_BYTES && rows.size() % row_bytes == 0, "the size of rows is not a multiple of row_bytes");
+    return {rows.data(), row_bytes, rows.size() / row_bytes};
 }
 
-nb::tuple merge_rows(InVector<u8> before, InVector<u8> after, InVector<u8> gone, std::size_t row_bytes) {
-    const Packed sides[] = {{before, row_bytes}, {after, row_bytes}, {gone, KEY_BYTES}};
-    std::size_t read[3] = {};
-    std::vector<u8> rows;
-    bool both = false;
-    {
-        nb::gil_scoped_release unlocked;
-        std::optional<RowKey> last;  // the least of the last keys: beyond it, some sides are not known yet
-        for (const Packed& side : sides)
-            if (side.count) last = std::min(last.value_or(side.row_key(side.count - 1)), side.row_key(side.count - 1));
-        rows.reserve(before.size() + after.size());
-        for (;;) {
-            std::optional<RowKey> least, keys[3];
-            for (int i = 0; i < 3; ++i) {
-                if (read[i] < sides[i].count) keys[i] = sides[i].row_key(read[i]);
-                if (keys[i] && (!least || *keys[i] < *least)) least = keys[i];
-            }
-            if (!least || *last < *least) break;
-            const bool replaced = keys[1] == least, erased = keys[2] == least;
-            if (replaced || !erased) {
-                const u8* row = sides[replaced].row(read[replaced]);
-                rows.insert(rows.end(), row, row + row_bytes);
-            }
-            both = both || (replaced && erased);
-            for (int i = 0; i < 3; ++i) read[i] += keys[i] == least;
-        }
-    }
-    return nb::make_tuple(own(std::move(rows)), read[0], read[1], read[2], both);
-}
-
-nb::tuple merge_parts(const std::vector<InVector<u8>>& parts, const std::vector<bool>& more, std::size_t row_bytes) {
-    using Next = std::pair<RowKey, std::size_t>;  // the key of the next row of a part, and the part
-    require(more.size() == parts.size(), "one of `more` for each part");
-    std::vector<Packed> sides;
-    for (const InVector<u8>& part : parts) sides.emplace_back(part, row_bytes);
-    std::vector<std::size_t> taken(sides.size());
-    std::vector<u8> rows;
-    {
-        nb::gil_scoped_release unlocked;
-        std::priority_queue<Next, std::vector<Next>, std::greater<>> nexts;
-        std::size_t bytes = 0;
-        for (std::size_t i = 0; i < sides.size(); ++i) {
-            if (sides[i].count) nexts.emplace(sides[i].row_key(0), i);
-            bytes += parts[i].size();
-        }
-        rows.reserve(bytes);
-        while (!nexts.empty()) {
-            const std::size_t i = nexts.top().second;
-            nexts.pop();
-            const u8* row = sides[i].row(taken[i]++);
-            rows.insert(rows.end(), row, row + row_bytes);
-            if (taken[i] < sides[i].count) {
-                nexts.emplace(sides[i].row_key(taken[i]), i);
-            } else if (more[i]) {
-                break;  // the next rows of this part are not known yet
-            }
-        }
-    }
-    return nb::make_tuple(own(std::move(rows)), nb::cast(taken));
-}
-
-void bind_rows(nb::module_& m) {
+void bind_packed_rows(nb::module_& m) {
     nb::class_<RowCheck>(m, "RowCheck")
         .def(nb::init<u32, u32, bool, u32, u32>(), nb::arg("bucket"), nb::arg("tables"), nb::arg("int32"),
              nb::arg("part"), nb::arg("parts"))
         .def(
             "problem",
             [](RowCheck& check, InVector<u8> rows, std::size_t row_bytes) {
-                const Packed packed(rows, row_bytes);
-                nb::gil_scoped_release unlocked;
-                return check.problem(packed);
+                const PackedRows next = packed(rows, row_bytes);
+                return without_gil([&] { return check.problem(next); });
             },
             nb::arg("rows"), nb::arg("row_bytes"));
-    m.def("join_rows", &join_rows, nb::arg("before"), nb::arg("after"), nb::arg("row_bytes"));
-    m.def("merge_parts", &merge_parts, nb::arg("parts"), nb::arg("more"), nb::arg("row_bytes"));
-    m.def("merge_rows", &merge_rows, nb::arg("before"), nb::arg("after"), nb::arg("gone"), nb::arg("row_bytes"));
+    m.def(
+        "join_rows",
+        [](InVector<u8> before, InVector<u8> after, std::size_t row_bytes) {
+            require(row_bytes >= packed_bytes_of(0), "row_bytes is too small for a row with its record");
+            const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes);
+            Joined joined = without_gil([&] { return join_rows(older, newer); });
+            return nb::make_tuple(own(std::move(joined.gone)), own(std::move(joined.state)));
+        },
+        nb::arg("before"), nb::arg("after"), nb::arg("row_bytes"));
+    m.def(
+        "merge_parts",
+        [](const std::vector<InVector<u8>>& parts, const std::vector<bool>& more, std::size_t row_bytes) {
+            require(more.size() == parts.size(), "one of `more` for each part");
+            std::vector<PackedRows> sides;
+            for (const InVector<u8>& part : parts) sides.push_back(packed(part, row_bytes));
+            Merged merged = without_gil([&] { return merge_parts(sides, more); });
+            return nb::make_tuple(own(std::move(merged.rows)), nb::cast(merged.taken));
+        },
+        nb::arg("parts"), nb::arg("more"), nb::arg("row_bytes"));
+    m.def(
+        "merge_rows",
+        [](InVector<u8> before, InVector<u8> after, InVector<u8> gone, std::size_t row_bytes) {
+            const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes),
+                             erased = packed(gone, KEY_BYTES);
+            Merged merged = without_gil([&] { return merge_rows(older, newer, erased); });
+            const auto& taken = merged.taken;
+            return nb::make_tuple(own(std::move(merged.rows)), taken[0], taken[1], taken[2], merged.both);
+        },
+        nb::arg("before"), nb::arg("after"), nb::arg("gone"), nb::arg("row_bytes"));
 }
 
 }  // namespace
@@ -290,7 +174,7 @@ void bind_stores(nb::module_& m) {
     bind_full_table(m);
     bind_changed_rows(m);
     bind_table_image(m);
-    bind_rows(m);
+    bind_packed_rows(m);
 }
 
 }  // namespace tierbed

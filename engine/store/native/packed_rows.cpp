@@ -1,0 +1,101 @@
+#include "packed_rows.h"
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+
+#include "ops/kernels/hash.h"
+
+namespace tierbed {
+
+const char* RowCheck::problem(const PackedRows& rows) {
+    const bool has_record = rows.row_bytes >= packed_bytes_of(0);
+    for (std::size_t i = 0; i < rows.count; ++i) {
+        const RowKey row_key = rows.row_key(i);
+        if (last_ && !(*last_ < row_key)) return "its rows are not in strictly ascending order of (table, key)";
+        last_ = row_key;
+        const auto [table, key] = row_key;
+        if (table >= tables_) return "it has rows of tables that do not exist";
+        const u64 hash = hash_row(table, key);
+        if (bucket_of(hash) != bucket_) return "it has rows of another bucket";
+        if (owner_of(hash, parts_) != part_) return "it has rows of another part";
+        if (int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
+            return "it has keys that are not int32";
+        if (has_record) {
+            Record record;
+            std::memcpy(&record, rows.row(i + 1) - sizeof record, sizeof record);
+            if (record.updates == 0) return "it has rows whose update count is 0";
+        }
+    }
+    return nullptr;
+}
+
+Joined join_rows(const PackedRows& older, const PackedRows& newer) {
+    Joined joined{std::vector<u8>(older.count), std::vector<u8>(newer.count)};
+    std::size_t i = 0, j = 0;
+    while (i < older.count && j < newer.count) {
+        const RowKey left = older.row_key(i), right = newer.row_key(j);
+        if (left < right) {
+            joined.gone[i++] = 1;
+        } else if (right < left) {
+            joined.state[j++] = NEW;
+        } else {
+            joined.state[j] = std::memcmp(older.row(i), newer.row(j), older.row_bytes) ? CHANGED : SAME;
+            ++i, ++j;
+        }
+    }
+    joined.gone.resize(i);
+    joined.state.resize(j);
+    return joined;
+}
+
+Merged merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& gone) {
+    const PackedRows sides[] = {before, after, gone};
+    Merged merged{{}, std::vector<std::size_t>(3)};
+    std::vector<std::size_t>& read = merged.taken;
+    std::optional<RowKey> last;  // the least of the last keys: beyond it, some sides are not known yet
+    for (const PackedRows& side : sides)
+        if (side.count) last = std::min(last.value_or(side.row_key(side.count - 1)), side.row_key(side.count - 1));
+    merged.rows.reserve((before.count + after.count) * before.row_bytes);
+    for (;;) {
+        std::optional<RowKey> least, keys[3];
+        for (int i = 0; i < 3; ++i) {
+            if (read[i] < sides[i].count) keys[i] = sides[i].row_key(read[i]);
+            if (keys[i] && (!least || *keys[i] < *least)) least = keys[i];
+        }
+        if (!least || *last < *least) return merged;
+        const bool replaced = keys[1] == least, erased = keys[2] == least;
+        if (replaced || !erased) {
+            const PackedRows& side = sides[replaced];
+            merged.rows.insert(merged.rows.end(), side.row(read[replaced]), side.row(read[replaced] + 1));
+        }
+        merged.both = merged.both || (replaced && erased);
+        for (int i = 0; i < 3; ++i) read[i] += keys[i] == least;
+    }
+}
+
+Merged merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& more) {
+    using Next = std::pair<RowKey, std::size_t>;  // the key of the next row of a part, and the part
+    Merged merged{{}, std::vector<std::size_t>(parts.size())};
+    std::priority_queue<Next, std::vector<Next>, std::greater<>> nexts;
+    std::size_t bytes = 0;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+        if (parts[i].count) nexts.emplace(parts[i].row_key(0), i);
+        bytes += parts[i].count * parts[i].row_bytes;
+    }
+    merged.rows.reserve(bytes);
+    while (!nexts.empty()) {
+        const std::size_t i = nexts.top().second;
+        nexts.pop();
+        std::size_t& taken = merged.taken[i];
+        merged.rows.insert(merged.rows.end(), parts[i].row(taken), parts[i].row(taken + 1));
+        if (++taken < parts[i].count) {
+            nexts.emplace(parts[i].row_key(taken), i);
+        } else if (more[i]) {
+            break;  // the next rows of this part are not known yet
+        }
+    }
+    return merged;
+}
+
+}  // namespace tierbed
