@@ -62,7 +62,7 @@ lint: install
 	$(BIN)/python scripts/walk
 
 types: install
-	PYTHON=$(BIN)/python scripts/typecheck
+	$(BIN)/python -m mypy -p tierbed
 
 # the native core's instructions in fixed workloads, against benchmarks/instructions.json; RENEW=1 writes that file anew
 instructions: install

@@ -12,7 +12,7 @@ GOLDEN = TESTS / "golden"
 DOCS = ROOT / "docs"
 BENCHMARKS = ROOT / "benchmarks"
 EXAMPLES = ROOT / "examples"
-PACKAGE = ("engine", "planning", "snapshots", "distributed", "embedding", "graph", "jagged", "one_embedding", "cli")
+PACKAGE = sorted(link.name for link in (ROOT / "src/tierbed").iterdir() if link.is_symlink())  # its folders
 
 
 def environment() -> dict[str, str]:
