@@ -63,6 +63,7 @@ lint: install
 
 types: install
 	$(BIN)/python -m mypy -p tierbed
+	$(BIN)/python -m mypy tests/house/user_script.py
 
 # the native core's instructions in fixed workloads, against benchmarks/instructions.json; RENEW=1 writes that file anew
 instructions: install
