@@ -14,7 +14,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.autograd.graph import increment_version
 
 from ..distributed.world import World
 from ..engine.checks import as_number, checked_arguments
@@ -24,14 +23,15 @@ from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.optim.base import LARGEST, SMALLEST
 from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
 from ..engine.signals import uninterrupted
+from ..engine.table.row_step import row_step
 from .ddp_guard import refuse_eager_ranks
 from .dense_part import DensePart, note_versions, warn_of_state
-from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders, kept_gradients
+from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients
 from .lookup_op import embeddings_of
 from .model_snapshots import ModelSnapshots
 from .names import check_distinct, name_embeddings
 from .saved_rows import SavedRows
-from .training_group import check_failed_step, train_together
+from .training_group import train_together
 
 log = logging.getLogger("tierbed")
 
@@ -307,33 +307,28 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     @torch.no_grad()
     def _step_rows(self) -> None:
         if self._world is None:
-            stepped = [(e, rows, gradients) for e, rows, gradients in self._reached() if gradients is not None]
+            reached = [(e, rows, grads) for e, rows, grads in self._reached() if grads is not None and grads.has_lookups]
         else:
-            stepped = self._reached_on_any_rank(self._world)
-        with exclusive_step([embedding for embedding, *_ in stepped], "an EagerOptimizer"):
-            pinned: list[tuple[RowGradients, Any]] = []
-            try:
-                for embedding, rows, gradients in stepped:
-                    if embedding.row_optimizer is not rows:
-                        embedding.use_optimizer(rows)  # a graph trained the embedding since
-                    batch = gradients.pin()
-                    if batch is None and self._world is not None:
-                        batch = embedding.pin([])  # for the rows that others looked up
-                    if batch is not None:
-                        pinned.append((gradients, batch))
-                self._pinned()
-                if self._world is None:
-                    for gradients, batch in pinned:
-                        update(gradients, batch)
-                else:
-                    exchange(self._world, pinned)
-                    with self._amid_updates():
-                        update_all(pinned)
-            except BaseException as error:
-                check_failed_step([embedding for embedding, *_ in stepped], error)
-                for embedding, *_ in stepped:
-                    embedding.release()
-                raise
+            reached = self._reached_on_any_rank(self._world)
+        trained = [(embedding, rows) for embedding, rows, _ in reached]
+        row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
+
+    def _update_rows(self, reached: list[RowGradients]) -> None:
+        pinned = [(gradients, gradients.pin()) for gradients in reached]
+        self._pinned()
+        if self._world is not None:
+            exchange(self._world, pinned)
+        error: BaseException | None = None
+        with self._amid_updates():
+            for gradients, batch in pinned:
+                try:
+                    gradients.update(batch)
+                except BaseException as wrong:
+                    if self._world is None:
+                        raise
+                    error = error or wrong  # the others as well: other ranks update them all
+            if error is not None:
+                raise error
 
     def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor]:
         """The parameters of the module and the optimizer that are no rows."""
@@ -462,20 +457,3 @@ def exchange(world: World, pinned: list[tuple[RowGradients, Any]]) -> None:
     for _, batch in pinned:
         batch.receive()
     world.handshake("gradients of an EagerOptimizer", error)
-
-
-def update(gradients: RowGradients, batch: Any) -> None:
-    gradients.update(batch)
-    increment_version(gradients.embedding.shadow)  # so that a backward() that needs the rows as they were says so
-
-
-def update_all(pinned: list[tuple[RowGradients, Any]]) -> None:
-    """Update the rows of each embedding, also where one fails: other ranks update them all."""
-    error: BaseException | None = None
-    for gradients, batch in pinned:
-        try:
-            update(gradients, batch)
-        except BaseException as wrong:
-            error = error or wrong
-    if error is not None:
-        raise error

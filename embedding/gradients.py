@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from threading import Thread, current_thread, get_ident
+from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError
@@ -28,8 +28,6 @@ _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.Dispatch
 # the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
 _LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}
 _LOOKS |= {"storage_offset", "stride", "untyped_storage"}
-_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
-os.register_at_fork(after_in_child=_training.clear)
 os.register_at_fork(after_in_child=holders.clear)  # or a child would train a copy of its parent's rows unnoticed
 
 
@@ -101,13 +99,9 @@ class RowGradients:
         copy = lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
         self._kept[key] = _LookupGradient(copy, weights, given, order, grad, _version(grad))
 
-    def pin(self) -> Pinned | None:
-        """Fetch and pin the rows of all lookups, each row once. Returns None if there is no lookup.
-
-        Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
-        """
-        kept = self.check()
-        return self.embedding.pin([one.lookup for one in kept], dtype=self._dtype) if kept else None
+    def pin(self) -> Pinned:
+        """Fetch and pin the rows of all lookups, each row once. InputError, and what `embedding.pin` raises."""
+        return self.embedding.pin([one.lookup for one in self.check()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
         """The gradients, in their order. InputError for one that can no longer be taken."""
@@ -120,6 +114,10 @@ class RowGradients:
                     f"{embedding.device}; call zero_grad() after moving a module"
                 )
         return kept
+
+    @property
+    def has_lookups(self) -> bool:
+        return bool(self._kept)
 
     @property
     def is_waiting(self) -> bool:
@@ -135,6 +133,7 @@ class RowGradients:
         """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
         batch.update(*self.grads(), *clip)  # without numbers, over ranks the mean
+        increment_version(self.embedding.shadow)  # a backward() that needs the rows as they were raises from here on
 
     def square_gradients(self) -> float:
         """The sum of the squares of the gradients of all rows, each summed over its occurrences. InputError."""
@@ -334,45 +333,3 @@ def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
         f"embedding {embedding.name!r}: its parameter has a gradient that is of no lookup, and no row would follow it; "
         "call zero_grad(), and leave the embedding's parameters out of what sets gradients"
     )
-
-
-def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:
-    """Whether another thread is in a step of one of them."""
-    threads = [_training[one.handle][0] for one in embeddings if one.handle in _training]
-    return any(thread is not current_thread() for thread in threads)
-
-
-class exclusive_step:  # a class, like `uninterrupted`: a generator costs more
-    """A block for a step that pins rows of `embeddings`: a step in another thread would unpin them.
-
-    owner: whose step it is, for messages. GraphError if another thread is in a step of one of them.
-    """
-
-    __slots__ = ("_embeddings", "_locked", "_owner")
-
-    def __init__(self, embeddings: Iterable[EmbeddingBase], owner: str) -> None:
-        self._embeddings, self._owner = embeddings, owner
-        self._locked: list[int] = []  # handles of the embeddings that this block keeps from other threads
-
-    def __enter__(self) -> None:
-        try:
-            self._lock((current_thread(), self._owner))
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def _lock(self, mine: tuple[Thread, str]) -> None:
-        for embedding in self._embeddings:
-            thread, other = first = _training.setdefault(embedding.handle, mine)
-            if thread is not mine[0]:
-                raise GraphError(
-                    f"a step of {self._owner} in thread {mine[0].name!r} trains embedding {embedding.name!r} while a "
-                    f"step of {other} in thread {thread.name!r} does; let one thread make all training steps of an "
-                    "embedding, or hold a lock of your own around each"
-                )
-            if first is mine:
-                self._locked.append(embedding.handle)
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._locked:
-            del _training[handle]

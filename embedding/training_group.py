@@ -16,6 +16,7 @@ import torch
 
 from ..engine.errors import StoreError
 from ..engine.ops.rows_contract import EmbeddingBase
+from ..engine.table.row_step import is_trained_elsewhere
 from ..engine.table.step_gate import StepGate
 from ..engine.table.table import OpenTable
 from ..snapshots.files.reader import Snapshot, list_snapshots
@@ -36,7 +37,6 @@ from ..snapshots.files.writer import Together
 from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import Group, Member, rows_of
-from .gradients import is_trained_elsewhere
 
 log = logging.getLogger("tierbed")
 
@@ -79,6 +79,21 @@ class TrainingGroup:
             if member is not None:
                 member.tear("a backward pass raised during its updates")
 
+    def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
+        """A step of embeddings raised: if it updated some of them alone, or in a backward pass, rows differ in step."""
+        places = (
+            os.path.realpath(os.path.join(one.store_options.persistent_path, one.name))
+            for one in embeddings
+            if one.group is self and one.world is None
+        )
+        found = [(one, one.table) for place in places if (one := _open.get(place)) is not None]
+        tables = [table for _, table in found if table is not None]
+        behind = [table for table in tables if table.in_step or table.failure is not None]
+        if 0 < len(behind) < len(tables) and any(table.refused or table.failure is not None for table in behind):
+            found[0][0].tear(f"a step raised during its updates ({error!r})")
+        if torch._C._current_graph_task_id() != -1:
+            self.fail_pass()
+
     def stores(self, name: str | None = None) -> dict[str, tuple[str, Path]]:
         """The name and the folder of each, or of those of this name, by its real path."""
         wanted = (one for one in self.embeddings if name in (None, one.name))
@@ -109,20 +124,6 @@ def train_together(modules: Iterable[Any]) -> None:
     for one in sorted(together.embeddings, key=lambda one: one.name):  # in one order on all ranks
         one.join()
     together.is_joined = True
-
-
-def check_failed_step(embeddings: Iterable[Any], error: BaseException) -> None:
-    """After a step that raised: where it updated some of the embeddings alone, their rows are of different steps."""
-    places = (
-        os.path.realpath(os.path.join(one.store_options.persistent_path, one.name))
-        for one in embeddings
-        if one.world is None and one.store_options.persistent_path is not None
-    )
-    found = [(one, one.table) for place in places if (one := _open.get(place)) is not None]
-    tables = [table for _, table in found if table is not None]
-    behind = [table for table in tables if table.in_step or table.failure is not None]
-    if 0 < len(behind) < len(tables) and any(table.refused or table.failure is not None for table in behind):
-        found[0][0].tear(f"a step raised during its updates ({error!r})")
 
 
 class Membership:

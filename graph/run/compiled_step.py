@@ -11,14 +11,13 @@ from torch import Tensor, fx
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ...embedding.gradients import exclusive_step
 from ...embedding.lookup_op import embedding_of
-from ...embedding.training_group import check_failed_step
 from ...engine.errors import OptimizerError, OptionError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
+from ...engine.table.row_step import row_step
 from ..passes.collectives import pin_early, refuse_worlds, schedule_collectives
 from ..passes.inductor import compile_dense
 from ..passes.lookups import KnownLookups, expand_reads, expand_trained, extract_id_graph, refuse_used, share_batches
@@ -86,30 +85,16 @@ class CompiledStep:
 
         GraphError while another thread trains the same rows. DynamicStepFailed if a static-shape step may run instead.
         """
-        if not self.trained:
-            outputs = self._forward(tensors, forward)
+        if self.trained:
+            outputs = row_step(self.trained, self.owner, self._forward, tensors, forward)
         else:
-            # Ctrl-C waits: a step is run to its end or not at all
-            with uninterrupted(), exclusive_step([embedding for embedding, _ in self.trained], self.owner):
-                outputs = self._train(tensors, forward)
+            outputs = self._forward(tensors, forward)
         following = iter(outputs)
         leaves = [
             next(following) if tensor else constant
             for tensor, constant in zip(self.returned.is_tensor, self.returned.constants, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.returned.spec)
-
-    def _train(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        for embedding, rows in self.trained:
-            if embedding.row_optimizer is not rows:
-                embedding.use_optimizer(rows)  # another graph trained the embedding since
-        try:
-            return self._forward(tensors, forward)
-        except BaseException as error:
-            check_failed_step([embedding for embedding, _ in self.trained], error)
-            for embedding, _ in self.trained:
-                embedding.release()
-            raise
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         # not no_grad: some kernels depend on gradient mode, which has to be that of the trace
@@ -144,8 +129,7 @@ class RankStep(CompiledStep):
 
     def join(self) -> None:
         """Take part in the step without a batch, for ranks that have one."""
-        with uninterrupted(), exclusive_step([embedding for embedding, _ in self.trained], self.owner):
-            self._train([], None)
+        row_step(self.trained, self.owner, self._forward, [], None)
 
 
 def compile_step(

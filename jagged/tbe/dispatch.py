@@ -11,13 +11,12 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from ...embedding.ddp_guard import refuse_lookup
-from ...embedding.gradients import exclusive_step
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup, check_lookup, check_weights
 from ...engine.options.table_spec import TableSpec
-from ...engine.signals import uninterrupted
+from ...engine.table.row_step import row_step
 from ..tensors.keyed_tensor import ColumnOrder
 from ..tensors.validation import is_traced
 from .call_arguments import TBECall
@@ -142,22 +141,17 @@ class FusedUpdater:
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, of_weights: bool) -> Tensor | None:
         """Update each row of a lookup once. Returns the gradient of the weights, by the rows before the update."""
         embedding = self.embedding
-        with uninterrupted(), exclusive_step([embedding], "a TableBatchedEmbeddingBags"):
-            if embedding.row_optimizer is not self.optimizer:
-                embedding.use_optimizer(self.optimizer)  # something else has trained the embedding since
-            try:
-                pinned = embedding.pin([lookup])
-                if embedding.group is not None:
-                    embedding.group.begin_pass()
-                weights_grad = self._weights_grad(pinned, grad) if of_weights else None
-                pinned.update([grad], [weights])
-            except BaseException:
-                embedding.release()
-                if embedding.group is not None:
-                    embedding.group.fail_pass()
-                raise
+
+        def update() -> Tensor | None:
+            pinned = embedding.pin([lookup])
+            if embedding.group is not None:
+                embedding.group.begin_pass()
+            weights_grad = self._weights_grad(pinned, grad) if of_weights else None
+            pinned.update([grad], [weights])
             increment_version(embedding.shadow)  # a later backward that needs the rows as they were raises
-        return weights_grad
+            return weights_grad
+
+        return row_step([(embedding, self.optimizer)], "a TableBatchedEmbeddingBags", update)
 
     def _weights_grad(self, pinned: Any, grad: Tensor) -> Tensor:
         """The gradient of the weights. If this rank alone fails, the ranks that wait for gradients raise its error."""

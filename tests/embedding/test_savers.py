@@ -14,10 +14,10 @@ from support.embeddings import DIM, ask_to_leave, make, rows_by_key
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.distributed.world import World
-from tierbed.embedding.gradients import exclusive_step
 from tierbed.embedding.group_snapshots import save_together
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
+from tierbed.engine.table.row_step import row_step
 
 IDS = torch.arange(50)
 FEW = 0.2  # seconds in which a thread that need not wait is done
@@ -41,17 +41,19 @@ def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path: Path, 
         if saving := save_together(World.of_one(), tables, "kept", background=background):
             saving.wait()
 
+    def train() -> None:
+        for rows in both:
+            rows._table().yield_to_reader()
+        pinned = [rows.pin([Lookup(IDS, torch.zeros_like(IDS))]) for rows in both]
+        pinned[0].update([torch.ones(len(IDS), DIM)])
+        amid.set()
+        while not (both[0]._table().step_gate.is_wanted or saved.done()):
+            pass
+        pinned[1].update([torch.ones(len(IDS), DIM)])
+
     with ThreadPoolExecutor(1) as pool:
         saved = pool.submit(save)
-        with exclusive_step(both, "a test"):
-            for rows in both:
-                rows._table().yield_to_reader()
-            pinned = [rows.pin([Lookup(IDS, torch.zeros_like(IDS))]) for rows in both]
-            pinned[0].update([torch.ones(len(IDS), DIM)])
-            amid.set()
-            while not (both[0]._table().step_gate.is_wanted or saved.done()):
-                pass
-            pinned[1].update([torch.ones(len(IDS), DIM)])
+        row_step([(rows, rows.row_optimizer) for rows in both], "a test", train)
         saved.result()
     assert [table.snapshot("kept").description["step"] for table in tables] == [1, 1]
     for rows in both:
