@@ -307,7 +307,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     @torch.no_grad()
     def _step_rows(self) -> None:
         if self._world is None:
-            reached = [(e, rows, grads) for e, rows, grads in self._reached() if grads is not None and grads.has_lookups]
+            reached = [
+                (e, rows, grads) for e, rows, grads in self._reached() if grads is not None and grads.has_lookups
+            ]
         else:
             reached = self._reached_on_any_rank(self._world)
         trained = [(embedding, rows) for embedding, rows, _ in reached]
