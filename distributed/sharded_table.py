@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..engine import _core
 from ..engine.errors import CapacityError, StoreError
-from ..engine.ops.batch import batch_of, empty
+from ..engine.ops.batch import Gradients, batch_of, checked_gradients, empty
 from ..engine.ops.exact_sum import partial, total
 from ..engine.optim.row_optimizer import RowOptimizer
-from ..engine.options.lookup import Gradients, Lookup, checked_gradients
+from ..engine.options.lookup import Lookup
 from ..engine.table.table import OpenTable, PinnedBatch
 from ..engine.table.table_report import new_rows
 from .handshake import Handshake

@@ -397,7 +397,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._handle.release()
 
     def _trained(self) -> OpenTable | ShardedTable:
-        table = self._table()
+        table = self.table_handle().table
         if table.optimizer is None and self._refused is not None:
             raise self._refused
         return table

@@ -400,14 +400,14 @@ class Graph(ModelSnapshots, HasBuild):
         self, given: Given, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
     ) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
-            self.__structure, self.__values = Structure(self), ValueGuards(MAX_CACHED_STEPS)
+            self.__structure = Structure(self, self.__optimizers.optimizers)
+            self.__values = ValueGuards(MAX_CACHED_STEPS)
             self.__steps.clear()  # no old step can be used again, and they would keep replaced modules alive
         tensors, state = live
         return (
             spec,
             call_key(leaves, dynamic_leaves, self.build, given),
             state,
-            self.__optimizers.key(),
             self.__end.key(),
             repr(self.__inductor),
             self.__captures,

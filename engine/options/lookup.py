@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -51,15 +50,6 @@ class Lookup(NamedTuple):
                 else (parts // len(feature_columns), len(feature_columns) - feature_columns.count(-1))
             )
         return tuple(self.ids.shape if self.pooling is None else self.ids.shape[:-1])
-
-
-class Gradients(NamedTuple):
-    """Gradients of the results of a batch's lookups. A row's is the sum over its occurrences in all lookups."""
-
-    lookups: Sequence[Lookup]
-    grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
-    weights: Sequence[Tensor | None]  # the weights that each lookup was pooled with
-    dtype: torch.dtype
 
 
 def check_lookup(
@@ -246,26 +236,6 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
         got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
         raise InputError(f"{where}: got {got}; give torch.float32 of the shape of ids, {expected}")
     _check_device(where, "weights", weights, lookup.ids)
-
-
-def check_grad(spec: TableSpec, lookup: Lookup, grad: Tensor, dtype: torch.dtype) -> None:
-    """Raises InputError for a gradient whose shape or dtype is not that of the lookup's result."""
-    expected = (*lookup.shape, spec.dim)
-    if grad.dtype != dtype or tuple(grad.shape) != expected or grad.device != lookup.ids.device:
-        raise InputError(
-            f"gradient of embedding {spec.name!r}: got {grad.dtype} {tuple(grad.shape)} on {grad.device}; give {dtype} "
-            f"{expected} on {lookup.ids.device}, as the lookup returned"
-        )
-
-
-def checked_gradients(
-    spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
-) -> Gradients:
-    """The gradients of a step's lookups and the weights that pooled them, one each. Raises InputError."""
-    for lookup, grad, given in zip(lookups, grads, weights, strict=True):
-        check_grad(spec, lookup, grad, dtype)
-        check_weights(spec, lookup, given)
-    return Gradients(lookups, grads, weights, dtype)
 
 
 def check_output_dtype(dtype: Any) -> torch.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from .. import _core
 from ..cache.cached import CpuCachedStore
-from ..ops.batch import array_of, batch_of, empty, flat, keys_of
+from ..ops.batch import Gradients, array_of, arrays_of, batch_of, empty, flat, keys_of
 from ..optim.row_state import RowState
-from ..options.lookup import OUTPUT_DTYPES, Gradients, Lookup
+from ..options.lookup import OUTPUT_DTYPES, Lookup
 from ..options.store_options import CachedHostMemOptions, mib
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier, TopTier
@@ -105,12 +104,12 @@ class CpuProcessor(Processor[_core.Batch]):
         self._hyper, self._step, self._scale = hyper, step, scale
 
     def update(self, batch: _core.Batch, gradients: Gradients, rule: str) -> None:
-        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         hyper, step, scale = self._hyper, self._step, self._scale
         _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale, self._written)
 
     def square_gradients(self, batch: _core.Batch, gradients: Gradients) -> Tensor:
-        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, dtype))
 
     def sum_gradients(
@@ -121,7 +120,7 @@ class CpuProcessor(Processor[_core.Batch]):
         out: Tensor | None = None,
     ) -> Tensor:
         out = empty((batch.unique, self.layout.dim), torch.float32) if out is None else out
-        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         _core.sum_gradients(batch, self.layout, *given, array_of(out), positions, dtype)
         return out
 
@@ -149,10 +148,3 @@ class CpuProcessor(Processor[_core.Batch]):
 
     def catch_up(self, batch: _core.Batch, rule: str) -> None:
         _core.catch_up(self.layout, batch.lines, rule, self._hyper, self._step)
-
-
-def _arrays(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """(gradients, whether bags are means, weights) in the form that the core takes."""
-    means = [lookup.pooling == "mean" for lookup in gradients.lookups]
-    weights = [None if given is None else flat(given) for given in gradients.weights]
-    return [array_of(grad) for grad in gradients.grads], means, weights

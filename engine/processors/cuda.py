@@ -16,12 +16,13 @@ from ..cache.cuda.cached import CudaCachedStore
 from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
 from ..host_memory import FreeMemory
+from ..ops.batch import Gradients
 from ..ops.cuda import step as kernels
 from ..ops.cuda.batch import CHANGED, Batch, Faults, Ids, Segment
 from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
 from ..optim.row_state import RowState
-from ..options.lookup import Gradients, Lookup
+from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier

@@ -14,8 +14,9 @@ from torch import Tensor
 from .. import _core
 from ..errors import TierbedError
 from ..host_memory import FreeMemory
+from ..ops.batch import Gradients
 from ..optim.row_state import RowState
-from ..options.lookup import Gradients, Lookup
+from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions
 from ..options.table_spec import TableSpec
 from ..row_format import Keys, TableIds

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import RLock
 from time import sleep
 from typing import Any, Protocol
@@ -16,12 +16,12 @@ from torch import Tensor
 from ..cache.cached import CpuCachedStore
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
-from ..ops.batch import rows_of
+from ..ops.batch import Gradients, checked_gradients, rows_of
 from ..ops.exact_sum import partial, total
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
-from ..options.lookup import Gradients, Lookup, checked_gradients
+from ..options.lookup import Lookup
 from ..options.table_spec import REACH, RUN, TableSpec
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, TableIds
@@ -38,6 +38,7 @@ from .stack import FIRST_STEP, SmallCaches, Stack
 from .step_gate import StepGate
 
 _BREATH = 0.0005  # seconds
+_NOT_ANNOUNCED = nullcontext()
 
 
 class RowsReplaced(ClosedError):
@@ -372,10 +373,11 @@ class OpenTable:
     ) -> PinnedBatch:
         """Deduplicate the ids, fetch their rows and pin them. dtype: of gathered rows, and of gradients.
 
-        dedup_from: as in `Processor.batch`; a prefetched batch is used first. CapacityError pins nothing.
+        dedup_from: as in `Processor.batch`; a prefetched batch is used first. CapacityError pins nothing. A `row_step`,
+        around the pin and the update, defers signals.
         """
         self.yield_to_reader()
-        with self.lock, uninterrupted():
+        with self.lock:
             pinned = self._pin(lookups, dtype, dedup_from)
             if self.catch_up_rule:
                 self.set_numbers()
@@ -402,14 +404,16 @@ class OpenTable:
         """Apply the optimizer to the rows of a batch, and end its pin."""
         optimizer, step = self.check_optimizer(), self.next_step()
         rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value, self.hyper)
-        self._wait_for_memory()
-        with self.lock, uninterrupted():
-            with self._writing(pinned, step):
-                self.processor.set_numbers(rule, hyper, step, scale)
-                self.processor.update(pinned.core, gradients, rule)
-                self.updated(step, hyper)
-                if self.lifecycle.has_ledger:
-                    self.lifecycle.note_written(pinned.core, step)
+
+        def write() -> None:
+            self.processor.set_numbers(rule, hyper, step, scale)
+            self.processor.update(pinned.core, gradients, rule)
+            self.updated(step, hyper)
+
+        if self.observers.is_active:
+            self.observers.wait_for_memory()
+        with self.lock:
+            self._write(pinned, step, write)
             if self.lifecycle.has_ledger and (expired := self.lifecycle.expired(step)):
                 with suppress(StoreError):  # the step itself succeeded: the next call erases them, or raises
                     self._erase(*expired, "expired")
@@ -426,21 +430,22 @@ class OpenTable:
                 f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer "
                 f"{self.state.rule}; add that optimizer before put"
             )
-        self._wait_for_memory()
+
+        def write() -> None:
+            if rule := self.catch_up_rule:
+                self.set_numbers()
+                self.processor.catch_up(pinned.core, rule)
+            self.processor.assign(pinned.core, values, self.step)
+
+        self.observers.wait_for_memory()
         with self.lock, uninterrupted():
             pinned = self._pin([lookup], torch.float32, None, is_step=False)
             self.check()
-            with self._writing(pinned, self.step):
-                if rule := self.catch_up_rule:
-                    self.set_numbers()
-                    self.processor.catch_up(pinned.core, rule)
-                self.processor.assign(pinned.core, values, self.step)
-                if self.lifecycle.has_ledger:
-                    self.lifecycle.note_written(pinned.core, self.step)
+            self._write(pinned, self.step, write)
 
     def delete(self, lookup: Lookup) -> int:
         """Delete the rows of ids from every tier. Returns how many had been written."""
-        self._wait_for_memory()
+        self.observers.wait_for_memory()
         with self.lock, uninterrupted():
             self.release()
             with self.announced(None):
@@ -470,13 +475,13 @@ class OpenTable:
         self, lookups: list[Lookup], dtype: torch.dtype, dedup_from: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
         self._release()
-        self.ready()  # erases pending rows before rows are counted
+        store = self.ready()  # erases pending rows before rows are counted
         with self.announced(lookups if is_step else None) as prepared:
             batch = self._batch(lookups, dedup_from) if prepared is None else prepared
             step = self.step + is_step
             if self.lifecycle.has_ledger and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
-            self.ready().pin(batch, self.capacity_limit)
+            store.pin(batch, self.capacity_limit)
         return self.pinned(batch, lookups, dtype)
 
     def pinned(self, batch: Any, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
@@ -486,14 +491,10 @@ class OpenTable:
 
     def announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
         """A block that pins the rows of a step, as `Prefetcher.step`."""
-        return nullcontext() if self.prefetcher is None else self.prefetcher.step(lookups)
-
-    def _wait_for_memory(self) -> None:
-        if self.observers.is_active:
-            self.observers.wait_for_memory()
+        return _NOT_ANNOUNCED if self.prefetcher is None else self.prefetcher.step(lookups)
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
-        self.ready().unpin(pinned.core, dirty)
+        self.require_open().unpin(pinned.core, dirty)
         if self.prefetcher is not None:
             self.prefetcher.step_ended()
 
@@ -523,16 +524,17 @@ class OpenTable:
         if rule := self.catch_up_rule:
             self.processor.set_numbers(rule, self.hyper_now(), self.step + 1)
 
-    @contextmanager
-    def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:
-        """A block that writes the lines of a pinned batch at `step`, with signals deferred. Ends the pin."""
+    def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
+        """Call `write`, which writes the lines of a pinned batch at `step`, with signals deferred. Ends the pin."""
         self.check_pinned(pinned)
         if self.observers.is_active:
             self.observers.before_update(pinned.core)
         self.before_write(step)
         written = False
         try:
-            yield
+            write()
+            if self.lifecycle.has_ledger:
+                self.lifecycle.note_written(pinned.core, step)
             written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,13 +43,13 @@ class OptimizerSet:
     """Ordinary torch optimizers, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
         self._rows: dict[int, RowOptimizer] = {}
         self._checked = False  # whether a step trains, or a warning said that none does
 
     def __iter__(self) -> Iterator[Optimizer]:
-        return iter(self._optimizers)
+        return iter(self.optimizers)
 
     def add(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         """Add an optimizer and its schedule.
@@ -78,12 +78,12 @@ class OptimizerSet:
                 f"{type(optimizer).__name__} calls the model several times a step, which a static graph cannot do; "
                 "use an optimizer whose step() needs no closure"
             )
-        if any(optimizer is other for other in self._optimizers):
+        if any(optimizer is other for other in self.optimizers):
             raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
         if scheduler is not None:
             check_schedule(optimizer, scheduler)
             self._schedulers[id(optimizer)] = scheduler
-        self._optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
         note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def adopt(self, root: nn.Module) -> None:
@@ -91,25 +91,21 @@ class OptimizerSet:
         for embedding in embeddings_of(root).values():
             for given in getattr(embedding.shadow, IN_BACKWARD, ()):
                 optimizer = given.optimizer if isinstance(given, EagerOptimizer) else given
-                if not any(optimizer is other for other in self._optimizers):
+                if not any(optimizer is other for other in self.optimizers):
                     self.add(optimizer, None)
 
     def discard(self, optimizer: Optimizer) -> None:
-        self._optimizers = [other for other in self._optimizers if other is not optimizer]
+        self.optimizers[:] = [other for other in self.optimizers if other is not optimizer]
         self._schedulers.pop(id(optimizer), None)
 
     def schedulers(self) -> list[LRScheduler]:
         """The schedules of the optimizers that have one, in the optimizers' order."""
-        return [self._schedulers[id(o)] for o in self._optimizers if id(o) in self._schedulers]
-
-    def key(self) -> Hashable:
-        """A key that changes with every optimizer and every parameter that is added."""
-        return tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers])
+        return [self._schedulers[id(o)] for o in self.optimizers if id(o) in self._schedulers]
 
     def attach(self, root: HasBuild) -> None:
         """Let the group of an embedding's shadow train its rows, once. OptimizerError for a parameter in two."""
         by_shadow = embeddings_by_shadow(root)
-        if self._optimizers:
+        if self.optimizers:
             train_together(embeddings_of(root).values())
         holders: dict[int, Optimizer] = {}
         rows: dict[int, RowOptimizer] = {}
@@ -176,7 +172,7 @@ class OptimizerSet:
         self._checked = self._checked or should_train
 
     def _members(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield optimizer, group, parameter

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...embedding.ddp_guard import refuse_ranks
@@ -139,13 +140,14 @@ class Structure:
     Each call reads the state, so it is read in few steps of the interpreter.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, optimizers: list[Optimizer]) -> None:
+        """optimizers: those of a graph, a list that may grow."""
         refuse_ranks(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
         modules = list(root.modules())
-        self._modules = modules
+        self._modules, self._optimizers = modules, optimizers
         # the dicts themselves: a module keeps its dicts for life
         self._parameters = [module._parameters for module in modules]
         self._buffers = [module._buffers for module in modules]
@@ -160,11 +162,12 @@ class Structure:
         return type(None), ()  # a copied graph reads its own modules
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
-        """Parameters and buffers as they are now, tied ones repeated, and a key of these and of torch's own state.
+        """Parameters and buffers as they are now, tied ones repeated, and a key of these, optimizers and torch's state.
 
         None if modules, their hooks or the number of their attributes have changed. The key has parameters by identity,
         since an optimizer holds the object itself. It has tensors in plain attributes by identity too, since a step
-        holds those that it uses. It has buffers by type and description alone.
+        holds those that it uses. It has buffers by type and description alone, and optimizers with their numbers of
+        parameters.
         """
         if self._read_shape() != self._shape:
             return None
@@ -183,6 +186,7 @@ class Structure:
                 tuple([None if value is None else _attribute_key(value) for value in attributes]),
                 tuple(map(type, buffers)),
                 any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
+                tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers]),
                 *map(_DESCRIBE, tensors),
                 *map(_STRIDE, tensors),
             )

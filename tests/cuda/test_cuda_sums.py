@@ -11,10 +11,11 @@ from torch import Tensor
 
 from support.cells import rotated
 from support.cuda_tables import on_devices
+from tierbed.engine.ops.batch import Gradients
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.options.lookup import Gradients, Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.options.table_spec import TableSpec, table_spec
 from tierbed.engine.processors.cpu import CpuProcessor
 from tierbed.engine.processors.cuda import CudaProcessor

@@ -15,9 +15,10 @@ from torch import Tensor
 from support import naive
 from support.rows import SPECIAL_KEYS, same_bits
 from tierbed.engine import _core
+from tierbed.engine.ops.batch import Gradients
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.options.lookup import Gradients, Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.options.table_spec import table_spec
 from tierbed.engine.processors.cpu import CpuProcessor
 from tierbed.engine.processors.processor import ByOwner
