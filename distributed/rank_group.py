@@ -152,6 +152,18 @@ class RankGroup:
                 "makes all of them"
             )
 
+    def begin_step(self, collectives: CollectiveSequence, nested: bool) -> None:
+        """A graph's step begins, which makes these collectives. nested: within a step."""
+        self.collectives, self.shared_error = collectives, None
+        if not nested:
+            self.pinned_batches = []
+
+    def end_step(self, nested: bool) -> None:
+        """The step has ended."""
+        self.collectives = NO_COLLECTIVES
+        if not nested:
+            self.shared_error = self.pinned_batches = None  # frames of the error hold what the step computed
+
     def must_report(self, error: BaseException) -> bool:
         """Whether other ranks still need an error: it was not raised on all, and the group is not aborted."""
         return self.size > 1 and self.failure is None and error is not self.shared_error

@@ -530,7 +530,7 @@ class ShardedTable:
         self._diverged = f"{op} raised {error!r} on this rank during its updates, which other ranks made"
         table = self._open_table()
         if table is not None:
-            table.failure = table.failure or error  # so that these rows never get a clean marker
+            table.note_failure(error)
 
     def _check_diverged(self) -> None:
         if self._diverged and self.own.failure is not None:  # else a load has replaced the table

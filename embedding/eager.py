@@ -120,8 +120,12 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         for embedding in embeddings:
             older = holders.get(embedding.handle)
             if isinstance(older, EagerOptimizer):
-                older._lost_embedding = embedding.name
+                older._lose(embedding)
             holders[embedding.handle] = self
+
+    def _lose(self, embedding: EmbeddingBase) -> None:
+        """A newer EagerOptimizer trains the embedding from here on."""
+        self._lost_embedding = embedding.name
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
         """OptimizerError if the EagerOptimizer that has the embedding would lose gradients, or is to keep it."""

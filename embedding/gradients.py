@@ -6,7 +6,6 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError
+from ..engine.ops.fingerprint import copied, fingerprint, same_values, write_count
 from ..engine.ops.rows_contract import TRACED, EmbeddingBase, Pinned
 from ..engine.optim.base import positive
 from ..engine.options.lookup import Lookup
@@ -31,22 +31,34 @@ _LOOKS |= {"storage_offset", "stride", "untyped_storage"}
 os.register_at_fork(after_in_child=holders.clear)  # or a child would train a copy of its parent's rows unnoticed
 
 
-@dataclass
 class _LookupGradient:
-    lookup: Lookup  # a copy, and so are the weights
-    weights: Tensor | None
-    given: tuple[Tensor | None, ...]  # the caller's tensors, by whose identity the key is made
-    order: int
-    grad: Tensor
-    version: int | None  # of the gradient when it was kept
+    """The gradient of what a lookup returned.
+
+    lookup, weights: copies. given: the caller's tensors, by whose identity the key is made.
+    """
+
+    def __init__(
+        self, lookup: Lookup, weights: Tensor | None, given: tuple[Tensor | None, ...], grad: Tensor, order: int
+    ) -> None:
+        self.lookup, self.weights, self._given, self.order = lookup, weights, given, order
+        self._set(grad)
+
+    def _set(self, grad: Tensor) -> None:
+        self.grad, self._count = grad, write_count(grad)
 
     def is_of(self, given: tuple[Tensor | None, ...]) -> bool:
-        copies = (*self.lookup.tensors, self.weights)
-        pairs = zip(given, copies, strict=True)
-        return all(now is None or (then is not None and torch.equal(now, then)) for now, then in pairs)
+        return all(map(same_values, given, (*self.lookup.tensors, self.weights)))
+
+    def add(self, grad: Tensor, order: int, name: str) -> None:
+        self._set(self.unchanged(name) + grad)
+        self.order = min(self.order, order)
+
+    def multiply(self, scale: float) -> None:
+        self._set(self.grad.float() * scale)
 
     def unchanged(self, name: str) -> Tensor:
-        if _version(self.grad) != self.version:
+        """The gradient. name: the embedding's. InputError if it was written to."""
+        if write_count(self.grad) != self._count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
                 "backward() a copy, grad.clone()"
@@ -86,18 +98,15 @@ class RowGradients:
         self._check_unclipped("backward()")
         self._apply_scale()
         given = (*lookup.tensors, weights)
-        key = (lookup.pooling, lookup.feature_columns, *map(_identity, given))
+        key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, given))
         kept = self._kept.get(key)
         if kept is not None and not kept.is_of(given):  # NumPy has written to the tensors, which changes no version
             key, kept = (key, len(self._kept)), None
         if kept is not None:
-            grad = kept.unchanged(self.embedding.name) + grad
-            kept.grad, kept.version, kept.order = grad, _version(grad), min(kept.order, order)
-            return
-        ids, table_ids, offsets, weights = (None if part is None else part.detach().clone() for part in given)
-        assert ids is not None
-        copy = lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
-        self._kept[key] = _LookupGradient(copy, weights, given, order, grad, _version(grad))
+            kept.add(grad, order, self.embedding.name)
+        else:
+            weights = None if weights is None else weights.detach().clone()
+            self._kept[key] = _LookupGradient(copied(lookup), weights, given, grad, order)
 
     def pin(self) -> Pinned:
         """Fetch and pin the rows of all lookups, each row once. InputError, and what `embedding.pin` raises."""
@@ -155,9 +164,10 @@ class RowGradients:
     def _apply_scale(self) -> None:
         """Multiply the gradients that there are by the scale, so that it is of no later one. InputError."""
         if self._scale != 1.0:
-            scaled = [one.unchanged(self.embedding.name).float() * self._scale for one in self._kept.values()]
-            for one, product in zip(self._kept.values(), scaled, strict=True):
-                one.grad, one.version = product, _version(product)
+            for one in self._kept.values():
+                one.unchanged(self.embedding.name)
+            for one in self._kept.values():
+                one.multiply(self._scale)
             self._scale, self._dtype = 1.0, torch.float32  # rounded no further
 
     def _check_unclipped(self, what: str) -> None:
@@ -168,17 +178,6 @@ class RowGradients:
 
     def _in_order(self) -> list[_LookupGradient]:
         return sorted(self._kept.values(), key=lambda kept: kept.order)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
-def _identity(tensor: Tensor | None) -> Hashable:
-    """A key that is equal for one tensor to which nothing was written in between."""
-    if tensor is None:
-        return None
-    return id(tensor), object() if tensor.is_inference() else tensor._version
 
 
 class ShadowGrad(Tensor):
@@ -270,23 +269,31 @@ def check_not_traced(embedding: EmbeddingBase) -> None:
         )
 
 
-def is_reached(embedding: EmbeddingBase) -> bool:
-    """Whether the backward pass under way reaches the embedding's parameter: autograd.grad of others does not.
+def is_reached(leaf: Tensor, refusal: str) -> bool:
+    """Whether the backward pass under way reaches a leaf; torch.autograd.grad of other tensors does not.
 
-    In a trace this is not known here, and the answer is True. GraphError for autograd.grad of the parameter itself, and
-    for create_graph=True.
+    refusal: the message of the GraphError for autograd.grad of the leaf itself.
+    """
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
+        raise GraphError(refusal) from None
+
+
+def are_rows_reached(embedding: EmbeddingBase) -> bool:
+    """`is_reached` of the embedding's parameter. In a trace this is not known here, and the answer is True.
+
+    GraphError for autograd.grad of the parameter itself, and for create_graph=True.
     """
     if detect_fake_mode() is not None:
         return True
     check_not_traced(embedding)
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            reached = bool(torch._C._will_engine_execute_node(get_gradient_edge(embedding.shadow).node))
-    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
-        raise GraphError(
-            f"embedding {embedding.name!r}: torch.autograd.grad of its parameter, but no tensor holds the gradients of "
-            "its rows; call backward(), or ask for the gradient of the rows that a lookup returned"
-        ) from None
+    reached = is_reached(
+        embedding.shadow,
+        f"embedding {embedding.name!r}: torch.autograd.grad of its parameter, but no tensor holds the gradients of "
+        "its rows; call backward(), or ask for the gradient of the rows that a lookup returned",
+    )
     if reached and torch.is_grad_enabled():
         raise GraphError(
             f"embedding {embedding.name!r}: a lookup has no second derivative; leave out create_graph=True"
@@ -299,7 +306,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
     node = torch._C._current_autograd_node()
     if node is not None and node.name().startswith("CompiledFunction"):  # it computes the gradients of all its inputs
         with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS):
-            if not is_reached(embedding):
+            if not are_rows_reached(embedding):
                 return
     name, shadow = embedding.name, embedding.shadow
     if embedding.handle not in holders:

@@ -22,7 +22,7 @@ from torch.autograd.function import _SingleLevelFunction
 from ..engine.errors import ClosedError, GraphError
 from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.options.lookup import Lookup
-from .gradients import is_reached
+from .gradients import are_rows_reached
 from .shadow import Shadow, plain
 
 _orders = itertools.count()
@@ -180,7 +180,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
     of_rows = of_weights = None
-    if ctx.needs_input_grad[0] and is_reached(embedding := embedding_of(ctx.handle)):
+    if ctx.needs_input_grad[0] and are_rows_reached(embedding := embedding_of(ctx.handle)):
         if runs_at_once(grad):
             embedding.accumulate(lookup_of(ids, table_ids, offsets, ctx.pooling, ctx.places), grad, weights, ctx.order)
             of_rows = grad.new_zeros((1, 1), dtype=torch.float32)

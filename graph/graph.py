@@ -140,11 +140,11 @@ class Graph(ModelSnapshots, HasBuild):
         """
         limit = positive("max_norm", max_norm)
         self.__refuse_captured("clip_grad_norm", limit is not None)
-        self.__end.max_norm = limit
+        self.__end.clip_norm(limit)
 
     def clip_grad_value(self, clip_value: float | None) -> None:
         """Clip each element of all gradients, of rows summed over their occurrences, to [-clip_value, clip_value]."""
-        self.__end.clip_value = positive("clip_value", clip_value)
+        self.__end.clip_elements(positive("clip_value", clip_value))
 
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
         """Sum the gradients of `steps` calls before parameters and rows are updated; with `mean`, take their mean.
@@ -165,14 +165,14 @@ class Graph(ModelSnapshots, HasBuild):
         A step with a gradient that is not finite updates nothing and lowers the scale. None: no scaler.
         """
         if scaler is None:
-            self.__end.scaler = None
+            self.__end.unscale_by(None)
             return
         if not isinstance(scaler, GradScaler):
             raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
         self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
         device = next((tensor.device for tensor in self.parameters()), "cpu")
         scaler.scale(torch.zeros((), device=device))  # creates the tensors of the scaler, which a trace could not
-        self.__end.scaler = scaler
+        self.__end.unscale_by(scaler)
 
     def compile_dense(self, **options: Any) -> None:
         """Let TorchInductor compile the dense part of each step, with these options of TorchInductor.
@@ -317,7 +317,7 @@ class Graph(ModelSnapshots, HasBuild):
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`, a tuple of a map, or the map."""
         load_extra_state(self, self.__optimizers, self.__end, state)
-        self.__rank_state.partial_update = ""
+        self.__rank_state.note_loaded()
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.

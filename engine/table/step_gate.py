@@ -90,5 +90,5 @@ def _locked(table: Table, locks: ExitStack) -> bool:
 def _check_device(table: Table) -> None:
     table.processor.wait()  # steps may run on another stream than this thread
     if error := table.deferred_error(wait=True):
-        table.reader_error = error
+        table.raise_later(error)
         raise error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import RLock
 from time import sleep
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,31 +45,10 @@ class RowsReplaced(ClosedError):
     """A load replaced the rows while a call waited for them: callers that only read start over with the new rows."""
 
 
-class PinningTable(Protocol):
-    """What a pinned batch needs of its table: an open table, or that of rows on several ranks."""
-
-    lock: RLock
-    processor: Processor[Any]
-    spec: TableSpec
-    observers: ChangeObservers
-    refused: bool
-
-    @property
-    def rule(self) -> str:
-        """The rule of the next update. Raises OptimizerError."""
-
-    def check_pinned(self, pinned: PinnedBatch) -> None:
-        """Raises StoreError if the batch is no longer pinned."""
-
-    def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None: ...
-
-    def release(self) -> None: ...
-
-
 class PinnedBatch:
     """`Pinned` of engine/ops/rows_contract.py for the rows of one table, whose `release` ends the pin as well."""
 
-    def __init__(self, table: PinningTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
+    def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
         self.core = core  # the processor's batch
         self.lookups = lookups
         self.dtype = dtype
@@ -106,7 +85,7 @@ class PinnedBatch:
         try:
             self.table.update(self, self.gradients(grads, weights), scale, clip_value)
         except BaseException:
-            self.table.refused = True
+            self.table.note_refused()
             raise
 
     def release(self) -> None:
@@ -281,6 +260,10 @@ class OpenTable:
         if undone and self.optimizer is not None:
             self.hyper = self.optimizer.hyper(self.step, None, self.hyper) if self.step else []
         return deferred.error
+
+    def raise_later(self, error: TierbedError) -> None:
+        """Let the next call raise a deferred error that another thread has taken between steps."""
+        self.reader_error = error
 
     def _erase(self, tables: TableIds, keys: Keys, cause: str, existing: Counts | None = None) -> None:
         """Erase rows from every tier. existing: by table, how many were written; None if all were.
@@ -542,6 +525,14 @@ class OpenTable:
                 # lines, counters and the tiers below may disagree: never serve these rows, and write no clean marker
                 self.failure, self._pinned = error, None
             raise
+
+    def note_refused(self) -> None:
+        """Note that an update of the pinned rows raised."""
+        self.refused = True
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note what left rows inconsistent: they are never served again, and get no clean marker."""
+        self.failure = self.failure or error
 
     def check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:

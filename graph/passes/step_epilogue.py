@@ -26,7 +26,6 @@ from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
 from ...engine.ops.rows_contract import EmbeddingBase, Pinned
 from ...engine.options.lookup import Lookup
-from ...engine.signals import uninterrupted
 from ..trace.swap import trace_lock
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
@@ -147,6 +146,15 @@ class StepEpilogue:
         """A key that changes with the settings that a compiled step depends on."""
         return self.is_plain, self.accumulate_steps > 1, None if self.scaler is None else self.scaling()
 
+    def clip_norm(self, max_norm: float | None) -> None:
+        self.max_norm = max_norm
+
+    def clip_elements(self, clip_value: float | None) -> None:
+        self.clip_value = clip_value
+
+    def unscale_by(self, scaler: GradScaler | None) -> None:
+        self.scaler = scaler
+
     def accumulate(self, steps: int, mean: bool) -> None:
         """Set the number of calls whose gradients are summed, and whether their mean is taken. OptimizerError."""
         count = as_int(steps, minimum=1)
@@ -180,21 +188,23 @@ class StepEpilogue:
                 "with that scaler"
             )
 
-    def add(self, rows: list[LookupGrads], dense: list[DenseGrads]) -> None:
-        """Add the gradients of one more call to those that wait, summed by row."""
-        with uninterrupted():
-            micro_batches = [
-                (embedding, embedding.sum_gradients(lookups, grads, weights))
-                for embedding, lookups, grads, weights in rows
-            ]
-            for embedding, micro_batch in micro_batches:
-                self._rows.setdefault(embedding, []).append(micro_batch)
-            for optimizer, params, grads in dense:
-                sums = self._dense.setdefault(optimizer, {})
-                for param, grad in zip(params, grads, strict=True):
-                    # cloned: it may be a view of an argument
-                    sums[param] = sums[param] + grad if param in sums else grad.clone()
-            self.waiting_calls += 1
+    def add(self, rows: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
+        """Add the gradients of one more call to those that wait, summed by row.
+
+        present: over ranks, whether this one has a batch in the call.
+        """
+        self.present = self.present or present
+        micro_batches = [
+            (embedding, embedding.sum_gradients(lookups, grads, weights)) for embedding, lookups, grads, weights in rows
+        ]
+        for embedding, micro_batch in micro_batches:
+            self._rows.setdefault(embedding, []).append(micro_batch)
+        for optimizer, params, grads in dense:
+            sums = self._dense.setdefault(optimizer, {})
+            for param, grad in zip(params, grads, strict=True):
+                # cloned: it may be a view of an argument
+                sums[param] = sums[param] + grad if param in sums else grad.clone()
+        self.waiting_calls += 1
 
     def pinned_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
         """All gradients that wait, with their rows pinned."""
@@ -289,8 +299,7 @@ def accumulate(
     """
     if collectives is not None:
         collectives.vote([], finite=True)  # if one rank failed, no rank adds its gradients
-        end.present = end.present or present
-    end.add(rows, dense)
+    end.add(rows, dense, present)
     if end.waiting_calls < end.accumulate_steps:
         return False
     try:

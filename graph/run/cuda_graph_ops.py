@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...embedding.saved_rows import SavedRows
 from ...engine.options.lookup import Lookup
-from ...engine.signals import uninterrupted
 from ...engine.table.table import OpenTable, PinnedBatch
 
 
@@ -61,8 +60,7 @@ def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
     with ExitStack() as stack:
         for table in sorted(tables, key=id):  # in one order: another graph may lock the same
             stack.enter_context(table.lock)
-        with uninterrupted():
-            yield
+        yield
 
 
 @contextmanager
@@ -75,7 +73,7 @@ def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value
         yield
     except BaseException as error:
         for table in trained:
-            table.failure = error  # some of its lines may be written
+            table.note_failure(error)  # some of its lines may be written
         raise
     for table, (step, hyper) in started:
         table.updated(step, hyper)

@@ -50,6 +50,13 @@ class RankStepState:
         """Note how to join the step that runs now, for `join`."""
         self._joins[in_training, trains] = weakref.WeakMethod(join)
 
+    def note_partial_update(self, error: BaseException) -> None:
+        """This rank alone raised during the updates of a step: no rank trains until a checkpoint is loaded."""
+        self.partial_update = self.partial_update or repr(error)
+
+    def note_loaded(self) -> None:
+        self.partial_update = ""
+
     def join(self, root: nn.Module) -> None:
         """Take part in a step for which this rank has no batch, and others have one.
 
@@ -165,9 +172,8 @@ class StepCollectives:
         """
         world = self._world
         world.check_thread()
-        world.collectives, self._first, world.shared_error = self._sequence, world.step_collectives, None
-        if not nested:
-            world.pinned_batches = []
+        self._first = world.step_collectives
+        world.begin_step(self._sequence, nested)
         self._first_batch = len(world.pinned_batches or ())
         self._number = ""
         try:
@@ -185,15 +191,12 @@ class StepCollectives:
             if world.must_report(error):
                 self._raise_on_ranks(error)
                 if self.trains and not isinstance(error, DynamicStepFailed):
-                    self._rank_state.partial_update = self._rank_state.partial_update or repr(error)
+                    self._rank_state.note_partial_update(error)
                     for batch in (world.pinned_batches or [])[self._first_batch :]:
                         batch.fall_behind(error)
             raise
         finally:
-            world.collectives = NO_COLLECTIVES
-            if not nested:
-                world.shared_error = None  # its frames hold what the step computed
-                world.pinned_batches = None
+            world.end_step(nested)
 
     def _raise_on_ranks(self, error: BaseException) -> None:
         """Make the remaining collectives. Raises the error on all ranks if there are any."""

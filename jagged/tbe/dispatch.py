@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
 
 from ...embedding.ddp_guard import refuse_lookup
-from ...engine.errors import GraphError
+from ...embedding.gradients import is_reached
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup, check_lookup, check_weights
@@ -20,6 +20,11 @@ from ...engine.table.row_step import row_step
 from ..tensors.keyed_tensor import ColumnOrder
 from ..tensors.validation import is_traced
 from .call_arguments import TBECall
+
+_NO_GRADIENT = (
+    "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and no tensor "
+    "holds their gradients; call backward(), or leave the anchor out"
+)
 
 
 class EmbeddingCall(NamedTuple):
@@ -183,17 +188,6 @@ class _Lookup(torch.autograd.Function):
         if updater.clip is not None:
             grad = grad.clamp(-updater.clip, updater.clip)
         of_weights = ctx.needs_input_grad[1]
-        if ctx.needs_input_grad[0] and _is_reached(anchor):
+        if ctx.needs_input_grad[0] and is_reached(anchor, _NO_GRADIENT):
             return None, updater.update(lookup, grad, weights, of_weights), None, None
         return None, updater.embedding.read_weights_grad(lookup, grad) if of_weights else None, None, None
-
-
-def _is_reached(anchor: Tensor) -> bool:
-    """Whether the current backward pass reaches `anchor`; torch.autograd.grad of other tensors does not. GraphError."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor).node))
-    except RuntimeError:  # torch raises it if the gradient of the leaf itself is requested
-        raise GraphError(
-            "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and "
-            "no tensor holds their gradients; call backward(), or leave the anchor out"
-        ) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -249,8 +248,7 @@ class TableBatchedEmbeddingBags(TableModule):
                         drawn = torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val)
                         embedding.put(keys, drawn, number)
             else:
-                options = tuple(specs[name].table_options(uniform) for name in names)
-                embedding.spec = replace(embedding.spec, tables=options)
+                embedding.set_spec(tables=tuple(specs[name].table_options(uniform) for name in names))
 
     def split_embedding_weights(self) -> list[Tensor]:
         """The rows of each table [rows, dim] as stored, copied: an in-place write into them raises InputError.
@@ -308,7 +306,7 @@ class TableBatchedEmbeddingBags(TableModule):
         for embedding, tensors in loads:
             embedding.load_tensors(tensors)
         if self._rows is not None and (step is not None or any("step" in one for one in by_name)):
-            self._rows.shift = 0
+            self._rows.count_from(0)
 
     @property
     def iter(self) -> Tensor:
@@ -372,7 +370,7 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         rows = self._own_optimizer("set_optimizer_step")
         past = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
-        rows.shift = past - max(embedding.table_handle().local_table.step for embedding in self.each())
+        rows.count_from(past - max(embedding.table_handle().local_table.step for embedding in self.each()))
 
     def extra_repr(self) -> str:
         optimizer = "NONE" if self._settings is None else self._settings.optimizer.name

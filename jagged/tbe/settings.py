@@ -161,6 +161,9 @@ class ShiftedOptimizer(RowOptimizer):
         super().__init__(optimizer, group)
         self.group = group
 
+    def count_from(self, shift: int) -> None:
+        self.shift = shift
+
     def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
         return super().hyper(max(step + self.shift, 1), clip_value, before)
 
