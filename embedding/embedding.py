@@ -18,14 +18,14 @@ from ..distributed.world import World
 from ..engine.checks import as_int, checked_arguments
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..engine.ops.batch import check_offsets, segment
-from ..engine.ops.rows_contract import TRACED, Pinned
+from ..engine.ops.rows_contract import TRACED
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.initializers import make_normal_initializer
 from ..engine.options.lookup import Lookup, check_lookup, check_output_dtype, check_weights
 from ..engine.options.store_options import store_options_from_dict
 from ..engine.options.table_spec import check_name, table_spec
-from ..engine.table.table import OpenTable, RowsReplaced, square_gradients, sum_gradients, unique_rows
+from ..engine.table.table import OpenTable, RowsReplaced
 from . import lookup_op as ops
 from .conversion import converter
 from .ddp_guard import check_world, is_in_ddp, refuse_lookup, warn_alone
@@ -358,19 +358,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self._accumulating:
             accumulate(self, lookup, grad, weights, order)
 
-    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Pinned:
+    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
         return self._trained().pin(lookups, dtype or self.output_dtype, dedup_from)
-
-    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
-        return unique_rows(self._local_table(), lookups)
-
-    def sum_gradients(
-        self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
-    ) -> tuple[Lookup, Tensor]:
-        return sum_gradients(self._local_table(), lookups, grads, weights, self.output_dtype)
-
-    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
-        return square_gradients(self._local_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
         table = self._trained()

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError
 from ..engine.ops.fingerprint import copied, fingerprint, same_values, write_count
-from ..engine.ops.rows_contract import TRACED, EmbeddingBase, Pinned
+from ..engine.ops.rows_contract import TRACED, EmbeddingBase
 from ..engine.optim.base import positive
 from ..engine.options.lookup import Lookup
 
@@ -108,7 +108,7 @@ class RowGradients:
             weights = None if weights is None else weights.detach().clone()
             self._kept[key] = _LookupGradient(copied(lookup), weights, given, grad, order)
 
-    def pin(self) -> Pinned:
+    def pin(self) -> Any:
         """Fetch and pin the rows of all lookups, each row once. InputError, and what `embedding.pin` raises."""
         return self.embedding.pin([one.lookup for one in self.check()], dtype=self._dtype)
 
@@ -138,7 +138,7 @@ class RowGradients:
         kept = self._in_order()
         return [one.grad.to(self._dtype) for one in kept], [one.weights for one in kept]
 
-    def update(self, batch: Pinned) -> None:
+    def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
         batch.update(*self.grads(), *clip)  # without numbers, over ranks the mean
@@ -149,7 +149,8 @@ class RowGradients:
         self._check_unclipped("a norm")
         self._apply_scale()  # or squares of what a GradScaler scaled might overflow
         lookups = [one.lookup for one in self.check()]
-        return self.embedding.square_gradients(lookups, *self.grads()) if lookups else 0.0
+        embedding: Any = self.embedding
+        return embedding.table_handle().local_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
         """Multiply the gradients that there are by a number. GraphError after `clip`."""

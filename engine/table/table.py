@@ -46,7 +46,7 @@ class RowsReplaced(ClosedError):
 
 
 class PinnedBatch:
-    """`Pinned` of engine/ops/rows_contract.py for the rows of one table, whose `release` ends the pin as well."""
+    """The unique rows of all lookups of a step, pinned in the top tier until `update` or `release`."""
 
     def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
         self.core = core  # the processor's batch
@@ -55,17 +55,23 @@ class PinnedBatch:
         self.table = table
 
     def gather(self, index: int, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`Pinned.gather`. out: a contiguous tensor of the result's elements, to be written and returned."""
+        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
+
+        weights: float32 of the shape of its ids, or None. out: a contiguous tensor of the result's elements, which is
+        written and returned.
+        """
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is like its result."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
+        """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
         return total([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
@@ -82,6 +88,11 @@ class PinnedBatch:
         scale: float = 1.0,
         clip_value: float | None = None,
     ) -> None:
+        """Apply the optimizer and end the pin.
+
+        grads and weights: for each lookup, the gradient of its result and the weights that pooled it. A row's summed
+        gradient is multiplied by `scale`, then each element is clipped to [-clip_value, clip_value].
+        """
         try:
             self.table.update(self, self.gradients(grads, weights), scale, clip_value)
         except BaseException:
@@ -89,41 +100,13 @@ class PinnedBatch:
             raise
 
     def release(self) -> None:
+        """End the pin; the rows are unchanged."""
         self.table.release()
 
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
         """The gradients of a step, checked. `grads` and `weights` are as in `update`. Raises InputError."""
         given = weights or [None] * len(self.lookups)
         return checked_gradients(self.table.spec, self.lookups, grads, given, self.dtype)
-
-
-def unique_rows(table: OpenTable, lookups: list[Lookup]) -> Lookup:
-    """A lookup of the unique rows of a future call. Raises InputError for illegal ids, if the host can read them."""
-    with table.lock:
-        table.require_open()
-        return table.processor.unique_rows(table.processor.batch(lookups, ahead=True))
-
-
-def sum_gradients(
-    table: OpenTable, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
-) -> tuple[Lookup, Tensor]:
-    """The unique rows of a call [n], and the gradient [n, dim] float32 of each; dtype: of `grads`. InputError."""
-    gradients = checked_gradients(table.spec, lookups, grads, weights, dtype)
-    with table.lock:
-        table.require_open()
-        batch = table.processor.batch(lookups)
-        return table.processor.unique_rows(batch), table.processor.sum_gradients(batch, gradients)
-
-
-def square_gradients(
-    table: OpenTable, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
-) -> float:
-    """`PinnedBatch.square_gradients` of lookups that are not pinned; dtype: of `grads`. InputError."""
-    gradients = checked_gradients(table.spec, lookups, grads, weights, dtype)
-    with table.lock:
-        table.require_open()
-        batch = table.processor.batch(lookups)
-        return total([partial(table.processor.square_gradients(batch, gradients).cpu().numpy())])
 
 
 class OpenTable:
@@ -436,6 +419,33 @@ class OpenTable:
                 if existing.any():
                     self._erase(*rows_of(self.spec, lookup), "deleted", existing)
                 return int(existing.sum())
+
+    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
+        """The unique rows of lookups, which are a micro-batch of a later step. InputError, if the host can read ids."""
+        with self.lock:
+            self.require_open()
+            return self.processor.unique_rows(self.processor.batch(lookups, ahead=True))
+
+    def sum_gradients(
+        self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
+    ) -> tuple[Lookup, Tensor]:
+        """A micro-batch: the unique rows of lookups [n], and the gradient [n, dim] float32 of each.
+
+        grads, of `dtype`, and weights are as in `PinnedBatch.update`. InputError.
+        """
+        gradients = checked_gradients(self.spec, lookups, grads, weights, dtype)
+        with self.lock:
+            self.require_open()
+            batch = self.processor.batch(lookups)
+            return self.processor.unique_rows(batch), self.processor.sum_gradients(batch, gradients)
+
+    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
+        """`PinnedBatch.square_gradients` of lookups that are not pinned. InputError."""
+        gradients = checked_gradients(self.spec, lookups, grads, weights, grads[0].dtype)
+        with self.lock:
+            self.require_open()
+            squares = self.processor.square_gradients(self.processor.batch(lookups), gradients)
+            return total([partial(squares.cpu().numpy())])
 
     def count_written(self, lookup: Lookup) -> Counts:
         """How many rows of ids were ever written, by table."""

@@ -21,15 +21,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...distributed.dense import Vote
+from ...embedding.saved_rows import SavedRows
 from ...engine.checks import as_int
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
-from ...engine.ops.rows_contract import EmbeddingBase, Pinned
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.swap import trace_lock
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
-LookupGrads = tuple[EmbeddingBase, list[Lookup], list[Tensor], list[Tensor | None]]
+LookupGrads = tuple[SavedRows, list[Lookup], list[Tensor], list[Tensor | None]]
 
 _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
 
@@ -105,22 +106,9 @@ class DenseGrads(NamedTuple):
 class RowGrads(NamedTuple):
     """The gradients of a pinned batch's lookups, with the weights that pooled them."""
 
-    batch: Pinned
+    batch: Any
     grads: list[Tensor]
     weights: list[Tensor | None]
-
-
-class _IdentityKey:
-    """A part of a key that equals itself alone. It keeps a tensor alive, so no other tensor can get its id."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _IdentityKey) and other._tensor is self._tensor
-
-    def __hash__(self) -> int:
-        return id(self._tensor)
 
 
 class StepEpilogue:
@@ -170,9 +158,8 @@ class StepEpilogue:
         self.accumulate_steps, self.mean = count, mean
 
     def scaling(self) -> Hashable:
-        """A key that changes with the tensor that a compiled step multiplies its loss by."""
-        scale = self._scale
-        return None if scale is None else _IdentityKey(scale)
+        """A key that changes with the tensor that a compiled step multiplies its loss by, and so keeps alive."""
+        return None if self._scale is None else id(self._scale)
 
     @property
     def _scale(self) -> Tensor | None:
@@ -188,14 +175,15 @@ class StepEpilogue:
                 "with that scaler"
             )
 
-    def add(self, rows: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
+    def add(self, looked_up: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
         """Add the gradients of one more call to those that wait, summed by row.
 
         present: over ranks, whether this one has a batch in the call.
         """
         self.present = self.present or present
         micro_batches = [
-            (embedding, embedding.sum_gradients(lookups, grads, weights)) for embedding, lookups, grads, weights in rows
+            (rows, rows.table_handle().local_table.sum_gradients(lookups, grads, weights, rows.output_dtype))
+            for rows, lookups, grads, weights in looked_up
         ]
         for embedding, micro_batch in micro_batches:
             self._rows.setdefault(embedding, []).append(micro_batch)

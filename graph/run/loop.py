@@ -127,10 +127,14 @@ class Announcer:
             for embedding in embeddings:
                 self._announce(embedding, None if embedding in self._unknown else self._accumulated[embedding])
 
-    def _micro_batch(self, embedding: EmbeddingBase, lookups: list[Lookup]) -> list[Lookup]:
+    def _micro_batch(self, embedding: Any, lookups: list[Lookup]) -> list[Lookup]:
         """What is pinned of the lookups of a call: of accumulated calls the rows, as `StepEpilogue.add` has them."""
         try:
-            return lookups if self._end.accumulate_steps == 1 else [embedding.unique_rows(lookups)]
+            return (
+                lookups
+                if self._end.accumulate_steps == 1
+                else [embedding.table_handle().local_table.unique_rows(lookups)]
+            )
         except Exception:  # the call itself will raise it
             self._unknown.add(embedding)
             return []
