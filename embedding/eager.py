@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from ..distributed.world import World
+from ..distributed.world import World, catch
 from ..engine.checks import as_number, checked_arguments
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.ops.exact_sum import sum_of_squares
@@ -38,7 +38,6 @@ log = logging.getLogger("tierbed")
 MAX_SHARED = 62  # embeddings over ranks, each a bit of a note
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # the attribute of a parameter by which torch's hook finds what it steps
-Reached = tuple[EmbeddingBase, RowOptimizer, RowGradients | None]
 
 
 class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
@@ -66,6 +65,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     all call `step()`; dense parameters are left to a DistributedDataParallel beside them.
     """
 
+    _warns_of_lazy_rows = True
     _step_supports_amp_scaling = False  # a GradScaler unscales gradients itself, also where the wrapped one could
 
     @checked_arguments("module")
@@ -83,9 +83,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         found = embeddings_of(groups) if module is None else module.modules()
         modules = [one for one in found if isinstance(one, EmbeddingBase)]
         embeddings = [one for one in modules if one.shadow.requires_grad]
-        self._world = refuse_eager_ranks(root, embeddings)
+        self._world = refuse_eager_ranks(root, embeddings) or World.of_one()
         self._partial_update = ""  # what this rank alone raised during the updates of a step
-        if self._world is not None and len(embeddings) > MAX_SHARED:
+        if self._world.size > 1 and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
                 f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MAX_SHARED} or fewer"
             )
@@ -94,11 +94,6 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 raise OptimizerError(
                     f"{type(optimizer).__name__} does not hold embedding {embedding.name!r}; give it the embedding's "
                     "parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
-                )
-            if hasattr(embedding.shadow, IN_BACKWARD) and not isinstance(self, InBackwardOptimizer):
-                raise OptimizerError(
-                    f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
-                    "trains its rows in backward(); leave the embedding out of this one, or make it again"
                 )
             self._check_can_take(embedding)
         if module is None:
@@ -112,10 +107,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         # with optimizer state of its own, which Adagrad makes at once; False once it has loaded some
         self._begins = not any(state.get("step", True) for state in optimizer.state.values())
         self._taken_over = [one for one in embeddings if one.row_optimizer is not None]
-        note_versions(self._dense(embeddings))
+        note_versions(self._dense(embeddings) or ())
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         self._warns_of_zeros = any(rows.states for _, rows in self._rows)
-        if not isinstance(self, InBackwardOptimizer):
+        if self._warns_of_lazy_rows:
             note_lazy(self.row_optimizers())
         for embedding in embeddings:
             older = holders.get(embedding.handle)
@@ -128,16 +123,14 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._lost_embedding = embedding.name
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
-        """OptimizerError if the EagerOptimizer that has the embedding would lose gradients, or is to keep it."""
-        if embedding.handle not in holders:
-            return
-        if isinstance(self, InBackwardOptimizer):
+        """OptimizerError if an optimizer in backward has the embedding, or another that would lose its gradients."""
+        if hasattr(embedding.shadow, IN_BACKWARD):
             raise OptimizerError(
-                f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
-                "parameter an optimizer too; drop the first by del, or leave the embedding out of the second"
+                f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
+                "trains its rows in backward(); leave the embedding out of this one, or make it again"
             )
         grad = embedding.shadow.grad
-        if isinstance(grad, ShadowGrad) and grad.rows.is_waiting:
+        if embedding.handle in holders and isinstance(grad, ShadowGrad) and grad.rows.is_waiting:
             raise OptimizerError(
                 f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
                 "its step(), or drop them by zero_grad() of the model, before you make a new one"
@@ -253,7 +246,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for name in (one.embedding.name for one in rows if holders.get(one.embedding.handle) is not self):
             raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; clip by that one")
-        if self._world is not None and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
+        if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
             raise OptimizerError(
                 "clip_grad_norm_ of rows that ranks share: their gradients meet in step(); leave the embeddings' "
                 "parameters out and clip rows by clip_grad_row_norm in their param group, or train by a Graph with "
@@ -304,25 +297,43 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         try:
             return closure()
         except BaseException as error:
-            if self._world is not None and self._world.must_report(error):
+            if self._world.must_report(error):
                 self._world.handshake(STEP, error)
             raise
 
     @torch.no_grad()
     def _step_rows(self) -> None:
-        if self._world is None:
-            reached = [
-                (e, rows, grads) for e, rows, grads in self._reached() if grads is not None and grads.has_lookups
-            ]
-        else:
-            reached = self._reached_on_any_rank(self._world)
+        reached = self._reached()
         trained = [(embedding, rows) for embedding, rows, _ in reached]
         row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
+
+    def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
+        """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
+        trained = self._rows
+        found, error = catch(lambda: self._checked_gradients([embedding for embedding, _ in trained]))
+        note = sum(1 << number for number, gradients in enumerate(found or ()) if gradients is not None)
+        notes = self._world.handshake(STEP, error, note=note).notes
+        return [
+            (embedding, rows, gradients or RowGradients(embedding))
+            for number, ((embedding, rows), gradients) in enumerate(zip(trained, found, strict=True))
+            if any(note >> number & 1 for note in notes)
+        ]
+
+    def _checked_gradients(self, embeddings: Iterable[EmbeddingBase]) -> list[RowGradients | None]:
+        """The gradients of each embedding's lookups here, None for none. OptimizerError, InputError."""
+        if self._partial_update:
+            raise OptimizerError(
+                f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
+                "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
+                "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
+            )
+        found = map(kept_gradients, embeddings)
+        return [gradients if gradients is not None and gradients.check() else None for gradients in found]
 
     def _update_rows(self, reached: list[RowGradients]) -> None:
         pinned = [(gradients, gradients.pin()) for gradients in reached]
         self._pinned()
-        if self._world is not None:
+        if self._world.size > 1:
             exchange(self._world, pinned)
         error: BaseException | None = None
         with self._amid_updates():
@@ -330,14 +341,14 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 try:
                     gradients.update(batch)
                 except BaseException as wrong:
-                    if self._world is None:
+                    if self._world.size == 1:
                         raise
                     error = error or wrong  # the others as well: other ranks update them all
             if error is not None:
                 raise error
 
-    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor]:
-        """The parameters of the module and the optimizer that are no rows."""
+    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor] | None:
+        """The parameters of the module and the optimizer that are no rows; None if they are not known."""
         module = None if self._module is None else self._module()
         shadows = {id(embedding.shadow) for embedding in embeddings}
         groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -349,7 +360,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if not self._has_met:
             self._has_met = True
             embeddings = [embedding for embedding, _ in self._rows]
-            dense = None if isinstance(self, InBackwardOptimizer) else self._dense(embeddings)
+            dense = self._dense(embeddings)
             part = DensePart(f"the EagerOptimizer of {type(self.optimizer).__name__}", dense, self.optimizer.state)
             for embedding in embeddings:
                 if isinstance(embedding, SavedRows):
@@ -364,38 +375,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            if self._world is not None:
+            if self._world.size > 1:
                 self._partial_update = self._partial_update or repr(error)
             raise
-
-    def _reached(self) -> list[Reached]:
-        """All embeddings, with the gradients of their lookups. OptimizerError for one with another gradient."""
-        return [(embedding, rows, kept_gradients(embedding)) for embedding, rows in self._rows]
-
-    def _reached_on_any_rank(self, world: World) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
-        """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
-        error: BaseException | None = None
-        reached: list[Reached] = []
-        try:
-            reached = self._reached()
-            if self._partial_update:
-                raise OptimizerError(
-                    f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
-                    "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
-                    "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
-                )
-            for *_, gradients in reached:
-                if gradients is not None:
-                    gradients.check()
-        except Exception as wrong:
-            error = wrong
-        note = sum(1 << number for number, (*_, gradients) in enumerate(reached) if gradients is not None)
-        notes = world.handshake(STEP, error, note=note).notes
-        return [
-            (embedding, rows, gradients or RowGradients(embedding))
-            for number, (embedding, rows, gradients) in enumerate(reached)
-            if any(note >> number & 1 for note in notes)
-        ]
 
 
 class InBackwardOptimizer(EagerOptimizer):
@@ -403,6 +385,18 @@ class InBackwardOptimizer(EagerOptimizer):
 
     Torch keeps it as long as the process lives, so it must not keep the embedding.
     """
+
+    _warns_of_lazy_rows = False
+
+    def _check_can_take(self, embedding: EmbeddingBase) -> None:
+        if embedding.handle in holders:
+            raise OptimizerError(
+                f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
+                "parameter an optimizer too; drop the first by del, or leave the embedding out of the second"
+            )
+
+    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> None:
+        return None
 
     @property
     def _rows(self) -> list[tuple[EmbeddingBase, RowOptimizer]]:

@@ -109,8 +109,8 @@ class RowGradients:
             self._kept[key] = _LookupGradient(copied(lookup), weights, given, grad, order)
 
     def pin(self) -> Any:
-        """Fetch and pin the rows of all lookups, each row once. InputError, and what `embedding.pin` raises."""
-        return self.embedding.pin([one.lookup for one in self.check()], dtype=self._dtype)
+        """The rows of all lookups, after `check`, each row once, as of `embedding.pin`."""
+        return self.embedding.pin([one.lookup for one in self._in_order()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
         """The gradients, in their order. InputError for one that can no longer be taken."""
@@ -123,10 +123,6 @@ class RowGradients:
                     f"{embedding.device}; call zero_grad() after moving a module"
                 )
         return kept
-
-    @property
-    def has_lookups(self) -> bool:
-        return bool(self._kept)
 
     @property
     def is_waiting(self) -> bool:

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...distributed.dense import Vote
-from ...embedding.saved_rows import SavedRows
 from ...engine.checks import as_int
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
@@ -30,7 +29,7 @@ from ...engine.options.lookup import Lookup
 from ..trace.swap import trace_lock
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
-LookupGrads = tuple[SavedRows, list[Lookup], list[Tensor], list[Tensor | None]]
+LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
 
 _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
 

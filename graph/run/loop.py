@@ -129,12 +129,10 @@ class Announcer:
 
     def _micro_batch(self, embedding: Any, lookups: list[Lookup]) -> list[Lookup]:
         """What is pinned of the lookups of a call: of accumulated calls the rows, as `StepEpilogue.add` has them."""
+        if self._end.accumulate_steps == 1:
+            return lookups
         try:
-            return (
-                lookups
-                if self._end.accumulate_steps == 1
-                else [embedding.table_handle().local_table.unique_rows(lookups)]
-            )
+            return [embedding.table_handle().local_table.unique_rows(lookups)]
         except Exception:  # the call itself will raise it
             self._unknown.add(embedding)
             return []
