@@ -391,12 +391,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             raise self._refused
         return table
 
-    def _table(self) -> OpenTable | ShardedTable:
-        return self.table_handle().table
-
-    def _local_table(self) -> OpenTable:
-        return self.table_handle().local_table
-
     def table_handle(self, for_load: bool = False) -> TableHandle:
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(

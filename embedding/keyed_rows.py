@@ -50,11 +50,11 @@ class KeyedRows(SavedRows):
 
     def _table(self) -> OpenTable | ShardedTable:
         """The open table with all rows, those of other ranks too; opened where it is not yet."""
-        raise NotImplementedError
+        return self.table_handle().table
 
     def _local_table(self) -> OpenTable:
         """The open table with the rows that this process has; opened where it is not yet."""
-        raise NotImplementedError
+        return self.table_handle().local_table
 
     def size(self) -> int:
         """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that were not removed since.

@@ -14,6 +14,7 @@ import tierbed
 from support.optimizers import OPTIMIZERS
 from tierbed import MultiTableEmbedding
 from tierbed.engine.options.lookup import Lookup
+from tierbed.engine.table.row_step import row_step
 from tierbed.engine.table.table import OpenTable
 
 DIM = 5
@@ -64,14 +65,19 @@ def train(
     place = next(embedding.parameters()).device
     ids = torch.as_tensor(ids, dtype=embedding.spec.key_type).to(place)
     tables = torch.as_tensor(tables).to(place).broadcast_to(ids.shape)
-    pinned = embedding.pin([Lookup(ids, tables)])
-    rows = pinned.gather(0)
-    if grad is None:
-        phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None].cpu()
-        waves = torch.sin(phase + torch.arange(embedding.dim))  # a GPU's sine has other bits
-        grad = waves.to(place) + rows / 8
-    pinned.update([torch.as_tensor(grad, dtype=torch.float32).expand_as(rows)])
-    return rows
+
+    def step() -> Tensor:
+        pinned = embedding.pin([Lookup(ids, tables)])
+        rows = pinned.gather(0)
+        given = grad
+        if given is None:
+            phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None].cpu()
+            waves = torch.sin(phase + torch.arange(embedding.dim))  # a GPU's sine has other bits
+            given = waves.to(place) + rows / 8
+        pinned.update([torch.as_tensor(given, dtype=torch.float32).expand_as(rows)])
+        return rows
+
+    return row_step([(embedding, embedding.row_optimizer)], "a test", step)
 
 
 def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
