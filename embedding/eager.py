@@ -310,7 +310,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
         trained = self._rows
-        found, error = catch(lambda: self._checked_gradients([embedding for embedding, _ in trained]))
+        if self._world.size == 1:
+            found = self._checked_gradients(trained)
+            return [(e, rows, own) for (e, rows), own in zip(trained, found, strict=True) if own is not None]
+        found, error = catch(lambda: self._checked_gradients(trained))
         note = sum(1 << number for number, gradients in enumerate(found or ()) if gradients is not None)
         notes = self._world.handshake(STEP, error, note=note).notes
         return [
@@ -319,7 +322,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             if any(note >> number & 1 for note in notes)
         ]
 
-    def _checked_gradients(self, embeddings: Iterable[EmbeddingBase]) -> list[RowGradients | None]:
+    def _checked_gradients(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> list[RowGradients | None]:
         """The gradients of each embedding's lookups here, None for none. OptimizerError, InputError."""
         if self._partial_update:
             raise OptimizerError(
@@ -327,7 +330,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
                 "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
             )
-        found = map(kept_gradients, embeddings)
+        found = [kept_gradients(embedding) for embedding, _ in trained]
         return [gradients if gradients is not None and gradients.check() else None for gradients in found]
 
     def _update_rows(self, reached: list[RowGradients]) -> None:

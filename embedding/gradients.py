@@ -40,7 +40,7 @@ class _LookupGradient:
     def __init__(
         self, lookup: Lookup, weights: Tensor | None, given: tuple[Tensor | None, ...], grad: Tensor, order: int
     ) -> None:
-        self.lookup, self.weights, self._given, self.order = lookup, weights, given, order
+        self.lookup, self.weights, self._originals, self.order = lookup, weights, given, order
         self._set(grad)
 
     def _set(self, grad: Tensor) -> None:
