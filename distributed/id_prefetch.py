@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..engine.ops.fingerprint import copied
+from ..engine.ops.fingerprint import copied, same_lookups
 from ..engine.options.lookup import Lookup
 from ..engine.processors.processor import Processor
-from ..engine.table.prefetch import QUEUE, same_lookups
+from ..engine.table.prefetch import QUEUE
 from .handshake import Handshake
 from .row_exchange import IdExchange, LocalBatch, Traffic
 from .world import World

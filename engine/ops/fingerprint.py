@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,8 +33,12 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def same_lookup(one: Lookup, other: Lookup) -> bool:
+def same_lookups(some: Sequence[Lookup], others: Sequence[Lookup]) -> bool:
     """Whether both have the same ids, tables and bags. May wait for a device."""
+    return len(some) == len(others) and all(map(_same_lookup, some, others))
+
+
+def _same_lookup(one: Lookup, other: Lookup) -> bool:
     same_bags = one.pooling == other.pooling and one.feature_columns == other.feature_columns
     return same_bags and all(map(same_values, one.tensors, other.tensors))
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..ops.fingerprint import copied, fingerprint, same_lookup
+from ..ops.fingerprint import copied, fingerprint, same_lookups
 from ..options.lookup import Lookup
 from ..processors.processor import Processor
 from ..store.contract import TopTier
@@ -71,11 +71,6 @@ def _memory(lookup: Lookup) -> tuple[Any, ...]:
     """A value that is equal for lookups of the same memory, unless torch has written to it in between."""
     memory = (fingerprint(part, by_memory=True) for part in lookup.tensors)
     return lookup.pooling, lookup.feature_columns, *memory
-
-
-def same_lookups(some: Sequence[Lookup], others: Sequence[Lookup]) -> bool:
-    """Whether both have the same ids, tables and bags. May wait for a device."""
-    return len(some) == len(others) and all(map(same_lookup, some, others))
 
 
 class Prefetcher:

@@ -62,22 +62,27 @@ def train(
     grad: Any = None,
 ) -> Tensor:
     """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
+    return row_step([(embedding, embedding.row_optimizer)], "a test", pin_and_update, embedding, ids, tables, grad)
+
+
+def pin_and_update(
+    embedding: MultiTableEmbedding,
+    ids: Tensor | Sequence[int],
+    tables: Tensor | Sequence[int] | int = 0,
+    grad: Any = None,
+) -> Tensor:
+    """What `train` does, outside of a `row_step`: signals are not deferred."""
     place = next(embedding.parameters()).device
     ids = torch.as_tensor(ids, dtype=embedding.spec.key_type).to(place)
     tables = torch.as_tensor(tables).to(place).broadcast_to(ids.shape)
-
-    def step() -> Tensor:
-        pinned = embedding.pin([Lookup(ids, tables)])
-        rows = pinned.gather(0)
-        given = grad
-        if given is None:
-            phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None].cpu()
-            waves = torch.sin(phase + torch.arange(embedding.dim))  # a GPU's sine has other bits
-            given = waves.to(place) + rows / 8
-        pinned.update([torch.as_tensor(given, dtype=torch.float32).expand_as(rows)])
-        return rows
-
-    return row_step([(embedding, embedding.row_optimizer)], "a test", step)
+    pinned = embedding.pin([Lookup(ids, tables)])
+    rows = pinned.gather(0)
+    if grad is None:
+        phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None].cpu()
+        waves = torch.sin(phase + torch.arange(embedding.dim))  # a GPU's sine has other bits
+        grad = waves.to(place) + rows / 8
+    pinned.update([torch.as_tensor(grad, dtype=torch.float32).expand_as(rows)])
+    return rows
 
 
 def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
