@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 def save_together(
     stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, advance: ProgressCallback, as_json: bool
 ) -> list[Manifest]:
-    """Save a snapshot of each store: of open stores by their process, all or none; then of closed stores by this one.
+    """Save a snapshot of each store: of open stores by their process, together; then of closed stores by this one.
 
     Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
@@ -82,15 +81,14 @@ def save_together(
 
 
 def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bool, advance: ProgressCallback) -> None:
-    from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
+    from ..snapshots.files.writer import NewSnapshots
     from ..snapshots.store.closed_store import save_closed_store
 
-    def save(folder: StoreFolder, commit: Decided) -> None:
-        own = kind if kind != "incremental" or folder.recovery_folder.parent_snapshot else "full"
-        save_closed_store(folder, name, advance, own, overwrite, OfAll(name, folders[0].path, commit))
-
-    if folders:
-        all_or_none(folders[0].snapshots / name, [partial(save, folder) for folder in folders])
+    with NewSnapshots() as new:
+        for folder in folders:
+            own = kind if kind != "incremental" or folder.recovery_folder.parent_snapshot else "full"
+            save_closed_store(folder, name, advance, own, overwrite, new)
+        new.put_in_place()
 
 
 def load_together(folders: list[StoreFolder], name: str, advance: ProgressCallback) -> list[Manifest]:

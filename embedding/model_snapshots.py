@@ -15,8 +15,9 @@ from ..engine.errors import OptionError, SnapshotError
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .conversion import converter
-from .group_snapshots import load_rows_together, load_together, save_together
+from .group_snapshots import load_rows_together, load_together
 from .saved_rows import SavedRows, rows_stay
+from .saving import save_together
 
 
 class ModelSnapshots:
@@ -31,10 +32,11 @@ class ModelSnapshots:
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
-        """Save the rows of all embeddings under one name, each in its store folder, between two steps: all or none.
+        """Save the rows of all embeddings under one name, each in its store folder, between two steps.
 
-        The arguments are those of `MultiTableEmbedding.save_snapshot`. An embedding that has no parent for an
-        incremental snapshot is saved full. SnapshotError, also if an embedding has no persistent_path;
+        If it raises, none of the snapshots exists, unless the error says so. The arguments are those of
+        `MultiTableEmbedding.save_snapshot`. An embedding without a parent for an incremental snapshot is saved full.
+        SnapshotError, also if an embedding has no persistent_path;
         StoreError, OptionError.
         """
         tables, world = self._handles(), _world_of(self._stored())

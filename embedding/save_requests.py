@@ -10,8 +10,8 @@ from ..distributed.world import World
 from ..engine.errors import GroupError, TierbedError
 from ..snapshots.files.format import Manifest
 from ..snapshots.files.reader import Snapshot
-from .group_snapshots import save_together
 from .rows_reference import check_not_awaiting
+from .saving import save_together
 
 _POLL_SECONDS = 0.05  # between two checks whether the client still waits
 

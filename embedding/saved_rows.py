@@ -131,10 +131,7 @@ class SavedRows(EmbeddingBase):
             _check_flag("background", background)
             _check_flag("overwrite", overwrite)
             handle = self.table_handle()
-        if background:
-            return handle.save_in_background(snapshot_name, kind, overwrite)
-        handle.save_snapshot(snapshot_name, kind, overwrite)
-        return None
+        return handle.save_snapshot(snapshot_name, kind, overwrite, background=background)
 
     def load_snapshot(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -14,21 +13,19 @@ from ..distributed.world import catch
 from ..engine.errors import OptionError, StoreError
 from ..engine.table.change_observers import still_saving
 from ..snapshots.files.format import HashShard, check_name
-from ..snapshots.files.merging import changes_between
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, Instant, Version
-from ..snapshots.files.writer import ProgressCallback, Together, check_parent
-from ..snapshots.store.all_or_none import OfAll
+from ..snapshots.files.writer import NewSnapshots, Together
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE
 from ..snapshots.store.retention import state_snapshot
-from ..snapshots.store.save import begin_save, check_kind, check_save, note_state, parent_for
+from ..snapshots.store.save import check_kind, check_save, note_state
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
-from .sharded_save import BackgroundShardedSave, ShardedSave
+from .saving import BackgroundSaving, commit, locked
 from .table_handle import LocalTableHandle
 from .table_snapshots import TableSnapshots, no_place, open_snapshot
 
@@ -39,8 +36,7 @@ class ShardedSnapshots(TableSnapshots):
     """The part of `ShardedTableHandle` that saves and loads snapshots: each rank writes and reads its shard."""
 
     own: LocalTableHandle
-    _for_state: Together | None = None  # on rank 0, of a save for a state_dict
-    _saving: BackgroundShardedSave | None = None
+    _saving: BackgroundSaving | None = None
 
     def close(self) -> None:
         """Close the rows of this rank."""
@@ -57,36 +53,13 @@ class ShardedSnapshots(TableSnapshots):
         saved = saved_as(self.place, record.snapshot) if record.snapshot else RowsReference(0, version=EMPTY)
         return (record.run, record.saved) if saved is None else saved.version
 
+    def before_save(self, background: bool) -> None:
+        self.at_step()
+
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
-        """Raise what `save_snapshot` would raise for these arguments."""
-        op = self._op(f"checking snapshot {name!r}")
+        op = self.op(f"checking snapshot {name!r}")
         self._agree(name, kind, overwrite, background)
         self._on_rank_0(op, lambda store: check_save(store, name, kind, self._source(), overwrite))
-
-    def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: ProgressCallback | None = None) -> None:
-        op = self._op(f"saving snapshot {name!r}")
-        self._agree(name, kind, overwrite)
-        self.at_step()
-        table = self.own.table
-        with table.lock:  # rows of one step
-            self.check_not_saving(op)
-            save, parent = self.begin_save(op, name, kind, overwrite)
-            _, error = catch(lambda: self.write_save(save, parent, progress))
-            made = save.commit(error, self.when_saved())
-            self.end_save(kind, made)
-
-    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundShardedSave:
-        """As `LocalTableHandle.save_in_background`. The result's `wait` is called by all ranks."""
-        op = self._op(f"saving snapshot {name!r} in the background")
-        self._agree(name, kind, overwrite, background=True)
-        self.at_step()
-        table = self.own.table
-        with table.lock:
-            self.check_not_saving(op)
-            save, _ = self.begin_save(op, name, kind, overwrite)
-            what = f"snapshot {name!r}"
-            self._saving = BackgroundShardedSave(self.world, op, [(table.observers, save)], [self.when_saved()], what)
-        return self._saving
 
     def at_step(self) -> None:
         """Between two steps: complete the snapshot in the background, if all ranks have written it."""
@@ -101,20 +74,34 @@ class ShardedSnapshots(TableSnapshots):
             self._saving.drop()
 
     def save_for_state(self, keep: int | None) -> RowsReference:
-        op = self._op("saving rows for a state_dict")
+        op = self.op("saving rows for a state_dict")
         self.world.handshake(op, same={"state_dict_snapshots": keep})
         self.at_step()
-        table = self.own.table
-        with table.lock:
+        table, member = self.own.table, self.membership
+        with locked([self]), NewSnapshots() as new:
             self.world.call_on_all_ranks(op, table.check)
-            name, is_new, instant = self.world.call_on_rank_0(f"{op}: its place", lambda: self._state_place(keep))
-            if name and is_new:
-                rows, place = table.counts.rows, self.folder / name
-                save = ShardedSave(self.world, op, place, table.describe(), rows, together=self._for_state)
-                _, error = catch(lambda: save.write(table.scan()))
-                made = save.commit(error)
-                if self.membership is not None:
-                    self.membership.saved_as(made)
+            together = Together(new.new_id(), None)
+
+            def find() -> tuple[str, bool, str | None]:
+                """The snapshot of these rows, "" for none; whether it is to be made; the digest of the instant."""
+                nonlocal together
+                assert member is not None
+                now = member.versions.rows.now
+                if now == EMPTY:
+                    return "", False, None
+                place = state_snapshot(self.checked_store(), now, keep)
+                if place is not None:
+                    return place.name, False, None if member.record is None else member.seen().digest
+                together = self._together(new)
+                instant = None if together.saved is None else together.saved.instant.digest
+                return OF_STATE + together.id, True, instant
+
+            name, is_new, instant = self.world.call_on_rank_0(f"{op}: its place", find)
+            if is_new:
+                save = self.begin_at(op, self.folder / name, self._source(together), new)
+                (made,) = commit(self.world, op, [save], new, catch(save.write)[1])
+                if member is not None:
+                    member.saved_as(made)
             if name:
                 self._on_rank_0(f"{op}: noted", lambda store: self._note_state(store, self.folder / name))
         found = saved_as(self.place, name) or RowsReference(table.step, version=self._now() if name else EMPTY)
@@ -123,25 +110,6 @@ class ShardedSnapshots(TableSnapshots):
     def _note_state(self, store: StoreFolder, place: Path) -> None:
         if note_state(store, place):
             store.note_saved(self.own.life.writes)
-
-    def _state_place(self, keep: int | None) -> tuple[str, bool, str | None]:
-        """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made.
-
-        The last is the digest of the instant.
-        """
-        assert self.membership is not None
-        assert self.store is not None
-        self._for_state = None
-        now = self.membership.versions.rows.now
-        if now == EMPTY:
-            return "", False, None
-        alone = self.membership.record is None
-        place = state_snapshot(self.store, now, keep)
-        if place is not None:
-            return place.name, False, None if alone else self.membership.seen().digest
-        self._for_state = Together(secrets.token_hex(16), None) if alone else self.membership.saved()
-        saved = self._for_state.saved
-        return OF_STATE + self._for_state.id, True, None if saved is None else saved.instant.digest
 
     def _load_for_state(self, name: str, instant: str | None) -> None:
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
@@ -159,19 +127,6 @@ class ShardedSnapshots(TableSnapshots):
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
         return self._open_and_load(name, lambda: self.snapshot(name), selection, strict)
 
-    def save_rows(self, place: Path) -> None:
-        """As `LocalTableHandle.save_rows`, into a folder that all ranks see."""
-        if self.place is not None:
-            self.save_snapshot(place.name, "full", False)
-            self.link_rows(place)
-            return
-        op = self._op(f"saving rows as {place.name!r}")
-        table = self.own.table
-        with table.lock:
-            save = ShardedSave(self.world, op, place, table.describe(), table.counts.rows)
-            _, error = catch(lambda: save.write(table.scan()))
-            save.commit(error)
-
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         with ExitStack() as linking:
             read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
@@ -188,7 +143,7 @@ class ShardedSnapshots(TableSnapshots):
         return self._load(op, snapshot, ALL, True, snapshot.name, together)
 
     def _agree(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
-        op = self._op("saving a snapshot")
+        op = self.op("saving a snapshot")
         _, error = catch(lambda: self._check_arguments(name, kind, background))
         same = (
             {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
@@ -213,7 +168,6 @@ class ShardedSnapshots(TableSnapshots):
         self.own.table.check()
 
     def check_not_saving(self, op: str) -> None:
-        """Raises StoreError on all ranks while a snapshot is being saved in the background."""
         saving = self._saving  # also if this rank has written its shard
         self.world.handshake(op, None if saving is None else StoreError(still_saving(saving.what)))
 
@@ -224,49 +178,26 @@ class ShardedSnapshots(TableSnapshots):
     def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
         return self.own.check_fit(snapshot, selection)
 
-    def note_saving(self, saving: BackgroundShardedSave) -> None:
-        """The rows are among those that are being saved in the background."""
+    def note_saving(self, saving: BackgroundSaving) -> None:
         self._saving = saving
 
-    def begin_save(
-        self, op: str, name: str, kind: str, overwrite: bool, of_all: OfAll | None = None
-    ) -> tuple[ShardedSave, Snapshot | None]:
-        """The save that all ranks write, once rank 0 has begun it, and this shard of its parent."""
-        together: Together | None = None
-        replaces = overwrite
+    def _when_saved(self, store: StoreFolder, new: NewSnapshots) -> None:
+        writes = self.own.life.writes
 
-        def prepare() -> list[str] | None:
-            nonlocal together, replaces
-            store = self.checked_store()
-            parent = parent_for(store, name) if kind == "incremental" else None
-            if parent is not None:
-                check_parent(self.folder / name, parent, self.own.table.describe())
-            if self.membership is not None and self.membership.record is not None:
-                together = self.membership.saved(of_all)
-            place = begin_save(store, name, kind, self._source(), overwrite)
-            replaces = os.path.lexists(place)
-            return None if parent is None else [parent.name, parent.manifest.id]
+        def note() -> None:
+            try:
+                store.note_saved(writes)
+            except StoreError as error:
+                raise StoreError(
+                    f"embedding {self.name!r}: the snapshot is saved, but the store folder could not record which rows "
+                    f"it has: {error}; make room, and save again before another number of ranks opens the rows"
+                ) from error
 
-        over = self.world.call_on_rank_0(f"{op}: its parent", prepare)
-        parent: Snapshot | None = None
-        if over is not None:
-            parent = self.world.call_on_all_ranks(op, lambda: self._part_of(open_snapshot(self.folder / over[0])))
-        table = self.own.table
-        rows, place = table.counts.rows, self.folder / name
-        return ShardedSave(self.world, op, place, table.describe(), rows, replaces, parent, together), parent
+        new.then(note)
 
-    def write_save(self, save: ShardedSave, parent: Snapshot | None, progress: ProgressCallback | None) -> None:
-        table = self.own.table
-        if parent is None:
-            save.write(table.scan(), progress)
-            return
-        changed = table.observers.changed(parent.manifest.id)
-        save.write_changes(changes_between(parent.chunks(), table.scan()) if changed is None else changed, progress)
-
-    def when_saved(self) -> Callable[[], None]:
-        """What rank 0 does when the snapshot is complete: record which rows it has, those of now."""
-        writes, store = self.own.life.writes, self.store
-        return lambda: None if store is None else store.note_saved(writes)
+    @property
+    def _shard(self) -> HashShard:
+        return HashShard(self.world.rank, self.world.size)
 
     def finish_saving(self) -> None:
         if self._saving is not None:
@@ -278,7 +209,7 @@ class ShardedSnapshots(TableSnapshots):
             self._saving = None
 
     def _part_of(self, snapshot: Snapshot) -> Snapshot:
-        return snapshot.of_shard(HashShard(self.world.rank, self.world.size))
+        return snapshot.of_shard(self._shard)
 
     def _load(
         self,

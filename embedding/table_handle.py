@@ -28,10 +28,10 @@ from ..engine.table.table_report import note_metrics
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import Manifest
 from ..snapshots.inspection.row import plain_row, read_row, row_key_of
-from .group_snapshots import save_together
 from .recovery import Decide, RankShard, WriteEpoch
 from .rows_in_tensors import RowTensors
 from .rows_reference import RowsReference, check_not_awaiting
+from .saving import save_together
 from .table_persistence import TablePersistence
 from .table_snapshots import LocalSnapshots
 from .training_group import TrainingGroup, between_steps
@@ -297,9 +297,7 @@ class LocalTableHandle(LocalSnapshots):
             for one in others or [self]:
                 check_not_awaiting(one.name, one.awaited)
             progress(0)
-            if len(others) < 2:
-                return self.save_snapshot(name, kind, overwrite, progress)
-            save_together(self.world, others, name, kind, overwrite, progress=progress)
+            save_together(self.world, others if len(others) > 1 else [self], name, kind, overwrite, progress=progress)
             return self.snapshot(name).manifest
 
         return self._visit(save, give_up, others)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from ..distributed.world import World, catch
 from ..engine.errors import OptionError, SnapshotError
-from ..engine.row_format import Chunks
-from ..engine.store.image import MAX_BEFORE_IMAGE_BYTES
 from ..engine.store.rocksdb import RocksDB
-from ..engine.table.background_save import BackgroundSave, ForegroundSave
+from ..engine.table.background_save import SaveHandle
 from ..engine.table.table import OpenTable
-from ..snapshots.files.format import Manifest, check_name
+from ..snapshots.files.format import HashShard, check_name
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from ..snapshots.files.versions import EMPTY, Instant
-from ..snapshots.files.writer import Together, write_snapshot
-from ..snapshots.store.all_or_none import OfAll
+from ..snapshots.files.writer import NewSnapshots, ProgressCallback, Together
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.store.retention import drop_replaced, prune, remove_if_unreferenced, state_snapshot
+from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ..snapshots.store.save import (
     SaveSource,
     begin_save,
@@ -31,14 +26,22 @@ from ..snapshots.store.save import (
     check_save,
     clear_leftovers,
     note_state,
-    save_snapshot_of,
 )
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, is_at, reference_at, saved_as
+from .saving import (
+    BackgroundSaving,
+    TableSave,
+    commit,
+    dropped_if_it_raises,
+    locked,
+    save_together,
+    write_and_commit,
+)
 from .table_persistence import TablePersistence
-from .training_group import Membership, between_steps
+from .training_group import Membership
 
 
 class TableSnapshots:
@@ -87,17 +90,86 @@ class TableSnapshots:
         """Replace all rows by those of a snapshot. together: on rank 0, the instant to which a load of several goes."""
         raise NotImplementedError
 
-    def end_save(self, kind: str, made: str) -> None:
-        """After a save: note which snapshot has the rows, and what changes from here on if that is asked for. Local."""
-        table = self.local_table
-        if kind == "incremental" or table.observers.changes is not None:
-            table.observers.track_changes(made)
-        if self.membership is not None:
-            self.membership.saved_as(made)
+    def before_save(self, background: bool) -> None:
+        """Called before a save, without the table's lock."""
+        raise NotImplementedError
+
+    def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
+        """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
+        raise NotImplementedError
+
+    def check_not_saving(self, op: str) -> None:
+        """Raises StoreError on all ranks while a snapshot is being saved in the background."""
+        raise NotImplementedError
+
+    def note_saving(self, saving: BackgroundSaving) -> None:
+        """The rows are among those that are being saved in the background."""
+
+    def save_snapshot(
+        self,
+        name: str,
+        kind: str = "full",
+        overwrite: bool = False,
+        progress: ProgressCallback | None = None,
+        background: bool = False,
+    ) -> SaveHandle | None:
+        """Save the rows as snapshot `name` of the store folder, as `save_together`."""
+        return save_together(self.world, [self], name, kind, overwrite, background, progress)
+
+    def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
+        """Begin a snapshot of the rows as they are now. All ranks call it, with the table's lock."""
+        self.check_not_saving(op)
+        source = self.world.call_on_all_ranks(op, lambda: self._source(self._together(new)))
+
+        def begin() -> str | None:
+            store = self.checked_store()
+            _, parent = begin_save(store, name, kind, source, overwrite, new)
+            self._when_saved(store, new)
+            return None if parent is None else parent.name
+
+        over = self.world.call_on_rank_0(f"{op}: begun", begin)
+        parent: Snapshot | None = None
+        if over is not None:
+            parent = self.world.call_on_all_ranks(op, lambda: self._part_of(open_snapshot(self.folder / over)))
+        its_kind = "full" if kind == "incremental" and parent is None else kind
+        return TableSave(self.local_table, self.membership, self.folder / name, its_kind, source, parent, self._shard)
+
+    def begin_at(self, op: str, place: Path, source: SaveSource, new: NewSnapshots, kind: str = "full") -> TableSave:
+        """Begin the snapshot `place` of the rows as they are now, which is not the one to recover from."""
+        self.world.call_on_rank_0(f"{op}: begun", lambda: str(new.begin(place, source.description)))
+        return TableSave(self.local_table, self.membership, place, kind, source, None, self._shard)
+
+    def _together(self, new: NewSnapshots) -> Together:
+        """What the manifest of a new snapshot has beside the rows."""
+        id = new.new_id()
+        return Together(id, None) if self.membership is None else self.membership.saved(id)
+
+    def _when_saved(self, store: StoreFolder, new: NewSnapshots) -> None:
+        """Let rank 0 note which rows the snapshot has, once it has its name."""
+
+    @property
+    def _shard(self) -> HashShard | None:
+        """The shard of this process; None for all rows."""
+        return None
+
+    def save_rows(self, place: Path) -> None:
+        """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
+        if self.place is not None:
+            self.save_snapshot(place.name)
+            self.link_rows(place)
+            return
+        op = self.op(f"saving rows as {place.name!r}")
+        new = NewSnapshots()
+        with ExitStack() as locks:
+            locks.enter_context(locked([self], waits=self.world.size == 1))
+            source = self.world.call_on_all_ranks(op, lambda: self._source(Together(new.new_id(), None)))
+            with dropped_if_it_raises(new):
+                save = self.begin_at(op, place, source, new)
+            write_and_commit(self.world, op, [save], new, locks)
 
     def link_rows(self, place: Path) -> None:
         """Let the snapshot of that name in the store folder be `place` as well. SnapshotError."""
-        op, ours = self._op(f"linking snapshot {place.name!r}"), self.folder / place.name
+        op, ours = self.op(f"linking snapshot {place.name!r}"), self.folder / place.name
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(ours), place))
 
     def link_in(self, place: Path, linking: ExitStack) -> Path:
@@ -218,7 +290,7 @@ class TableSnapshots:
         """Do `call` with the store folder, if there is one, on rank 0. What it raises is raised on all ranks."""
         self.world.call_on_all_ranks(op, lambda: None if self.store is None else call(self.checked_store()))
 
-    def _op(self, what: str) -> str:
+    def op(self, what: str) -> str:
         """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
         table, error = catch(lambda: self.local_table)
         if table is None:
@@ -263,11 +335,26 @@ class LocalSnapshots(TableSnapshots):
         """Replace the table by the one that `build` returns for it. joins: it is opened, and joins its group."""
         raise NotImplementedError
 
-    def check_save(self, name: str, kind: str, overwrite: bool) -> None:
-        """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
+    def before_save(self, background: bool) -> None:
         table = self.local_table
+        self.checked_store()
+        if not background:
+            table.flush_ahead()
+
+    def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
+        folder, table = self._folder_of(name), self.local_table
+        check_kind(kind)
+        if background and kind != "full":
+            raise OptionError(
+                f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
+                "background out"
+            )
         with table.lock:
-            check_save(self._folder_of(name), name, kind, self._source(), overwrite)
+            check_save(folder, name, kind, self._source(), overwrite)
+
+    def check_not_saving(self, op: str) -> None:
+        self.local_table.check()
+        self.local_table.observers.check_not_saving()
 
     def _of_step(self, step: int) -> RowsReference:
         """The name of the rows of a step."""
@@ -279,125 +366,6 @@ class LocalSnapshots(TableSnapshots):
             return found
         return found._replace(instant=membership.seen().digest)
 
-    def save_snapshot(
-        self,
-        name: str,
-        kind: str = "full",
-        overwrite: bool = False,
-        progress: Callable[[int], None] | None = None,
-    ) -> Manifest:
-        """Save the rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError."""
-        self.local_table.flush_ahead()
-        if self.saves_image(kind):
-            manifest: Manifest = self.begin_save(name, overwrite, progress).run()
-            return manifest
-        return self.save_locked(name, kind, overwrite, progress)
-
-    def saves_image(self, kind: str) -> bool:
-        """True if a save of this kind reads an image of the rows, which would take memory of a GPU."""
-        return kind == "full" and not self.local_table.processor.defers_errors
-
-    def save_locked(
-        self,
-        name: str,
-        kind: str,
-        overwrite: bool,
-        progress: Callable[[int], None] | None,
-        of_all: OfAll | None = None,
-    ) -> Manifest:
-        """Save as `save_snapshot`, with the table's lock all the time. of_all: of a save of several stores."""
-        folder = self._folder_of(name)
-        with self._rows_of_one_step(of_all) as (table, together):
-            table.check()
-            table.observers.check_not_saving()
-            if kind == "checkpoint":
-                table.flush()
-            manifest = save_snapshot_of(folder, name, kind, self._source(together), progress, overwrite)
-            self.end_save(kind, manifest.id)
-            return manifest
-
-    def begin_save(
-        self,
-        name: str,
-        overwrite: bool = False,
-        progress: Callable[[int], None] | None = None,
-        of_all: OfAll | None = None,
-    ) -> ForegroundSave:
-        """Begin a full snapshot of the rows as they are now: `run` of the result saves it, without the table's lock."""
-        folder = self._folder_of(name)
-        with self._rows_of_one_step(of_all) as (table, together):
-            write = self._writer(table, folder, name, overwrite, together, progress)
-            membership = self.membership
-            version = None if membership is None else membership.versions.rows.now
-
-            def saved(chunks: Chunks) -> Manifest:
-                made = write(chunks)
-                if together is not None:
-                    drop_replaced(folder)
-                if membership is not None:
-                    with table.lock:
-                        if membership.versions.rows.now == version:
-                            membership.saved_as(made.id)
-                return made
-
-            return table.observers.save_here(f"snapshot {name!r}", saved)
-
-    def _writer(
-        self,
-        table: OpenTable,
-        folder: StoreFolder,
-        name: str,
-        overwrite: bool,
-        together: Together | None,
-        progress: Callable[[int], None] | None = None,
-    ) -> Callable[[Chunks], Manifest]:
-        """What writes an image of the rows as they are now as snapshot `name`. The caller has the table's lock."""
-        table.check()
-        table.observers.check_not_saving()
-        source = self._source(together)
-        place = begin_save(folder, name, "full", source, overwrite)
-        replaces = overwrite or os.path.lexists(place)
-
-        def write(chunks: Chunks) -> Manifest:
-            made = write_snapshot(place, source.description, chunks, progress, replaces, together)
-            table.observers.changes_saved(made.id)
-            return made
-
-        return write
-
-    @contextmanager
-    def _rows_of_one_step(self, of_all: OfAll | None = None) -> Iterator[tuple[OpenTable, Together | None]]:
-        """A block with the table and its lock, and what a snapshot of its rows as they are has beside them."""
-        while True:
-            with ExitStack() as own:
-                with between_steps([] if self.membership is None else [self.membership], waits=True):
-                    table = self.local_table
-                    own.enter_context(table.lock)
-                    if table is not self.local_table or table.observers.is_saved_by_another:
-                        table.observers.wait_for_foreground()
-                        continue
-                    together = None
-                    if self.membership is not None and self.membership.record is not None:
-                        together = self.membership.saved(of_all)
-                yield table, together
-                return
-
-    def save_in_background(
-        self, name: str, kind: str = "full", overwrite: bool = False, of_all: OfAll | None = None
-    ) -> BackgroundSave:
-        """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
-        folder = self._folder_of(name)
-        check_kind(kind)
-        if kind != "full":
-            raise OptionError(
-                f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
-                "background out"
-            )
-        with self._rows_of_one_step(of_all) as (table, together):
-            write = self._writer(table, folder, name, overwrite, together)
-            kept = MAX_BEFORE_IMAGE_BYTES if of_all is None else MAX_BEFORE_IMAGE_BYTES // of_all.stores
-            return table.observers.save_in_background(f"snapshot {name!r}", write, kept)
-
     def save_for_state(self, keep: int | None) -> RowsReference:
         """The name of the rows as they are, saved as a snapshot that no incremental one of the user is based on.
 
@@ -406,31 +374,24 @@ class LocalSnapshots(TableSnapshots):
         folder = self.checked_store()
         self.local_table.flush_ahead()
         assert self.membership is not None
-        with self._rows_of_one_step() as (table, together):
+        with locked([self], waits=True), NewSnapshots() as new:
+            table = self.local_table
             table.check()
-            now = self.membership.versions.rows.now
+            now, together = self.membership.versions.rows.now, self._together(new)
             if now == EMPTY:  # which needs no snapshot, and a user may replace one of it
                 return RowsReference(table.step, version=self.membership.version_for_state())
             place = state_snapshot(folder, now, keep)
             if place is None:
-                together = together or Together(secrets.token_hex(16), None)
-                place = folder.snapshots / (OF_STATE + together.id)
-                self._write_for_state(table, place, together)
-                self.membership.saved_as(together.id)
+                source, place = self._source(together), folder.snapshots / (OF_STATE + together.id)
+                kind = "full" if source.rocksdb is None else "checkpoint"  # no parent, which nobody could replace
+                save = self.begin_at("saving rows for a state_dict", place, source, new, kind)
+                save.write()
+                (made,) = commit(self.world, "saving rows for a state_dict", [save], new, None)
+                self.membership.saved_as(made)
             note_state(folder, place)
             self.membership.version_for_state()
-            instant = None if together is None or together.saved is None else together.saved.instant.digest
+            instant = None if together.saved is None else together.saved.instant.digest
             return (saved_as(self.place, place.name) or self._of_step(table.step))._replace(instant=instant)
-
-    def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
-        source = self._source()
-        if source.rocksdb is not None:
-            from ..snapshots.files.rocksdb_checkpoint import write_checkpoint  # only where there is RocksDB
-
-            table.flush()
-            write_checkpoint(place, source.description, source.rows, source.rocksdb, together=together)
-        else:  # not an incremental one, whose parent the user could not replace any more
-            write_snapshot(place, source.description, source.scan(), together=together)
 
     def finish_saving(self) -> None:
         self.local_table.observers.finish_saving()
@@ -473,23 +434,6 @@ class LocalSnapshots(TableSnapshots):
         together = None if self.membership is None else self.membership.instant_with(snapshot, instant)
         self.load_from(snapshot, together)
         self.rows_reference()  # the next run knows the rows by their version as well
-
-    def save_rows(self, place: Path) -> None:
-        """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
-        if self.place is not None:
-            self.save_snapshot(place.name)
-            self.link_rows(place)
-            return
-        with self._rows_of_one_step() as (table, _):
-            table.check()
-            described = table.describe()
-            if not self.saves_image("full"):
-                write_snapshot(place, described, table.scan())
-                return
-            save = table.observers.save_here(
-                f"snapshot {place.name!r}", lambda chunks: write_snapshot(place, described, chunks)
-            )
-        save.run()
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Replace the rows by those of the snapshot `place`, which `check_rows` has checked.

@@ -34,7 +34,6 @@ from ..snapshots.files.versions import (
     Versions,
 )
 from ..snapshots.files.writer import Together
-from ..snapshots.store.all_or_none import OfAll
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.instants import Group, Member, rows_of
 
@@ -445,18 +444,17 @@ class Membership:
                 for one in everyone:
                     one._formed = formed
 
-    def saved(self, of_all: OfAll | None = None) -> Together:
-        """What a snapshot of the rows as they are now has beside them. of_all: of a save of several stores."""
-        assert self.record is not None
+    def saved(self, id: str) -> Together:
+        """What a snapshot with this id of the rows as they are now has beside them."""
+        if self.record is None:
+            return Together(id, None)
         self.check_whole()
         if any(one.is_pending for one in [self, *self.open_peers()]):
             raise StoreError(
                 "a loaded state has not come to all embeddings that are trained together yet: load it into the others, "
                 "or call keep_rows() of these, then save"
             )
-        identity, first = (secrets.token_hex(16), None) if of_all is None else of_all.of(self.store)
-        said = Saved(self.record.id, self.versions.rows, self.instant(), self.record.peers, first)
-        return Together(identity, said, None if of_all is None else of_all.commit)
+        return Together(id, Saved(self.record.id, self.versions.rows, self.instant(), self.record.peers))
 
     def saved_as(self, id: str) -> None:
         """A snapshot has the rows as they are now: those of a store by itself have its version from here on."""
@@ -479,15 +477,17 @@ def open_rows() -> dict[str, Rows]:
 
 
 @contextmanager
-def between_steps(members: Iterable[Membership], waits: bool = False) -> Iterator[None]:
+def between_steps(members: Iterable[Membership], waits: bool = False, handles: Iterable[Any] = ()) -> Iterator[None]:
     """A block in which no other thread writes to or saves these stores, nor any that is trained together with them.
 
     waits: for the end of a step of another thread, in which some of the stores may be a step ahead of the others.
+    handles: of tables that have no membership in this process.
     """
     everyone = {one.path: one for member in members for one in [member, *member.open_peers()]}.values()
     gate: StepGate | None = None
     while True:
-        tables = sorted((table for one in everyone if (table := one.table) is not None), key=id)
+        found = {table for one in everyone if (table := one.table) is not None}
+        tables = sorted(found.union(handle.local_table for handle in handles), key=id)
         for table in tables:
             table.observers.wait_for_foreground()
         with ExitStack() as stack:

@@ -56,48 +56,58 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}")
 
 
-class Commit:
-    """Creates several folders, or none. Each is a temporary folder that waits in `wait` until all are durable."""
+class NewFolder:
+    """A folder that is written under a temporary name next to `path`, and then gets that name.
 
-    def wait(self) -> None:
-        """Return when the folder is to be renamed. If this raises, the folder is removed."""
+    Whoever writes into `temporary` makes it durable. It ends with `put_in_place` or `drop`.
+    """
 
-    @property
-    def is_made(self) -> bool:
-        """Whether one of the folders was renamed, so that the others have to be renamed too, whatever happens."""
-        raise NotImplementedError
+    def __init__(self, path: Path, overwrite: bool = False) -> None:
+        """Create the parents and the temporary folder. Leftovers of a killed process are removed. Raises OSError."""
+        self.path, self.temporary, self._overwrite = path, temporary_path(path), overwrite
+        try:
+            make_folder(path.parent)
+            remove_temporary([self.temporary])
+            self.temporary.mkdir()
+        except BaseException:
+            self.drop()
+            raise
+
+    def sync(self) -> None:
+        """Make the names in the folder durable. Raises OSError."""
+        fsync_dir(self.temporary)
+
+    def put_in_place(self) -> None:
+        """Give the folder its name, durably. Raises as the function `put_in_place`."""
+        with uninterrupted():  # between the swap and its sync the old one must not be removed
+            put_in_place(self.temporary, self.path, self._overwrite)
+        self.drop()  # the old folder
+
+    def drop(self) -> None:
+        """Remove what has the temporary name, as far as possible: the next call for this path removes the rest."""
+        with contextlib.suppress(OSError):
+            remove_folder(self.temporary)
 
 
 @contextlib.contextmanager
-def atomic_folder(folder: Path, overwrite: bool = False, commit: Commit | None = None) -> Iterator[Path]:
+def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder next to `folder`, which is durably renamed to `folder` when the block ends.
 
     If the block raises, no files are left. The block makes durable what it puts into the temporary folder. Parents are
     created; leftovers of a killed process are removed. With `overwrite` the new folder replaces an old one atomically,
-    and the old one is removed when that is durable. commit: of a folder that is created with others. Raises OSError;
-    NoExchangeError, and the old folder is unchanged; UnsyncedError, and the new folder exists.
+    and the old one is removed when that is durable. Raises OSError; NoExchangeError, and the old folder is unchanged;
+    UnsyncedError, and the new folder exists.
     """
-    temporary = temporary_path(folder)
+    new = NewFolder(folder, overwrite)
     try:
-        make_folder(folder.parent)
-        remove_temporary([temporary])
-        temporary.mkdir()
-        yield temporary
-        fsync_dir(temporary)
-        if commit is not None:
-            fsync_dir(folder.parent)  # the name by which it is found when another has committed it
-            commit.wait()
-        with uninterrupted():  # between the swap and its sync the old one must not be removed
-            put_in_place(temporary, folder, overwrite)
+        yield new.temporary
+        new.sync()
+        new.put_in_place()
     except UnsyncedError:  # a power loss may restore the old folder, so keep it
         raise
     except BaseException:
-        if commit is None or not commit.is_made:
-            with contextlib.suppress(OSError):  # the first error is raised
-                remove_folder(temporary)
+        new.drop()
         raise
-    with contextlib.suppress(OSError):  # the next call removes it
-        remove_folder(temporary)  # the old folder
 
 
 def remove_leftovers(folder: Path) -> None:

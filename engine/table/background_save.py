@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from threading import Condition, Event, current_thread, get_native_id, main_thread
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from .. import _core
 from ..errors import StoreError
@@ -20,6 +20,7 @@ NICENESS = 10  # in addition to that of the threads that train
 PAUSE = 5.0  # seconds of pause for each second of work: memory and disk are shared, whatever the priority
 
 log = logging.getLogger("tierbed")
+T = TypeVar("T")
 
 
 class SaveHandle(Protocol):
@@ -39,10 +40,8 @@ class ForegroundSave:
     lock: the table's lock, which is held now.
     """
 
-    def __init__(self, what: str, image: Image, write: Callable[[Chunks], Any], lock: Any) -> None:
-        self.what = what
-        self.image: Image | None = image
-        self._write: Callable[[Chunks], Any] | None = write
+    def __init__(self, what: str, image: Image, lock: Any) -> None:
+        self.what, self.image = what, image
         self._changed, self._thread = Condition(lock), current_thread()
         self.done = self.is_running = False
 
@@ -51,22 +50,18 @@ class ForegroundSave:
         """Whether another thread makes this save now."""
         return not self.done and current_thread() is not self._thread and self._thread.is_alive()
 
-    def run(self) -> Any:
-        """Save the rows. Returns what `write` returns."""
+    def read(self, write: Callable[[Chunks], T]) -> T:
+        """Pass the rows to `write`, and return what it returns. The image is closed then; the save goes on."""
         self.is_running = True
         try:
-            assert self.image is not None
-            assert self._write is not None
             with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # the traceback of an error refers to it
-                return self._write(chunks)
+                return write(chunks)
         finally:
-            self.end()
+            self.image.close()
 
     def end(self) -> None:
-        """Close the image. May be called again."""
-        image, self.image, self._write = self.image, None, None  # which refer to the table
-        if image is not None:
-            image.close()
+        """The snapshot has its name, or was dropped. May be called again."""
+        self.image.close()
         with self._changed:
             self.done = True
             self._changed.notify_all()

@@ -183,10 +183,10 @@ class ChangeObservers:
                 raise
             return self.saving
 
-    def save_here(self, what: str, write: Callable[[Chunks], object]) -> ForegroundSave:
-        """As `save_in_background`, by the calling thread, which calls `run` of the result without the lock."""
+    def save_here(self, what: str) -> ForegroundSave:
+        """Begin a save of all rows as they are now by the calling thread, which reads them without the lock."""
         with self._lock:
-            self.saving = save = ForegroundSave(what, self.image(), write, self._lock)
+            self.saving = save = ForegroundSave(what, self.image(), self._lock)
             return save
 
     @property

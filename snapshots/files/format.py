@@ -449,15 +449,6 @@ def check_name(name: str) -> None:
         )
 
 
-def saved_with(folder: Path) -> tuple[Saved | None, int]:
-    """The field `instant` of a snapshot, and its sequence; (None, -1) if no snapshot can be read."""
-    try:
-        content = unseal(read_record(folder / MANIFEST))
-        return Saved.parse(content.get(INSTANT)), int(content["sequence"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None, -1
-
-
 def snapshot_id(folder: Path) -> str:
     """The id of a snapshot; "" if there is no snapshot that can be read.
 

@@ -187,31 +187,26 @@ class Saved(NamedTuple):
     """The field `instant` of a snapshot's manifest: what it records for the group that its store trains with.
 
     id: the id of the store. rows: the version of the saved rows, and their earlier ones. peers: the other stores, as in
-    GroupRecord. first: if several stores were saved together, the snapshot whose rename commits the save, as its
-    store, its name and its id.
+    GroupRecord.
     """
 
     id: str
     rows: Rows
     instant: Instant
     peers: dict[str, Peer]
-    first: tuple[Peer, str, str] | None = None
 
     def plain(self) -> dict[str, Any]:
-        return {"id": self.id, "rows": self.rows, **self.instant.plain(), "peers": self.peers, "first": self.first}
+        """As a manifest stores it. Older versions require the field `first`."""
+        return {"id": self.id, "rows": self.rows, **self.instant.plain(), "peers": self.peers, "first": None}
 
     @classmethod
     def parse(cls, value: Any) -> Saved | None:
         """From `plain`; None if it is invalid."""
         match value:
-            case {"id": str(id), "rows": plain, "peers": dict(peers), "first": begin} if (
-                rows := Rows.parse(plain)
-            ) and (instant := Instant.parse(value)):
-                first = None
-                match begin:
-                    case [[str(name), str(relative), str(absolute)], str(snapshot), str(identity)]:
-                        first = Peer(name, relative, absolute), snapshot, identity
-                return cls(id, rows, instant, parse_peers(peers), first)
+            case {"id": str(id), "rows": plain, "peers": dict(peers)} if (rows := Rows.parse(plain)) and (
+                instant := Instant.parse(value)
+            ):
+                return cls(id, rows, instant, parse_peers(peers))
         return None
 
 

@@ -2,7 +2,8 @@
 
 Several writers can write one snapshot, each its shard of the rows, in a folder that all of them see. One of them enters
 `new_snapshot`, and each calls `write_shard` in the `temporary_path` of the snapshot. When all have returned, the first
-calls `finish` and leaves the block. If a writer fails, the block has to raise, which removes all files.
+calls `finish` and leaves the block. If a writer fails, the block has to raise, which removes all files. The snapshots
+of several stores are written in the same way, in `NewSnapshots`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import _core
-from ...engine.durable import Commit, UnsyncedError, atomic_folder, check_exchange, fsync_dir
+from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
+from ...engine.signals import uninterrupted
 from .format import (
     LAST_SEQUENCE,
     MANIFEST,
@@ -187,15 +189,92 @@ def children_of(folder: Path) -> list[str]:
 
 
 class Together(NamedTuple):
-    """What the manifest of a snapshot has for its group.
-
-    id: of the snapshot. saved: of a store in a group; None for one that trains alone. commit: of a save of several
-    stores, which decides when each snapshot gets its name; None for a save of one.
-    """
+    """The id of a snapshot, and what its manifest has for its group: None for a store that trains alone."""
 
     id: str
     saved: Saved | None
-    commit: Commit | None = None
+
+
+class NewSnapshots:
+    """The snapshots of one save. All are durable under temporary names before the first of them gets its name.
+
+    So a save that raises leaves none of them, unless its error says so. A kill between two of the renames leaves some,
+    which recovery uses only if every store has the rows of their moment. It ends with `put_in_place` or `drop`; as a
+    block it drops what has no name at its end.
+    """
+
+    def __init__(self) -> None:
+        self._begin_of_ids = secrets.token_hex(8)
+        self._new: list[NewFolder] = []
+        self._then: list[Callable[[], object]] = []
+
+    def __enter__(self) -> NewSnapshots:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+    def new_id(self) -> str:
+        """An id for one of them. The ids of one save share their first half."""
+        return self._begin_of_ids + secrets.token_hex(8)
+
+    def begin(self, folder: Path, description: dict[str, Any], overwrite: bool = False) -> Path:
+        """Begin the snapshot `folder`. Returns its temporary folder. Raises as `write_snapshot`."""
+        check_free(folder, overwrite)
+        try:
+            check_description(description)
+        except ValueError as error:
+            raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
+        with write_errors(folder):
+            self._new.append(NewFolder(folder, overwrite))
+        return self._new[-1].temporary
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Do `call` once all of them have their names."""
+        self._then.append(call)
+
+    def put_in_place(self) -> None:
+        """Give each its name, then do what follows. SnapshotError: it says which of them exist, if any do."""
+        for new in self._new:
+            with write_errors(new.path):
+                new.sync()
+        placed: list[Path] = []
+        with uninterrupted():  # Ctrl-C leaves none of them, or all
+            while self._new:
+                new = self._new[0]
+                try:
+                    new.put_in_place()
+                except UnsyncedError as error:  # it exists, and a power loss may restore the old one: keep that
+                    del self._new[0]
+                    raise self._error(new.path, "was", error, [*placed, new.path]) from error
+                except OSError as error:
+                    raise self._error(new.path, "was not", error, placed) from error
+                placed.append(self._new.pop(0).path)
+        for call in self._then:
+            call()
+
+    def _error(self, folder: Path, was: str, error: OSError, placed: list[Path]) -> SnapshotError:
+        text = f"snapshot {folder.name!r} {was} written to {str(folder.parent)!r}: {error}"
+        if placed and self._new:
+            there = ", ".join(repr(str(path.parent)) for path in placed)
+            missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
+            text += f". It is saved in {there}, and not in {missing}: save all again with overwrite=True"
+        return SnapshotError(text)
+
+    def drop(self) -> None:
+        """Remove those that have no name yet."""
+        while self._new:
+            self._new.pop().drop()
+
+
+@contextmanager
+def write_errors(folder: Path, shard: HashShard | None = None) -> Iterator[None]:
+    """A block that writes the snapshot `folder`, or a shard of it: an OSError becomes a SnapshotError."""
+    try:
+        yield
+    except OSError as error:
+        what = f"snapshot {folder.name!r}" if shard is None else f"shard {shard.number} of {shard.of} of a snapshot"
+        raise SnapshotError(f"{what} was not written to {str(folder.parent)!r}: {error}") from error
 
 
 def write_snapshot(
@@ -217,7 +296,7 @@ def write_snapshot(
     Raises SnapshotError if the name is invalid or taken, if what has it cannot be replaced, if the description or a
     chunk is invalid, or if the device fails; and what `chunks` raises.
     """
-    with new_snapshot(folder, description, overwrite, together) as place:
+    with new_snapshot(folder, description, overwrite) as place:
         files = write_rows(place, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
         return finish(place, description, rows, files=files, together=together)
@@ -240,7 +319,7 @@ def write_incremental(
     """
     folder = Path(folder)
     check_parent(folder, parent, description)
-    with new_snapshot(folder, description, overwrite, together) as place:
+    with new_snapshot(folder, description, overwrite) as place:
         files = write_changes(place, description, changes, progress)
         return finish(place, description, rows, files=files, parent=parent, together=together)
 
@@ -260,28 +339,14 @@ def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) ->
 
 
 @contextmanager
-def new_snapshot(
-    folder: Path, description: dict[str, Any], overwrite: bool = False, together: Together | None = None
-) -> Iterator[Path]:
+def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
     """`atomic_folder` for the snapshot `folder`; `finish` completes it. SnapshotError, also for an OSError in it."""
     folder = Path(folder)
-    check_free(folder, overwrite)
-    try:
-        check_description(description)
-    except ValueError as error:
-        raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
-    try:
-        with atomic_folder(folder, overwrite, None if together is None else together.commit) as place:
+    with NewSnapshots() as new:
+        place = new.begin(folder, description, overwrite)
+        with write_errors(folder):
             yield place
-    except UnsyncedError as error:
-        raise SnapshotError(f"snapshot {folder.name!r} was written to {str(folder.parent)!r}: {error}") from error
-    except OSError as error:
-        if together is not None and together.commit is not None and together.commit.is_made:
-            raise SnapshotError(
-                f"snapshot {folder.name!r} is saved, but not moved to {str(folder.parent)!r} yet: {error}. The next "
-                "open, save or prune moves it"
-            ) from error
-        raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
+        new.put_in_place()
 
 
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
@@ -354,11 +419,7 @@ def write_shard(
 
     Raises SnapshotError, also for rows of another shard; and what `rows` raises.
     """
-    try:
+    with write_errors(place, shard):
         files = write(place, description, rows, progress, shard)
         fsync_dir(place)
         return files
-    except OSError as error:
-        raise SnapshotError(
-            f"shard {shard.number} of {shard.of} of a snapshot was not written to {str(place.parent)!r}: {error}"
-        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -16,8 +15,7 @@ from ..files.format import FILES, MARKER_FIELDS, SHARE, Manifest, check_name, sn
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.versions import LIVE, GroupRecord, Instant
-from ..files.writer import ProgressCallback, Together, write_snapshot
-from .all_or_none import OfAll
+from ..files.writer import NewSnapshots, ProgressCallback, Together, write_snapshot
 from .folder import StoreFolder
 from .folder_state import (
     RANKS,
@@ -85,43 +83,46 @@ def save_closed_store(
     progress: ProgressCallback | None = None,
     kind: str = "full",
     overwrite: bool = False,
-    of_all: OfAll | None = None,
+    new: NewSnapshots | None = None,
 ) -> Manifest:
     """Write the live rows of a closed store, also of ranks, as snapshot `name`. The live rows are unchanged.
 
-    Raises StoreError if the store has no clean marker, SnapshotError and OptionError as `save_snapshot_of` does.
+    new: of a save of several stores, which gives the snapshot its name. Raises StoreError if the store has no clean
+    marker, SnapshotError and OptionError as `save_snapshot_of` does.
     """
     check_name(name)
+    if new is None:
+        with NewSnapshots() as alone:
+            manifest = save_closed_store(store, name, progress, kind, overwrite, alone)
+            alone.put_in_place()
+        return manifest
     if store.clean_marker is not None or store.snapshot_store.mark.ranks is None:
-        with locked_source(store, of_all) as source:
-            return save_snapshot_of(store, name, kind, source, progress, overwrite)
+        with locked_source(store, new) as source:
+            return save_snapshot_of(store, name, kind, source, new, progress, overwrite)
     with locked_shards(store) as (live, marker, chunks):
-        together, record = together_with(store, of_all)
+        together, record = together_with(store, new)
         source = SaveSource(described(marker), marker["rows"], lambda: chunks, together=together, record=record)
-        manifest = save_snapshot_of(store.snapshot_store, name, kind, source, progress, overwrite)
-        store.snapshot_store.note_saved(live.writes)
+        manifest = save_snapshot_of(store.snapshot_store, name, kind, source, new, progress, overwrite)
+        new.then(lambda: store.snapshot_store.note_saved(live.writes))
     return manifest
 
 
 @contextmanager
-def locked_source(store: StoreFolder, of_all: OfAll | None) -> Iterator[SaveSource]:
+def locked_source(store: StoreFolder, new: NewSnapshots) -> Iterator[SaveSource]:
     """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it has no clean marker."""
     if store.path.parent.name == RANKS:
         place = str(store.path.parent.parent)
         raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {place!r}")
     marker = require_clean_marker(store)
-    together, record = together_with(store, of_all)
+    together, record = together_with(store, new)
     with _live(store, marker) as (scan, tier):
         yield SaveSource(described(marker), marker["rows"], scan, tier, together=together, record=record)
 
 
-def together_with(store: StoreFolder, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:
+def together_with(store: StoreFolder, new: NewSnapshots) -> tuple[Together, GroupRecord | None]:
     """What a snapshot of a closed store and its MARK store about the stores that are trained together with it."""
-    closed = ClosedStore(store)
-    if closed.record is None and of_all is None:
-        return None, None
-    id, first = (secrets.token_hex(16), None) if of_all is None else of_all.of(store.path)
-    return Together(id, closed.saved(id, first), None if of_all is None else of_all.commit), closed.record
+    closed, id = ClosedStore(store), new.new_id()
+    return Together(id, closed.saved(id)), closed.record
 
 
 def load_into_store(

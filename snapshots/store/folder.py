@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.durable import (
-    TEMPORARY,
     fsync_dir,
     make_folder,
-    put_in_place,
     remove_folder,
     remove_leftovers,
-    remove_temporary,
     seal,
     write_atomically,
 )
 from ...engine.errors import ClosedError, StoreError
 from ...engine.signals import uninterrupted
-from ..files.format import FILES, saved_with, snapshot_id
+from ..files.format import FILES, snapshot_id
 from ..files.versions import GroupRecord
 from .folder_state import LOCK, FolderState, link_to
 from .mark import LIVE_FOLDERS, Mark, RanksRecord, RecoveryCandidate
@@ -167,26 +164,8 @@ class StoreFolder(FolderState):
             remove_leftovers(self.path)
 
     def clear_snapshots(self) -> None:
-        """Remove the remains of killed or failed saves, and finish a committed save of several stores.
-
-        Such a save is committed once its first snapshot, `Saved.first`, has its name. If the store of that is not
-        found, the snapshots are kept in their temporary folders. Raises OSError.
-        """
-        for place in self.snapshots.glob(f"{TEMPORARY}[!.]*/"):
-            folder = self.snapshots / place.name.removeprefix(TEMPORARY)
-            saved, sequence = saved_with(place)
-            # of one store, or replaced meanwhile
-            if saved is None or saved.first is None or sequence <= saved_with(folder)[1]:
-                remove_temporary([place])
-                continue
-            peer, name, identity = saved.first
-            stores = [store for store in map(FolderState, peer.places(self.path)) if store.path.is_dir()]
-            if any(snapshot_id(store.snapshots / name) == identity for store in stores):
-                put_in_place(place, folder, overwrite=True)
-                remove_temporary([place])
-            elif stores:
-                remove_temporary([place])
-        remove_temporary(list(self.snapshots.glob(f"{TEMPORARY}.*/")))
+        """Remove the remains of killed or failed saves. Raises OSError."""
+        remove_leftovers(self.snapshots)
 
     def change(self, **fields: Any) -> None:
         """Replace fields of MARK, atomically and durably. Raises StoreError."""

@@ -22,7 +22,7 @@ from typing import Any
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
 from ..files.reader import Listing, Snapshot, list_snapshots
-from ..files.versions import EMPTY, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version
+from ..files.versions import EMPTY, LIVE, At, GroupRecord, Instant, Rows, Saved, Version
 from ..files.writer import Together
 from .folder import StoreFolder
 from .folder_state import (
@@ -316,7 +316,7 @@ def _is_mutual(member: Member, other: Member, id: str) -> bool:
 def with_same_rows(snapshot: Snapshot) -> Together | None:
     """The group for another snapshot of the same rows."""
     saved = snapshot.manifest.instant
-    return None if saved is None else Together(secrets.token_hex(16), saved._replace(first=None))
+    return None if saved is None else Together(secrets.token_hex(16), saved)
 
 
 class ClosedStore:
@@ -328,7 +328,7 @@ class ClosedStore:
         self._member = self._group.members.get(self._group.first)
         self.record = None if self._member is None else self._member.record
 
-    def saved(self, id: str, first: tuple[Peer, str, str] | None = None) -> Saved | None:
+    def saved(self, id: str) -> Saved | None:
         """The field `instant` of a snapshot of its live rows with that id."""
         if self.record is None or self._member is None:
             return None
@@ -336,7 +336,7 @@ class ClosedStore:
         if rows is None or rows.now == _UNKNOWN:
             rows = Rows((id, 0))
         versions = {**self._versions(), self.record.id: rows.now}
-        return Saved(self.record.id, rows, self._next(versions), self.record.peers, first)
+        return Saved(self.record.id, rows, self._next(versions), self.record.peers)
 
     def _versions(self) -> dict[str, Version | None]:
         return {id: member.present for id, member in self._group.members.items()}
@@ -371,6 +371,8 @@ class ClosedStore:
 
 def check_one_instant(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
     """Raises SnapshotError if the snapshots of embeddings of these names are from different instants."""
+    if len({snapshot.manifest.id[:16] for snapshot in snapshots}) == 1:
+        return  # one save made them
     versions = {s.manifest.instant.id: rows_of(s).now for s in snapshots if s.manifest.instant is not None}
     for snapshot in snapshots:
         saved = snapshot.manifest.instant

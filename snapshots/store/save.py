@@ -9,13 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine.checks import choice_option
+from ...engine.durable import fsync_dir, temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
-from ..files.format import KINDS, Manifest, snapshot_id
+from ..files.format import KINDS, HashShard, Manifest, RocksDBFiles, snapshot_id
 from ..files.merging import changes_between
 from ..files.reader import MAX_CHAIN, Snapshot, latest_snapshot, list_snapshots
 from ..files.versions import GroupRecord
-from ..files.writer import ProgressCallback, Together, check_free, children_of, write_incremental, write_snapshot
+from ..files.writer import (
+    Files,
+    NewSnapshots,
+    ProgressCallback,
+    Together,
+    check_free,
+    check_parent,
+    children_of,
+    finish,
+    write_changes,
+    write_errors,
+    write_rows,
+)
 from .folder import StoreFolder
 from .instants import left_behind, needed_snapshots
 from .linked import remove_snapshot
@@ -60,9 +73,18 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
     return place
 
 
-def begin_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool = False) -> Path:
-    """`check_save`, and make the snapshot the recovery snapshot once it exists. Also raises StoreError."""
-    place = check_save(store, name, kind, source, overwrite)
+def begin_save(
+    store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool, new: NewSnapshots
+) -> tuple[Path, Snapshot | None]:
+    """Begin a snapshot of a store, which becomes the recovery snapshot once it exists. Raises as `check_save`.
+
+    Returns its folder, still under a temporary name, and the parent of an incremental one. If its chain would be too
+    long to read, it is full, and a warning is logged. Also raises StoreError.
+    """
+    parent = parent_for(store, name) if kind == "incremental" else None
+    place = check_save(store, name, "full" if kind == "incremental" and parent is None else kind, source, overwrite)
+    if parent is not None:
+        check_parent(place, parent, source.description)
     clear_leftovers(store)
     drop_replaced(store)
     if name in left_behind(store.path):
@@ -72,7 +94,51 @@ def begin_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
     if os.path.lexists(place) and name in needed_snapshots(store.path):
         keep_replaced(place)
     store.expect_recovery_snapshot(name, source.record)
-    return place
+    new.begin(place, source.description, overwrite or os.path.lexists(place))
+    return place, parent
+
+
+class Part(NamedTuple):
+    """What one writer has written of a snapshot: `rows`, as many as its part of the table has, and its files."""
+
+    rows: int
+    files: Files
+    rocksdb: RocksDBFiles | None = None
+
+
+def write_part(
+    folder: Path,
+    kind: str,
+    source: SaveSource,
+    parent: Snapshot | None,
+    progress: ProgressCallback | None = None,
+    shard: HashShard | None = None,
+    chunks: Chunks | None = None,
+) -> Part:
+    """Write a source's rows durably as part of the snapshot `folder`, which has begun. SnapshotError, StoreError.
+
+    parent: what `begin_save` returned, or this shard of it. shard: if others write rows as well. chunks: the rows,
+    instead of a scan.
+    """
+    place = temporary_path(folder)
+    with write_errors(folder, shard):
+        if kind == "checkpoint":
+            from ..files.rocksdb_checkpoint import write_rocksdb  # only with RocksDB
+
+            assert source.rocksdb is not None
+            return Part(source.rows, {}, write_rocksdb(place, folder.name, source.rows, source.rocksdb, progress))
+        if parent is not None:
+            changed = source.changes(parent.manifest.id)
+            if changed is None:
+                changed = changes_between(parent.chunks(), source.scan())
+            files = write_changes(place, source.description, changed, progress, shard)
+            rows = source.rows
+        else:
+            rows_of_all = source.scan() if chunks is None else chunks
+            files = write_rows(place, source.description, rows_of_all, progress, shard)
+            rows = sum(file.rows for file in files.values())
+        fsync_dir(place)
+        return Part(rows, files)
 
 
 def save_snapshot_of(
@@ -80,35 +146,24 @@ def save_snapshot_of(
     name: str,
     kind: str,
     source: SaveSource,
+    new: NewSnapshots,
     progress: ProgressCallback | None = None,
     overwrite: bool = False,
 ) -> Manifest:
-    """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`.
-
-    If an incremental snapshot would make the chain too long to read, a full one is written, and a warning is logged.
-    """
-    parent = parent_for(store, name) if kind == "incremental" else None
-    kind = "full" if kind == "incremental" and parent is None else kind
-    place = begin_save(store, name, kind, source, overwrite)
-    overwrite = overwrite or os.path.lexists(place)
-    if parent is not None:
-        changed = source.changes(parent.manifest.id)
-        if changed is None:
-            changed = changes_between(parent.chunks(), source.scan())
-        rows = source.rows
-        made = write_incremental(place, parent, source.description, rows, changed, progress, overwrite, source.together)
-    elif kind == "checkpoint":
-        from ..files.rocksdb_checkpoint import write_checkpoint  # only with RocksDB
-
-        assert source.rocksdb is not None
-        made = write_checkpoint(
-            place, source.description, source.rows, source.rocksdb, progress, overwrite, source.together
-        )
-    else:
-        made = write_snapshot(place, source.description, source.scan(), progress, overwrite, source.together)
-    if source.together is not None:
-        drop_replaced(store)
-    return made
+    """Write the live rows of a store as its snapshot `name`, to which `new` gives its name. Raises as `begin_save`."""
+    folder, parent = begin_save(store, name, kind, source, overwrite, new)
+    part = write_part(folder, kind, source, parent, progress)
+    if source.record is not None:
+        new.then(lambda: drop_replaced(store))
+    return finish(
+        temporary_path(folder),
+        source.description,
+        part.rows,
+        files=part.files,
+        rocksdb=part.rocksdb,
+        parent=parent,
+        together=source.together,
+    )
 
 
 def check_kind(kind: str) -> None:

@@ -18,7 +18,7 @@ from support.embeddings import DIM, attach, make
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, prometheus_text
 from tierbed.distributed.world import World
-from tierbed.embedding.group_snapshots import save_together
+from tierbed.embedding.saving import save_together
 from tierbed.embedding.training_group import train_together
 from tierbed.snapshots.store.selection import ALL
 
