@@ -63,14 +63,14 @@ class Allowed:
         states = [state for before in self.states[-1:] for state in getattr(self, f"_{line['op']}")(before, *more)]
         if self._behind is not None and line["op"] == "step":
             self.made = self._behind[0]
-            states = [*map(self._saved_behind, states), *states]
+            states = [*(made for state in states for made in self._saved_behind(state)), *states]
         self.states = states
 
     def _end(self, line: dict[str, Any]) -> None:
         if line["op"] in ("restore", "load_state"):
             assert line["dense"] == self.dense[line["more"][0]], "the dense part is another"
         if line["op"] == "background":
-            self.states.append(self._saved_behind(self.state))
+            self.states.append(self._saved_behind(self.state)[-1])
             self._behind = None
         if line.get("first"):
             self.found(line["rows"], line["mode"], line["names"])
@@ -82,7 +82,7 @@ class Allowed:
         self.inside = "between"
         self.states = self.states[-1:]
         if self._behind is not None:
-            self.made, self.states = self._behind[0], [self._saved_behind(self.state), self.state]
+            self.made, self.states = self._behind[0], [*self._saved_behind(self.state), self.state]
             return
         if (names := line.get("names")) is not None:
             assert self.state.fits(names, self.made or None), "snapshots are missing, or others"
@@ -91,11 +91,9 @@ class Allowed:
             assert all(a & b for a, b in zip(before, self.state.targets(), strict=True)), "what recovery needs is gone"
         self.made = ""
 
-    def _saved_behind(self, state: State) -> State:
+    def _saved_behind(self, state: State) -> list[State]:
         assert self._behind is not None
-        made = state.copy()
-        made.save(self._behind[0], state.all, self._behind[1])
-        return made
+        return _renamed(state, self._behind[0], state.all, self._behind[1])
 
     def _step(self, before: State, names: str, numbers: list[int]) -> list[State]:
         trained = [at for at in before.all if NAMES[at] in names]
@@ -107,11 +105,10 @@ class Allowed:
     def _saves(self, before: State, name: str, members: Any) -> list[State]:
         """With the name or without it; MARKs may have a number already that is later than that of a load."""
         self.made = name
-        after, begun = before.copy(), before.copy()
-        after.save(name, members, before.now)
+        begun = before.copy()
         for moment in begun.moments:
             moment.older -= set(members)
-        return [before, begun, after]
+        return [before, begun, *_renamed(before, name, members, before.now)]
 
     def _save(self, before: State, member: str, name: str, kind: str = "") -> list[State]:
         return self._saves(before, name, [NAMES.index(member)])
@@ -125,7 +122,7 @@ class Allowed:
 
     def _background(self, before: State, name: str, kind: str) -> list[State]:
         self.made, self._behind = name, (name, tuple(before.now))
-        return [self._saved_behind(before), before]
+        return [*self._saved_behind(before), before]
 
     def _state(self, before: State, name: str) -> list[State]:
         states = [before]
@@ -226,6 +223,17 @@ class Allowed:
             moment.unwritten.clear()
         after.note()
         self.states, self._behind, self.inside, self.made, self._mixed = [after], None, "between", "", False
+
+
+def _renamed(before: State, name: str, members: Sequence[int], vector: Sequence[Steps]) -> list[State]:
+    """The states after each of the renames of a save, which go from one member to the next."""
+    states = []
+    for count in range(1, len(members) + 1):
+        states.append(before.copy())
+        states[-1].save(name, members[:count], vector)
+        for moment in states[-1].moments:
+            moment.older -= set(members)
+    return states
 
 
 def _is(steps: Steps, row: Sequence[float]) -> bool:
