@@ -167,9 +167,9 @@ class ShardedSnapshots(TableSnapshots):
         self.own.table.require_open()
         self.own.table.check()
 
-    def check_not_saving(self, op: str) -> None:
-        saving = self._saving  # also if this rank has written its shard
-        self.world.handshake(op, None if saving is None else StoreError(still_saving(saving.what)))
+    def check_not_saving(self) -> None:
+        if self._saving is not None:  # also if this rank has written its shard
+            raise StoreError(still_saving(self._saving.what))
 
     @property
     def _is_saving(self) -> bool:

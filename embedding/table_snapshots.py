@@ -98,8 +98,8 @@ class TableSnapshots:
         """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
         raise NotImplementedError
 
-    def check_not_saving(self, op: str) -> None:
-        """Raises StoreError on all ranks while a snapshot is being saved in the background."""
+    def check_not_saving(self) -> None:
+        """Raises StoreError while a snapshot is being saved in the background. Local."""
         raise NotImplementedError
 
     def note_saving(self, saving: BackgroundSaving) -> None:
@@ -118,8 +118,12 @@ class TableSnapshots:
 
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
         """Begin a snapshot of the rows as they are now. All ranks call it, with the table's lock."""
-        self.check_not_saving(op)
-        source = self.world.call_on_all_ranks(op, lambda: self._source(self._together(new)))
+
+        def ready() -> SaveSource:
+            self.check_not_saving()
+            return self._source(self._together(new))
+
+        source: SaveSource = self.world.call_on_all_ranks(op, ready)
 
         def begin() -> str | None:
             store = self.checked_store()
@@ -352,7 +356,7 @@ class LocalSnapshots(TableSnapshots):
         with table.lock:
             check_save(folder, name, kind, self._source(), overwrite)
 
-    def check_not_saving(self, op: str) -> None:
+    def check_not_saving(self) -> None:
         self.local_table.check()
         self.local_table.observers.check_not_saving()
 

@@ -129,6 +129,12 @@ class Expected:
     def end_background(self, name: str, step: int) -> None:
         self._add(name)
 
+    def begin_drop(self, name: str) -> None:
+        pass
+
+    def end_drop(self, name: str) -> None:
+        del self.begun[name]
+
     def begin_merge(self, name: str, new: str) -> None:
         self.begun[new] = Saved(self._step_of(name), "full")
         self.aside.add(new)

@@ -16,7 +16,7 @@ from typing import Any
 from support.embeddings import contents
 from support.limits import descriptors
 from tierbed import TierbedError, cli
-from tierbed.engine.table.background_save import BackgroundSave
+from tierbed.engine.table.background_save import SaveHandle
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.folder import StoreFolder
 
@@ -53,7 +53,7 @@ class Trainer:
         self.store_path = path / "rows"
         self.chance = random.Random(plan["seed"])
         self.saved = 0
-        self.going: tuple[BackgroundSave | None, contextlib.AbstractContextManager[Any]] | None = None
+        self.going: tuple[SaveHandle | None, contextlib.AbstractContextManager[Any], str] | None = None
         self._files = files
         self._shim = ctypes.CDLL(None)
         self._recovered = Recovered()
@@ -102,11 +102,12 @@ class Trainer:
         line = {"name": self.any_name(None), "step": self.step}
         logged = self.logged("background", **line)
         logged.__enter__()
-        self.going = self.embedding.save_snapshot(line["name"], background=True, overwrite=True), logged
+        saving = self.embedding.save_snapshot(line["name"], background=True, overwrite=True)
+        self.going = saving, logged, line["name"]
 
     def settle(self) -> None:
         if self.going is not None:
-            saving, logged = self.going
+            saving, logged, _ = self.going
             assert saving is not None
             saving.wait()
             logged.__exit__(None, None, None)
