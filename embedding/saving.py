@@ -55,7 +55,6 @@ class TableSave:
         self._folder, self._kind, self._source, self._parent, self._shard = folder, kind, source, parent, shard
         self._version = None if membership is None else membership.versions.rows.now
         self._image: ForegroundSave | None = None
-        self._has_delta = kind == "incremental"  # whether the changes up to now have been set apart
         self._part = Part(0, {})
 
     @property
@@ -136,8 +135,7 @@ def save_together(
         table.before_save(background)  # a save in the background that completes now may be the parent
     several = f"{len(tables)} embeddings" if len(tables) > 1 else ""
     op = f"saving snapshot {name!r} of {several}" if several else tables[0].op(f"saving snapshot {name!r}")
-    new = NewSnapshots()
-    with ExitStack() as locks:
+    with ExitStack() as locks, NewSnapshots() as new:
         locks.enter_context(locked(tables, waits=world.size == 1))
         kinds = []
         for table in tables:
@@ -152,11 +150,10 @@ def save_together(
                 if several and world.size == 1:
                     raise type(error)(f"embedding {table.name!r}: {error}") from error
                 raise
-        with dropped_if_it_raises(new):
-            saves = [table.begin_save(op, name, of, overwrite, new) for table, of in zip(tables, kinds, strict=True)]
+        saves = [table.begin_save(op, name, of, overwrite, new) for table, of in zip(tables, kinds, strict=True)]
         if background:
             what = f"snapshot {name!r}" + (f" of {several}" if several else "")
-            saving = BackgroundSaving(world, op, what, saves, new)
+            saving = BackgroundSaving(world, op, what, saves, new.pop_all())
             for table in tables:
                 table.note_saving(saving)
             return saving
@@ -176,7 +173,7 @@ def write_and_commit(
 
     locks: of the tables, which are released before if an image has the rows of each.
     """
-    with dropped_if_it_raises(new), ExitStack() as ending:
+    with ExitStack() as ending:
         for save in saves:
             if save.can_read_image:
                 save.begin_image(ending)
@@ -198,7 +195,7 @@ def commit(
 ) -> list[str]:
     """Give all snapshots their names, once every rank has written its rows. Returns their ids.
 
-    error: what this rank failed with. It is raised on all ranks, and no files are left.
+    error: what this rank failed with. It is raised on all ranks.
     """
 
     def written() -> list[Any]:
@@ -206,15 +203,14 @@ def commit(
             raise error
         return [save.written() for save in saves]
 
-    with dropped_if_it_raises(new):
-        ranks = world.all_gather_object(op, written)
+    ranks = world.all_gather_object(op, written)
 
-        def put_in_place() -> list[str]:
-            ids = [save.finish([parts[at] for parts in ranks]) for at, save in enumerate(saves)]
-            new.put_in_place()
-            return ids
+    def put_in_place() -> list[str]:
+        ids = [save.finish([parts[at] for parts in ranks]) for at, save in enumerate(saves)]
+        new.put_in_place()
+        return ids
 
-        return list(world.call_on_rank_0(f"{op}: in place", put_in_place))
+    return list(world.call_on_rank_0(f"{op}: in place", put_in_place))
 
 
 class BackgroundSaving:
@@ -289,7 +285,8 @@ class BackgroundSaving:
             self._ended.set()
 
     def _commit(self, error: BaseException | None) -> None:
-        ids, self._error = catch(lambda: commit(self._world, self._op, self._saves, self._new, error))
+        with self._new:
+            ids, self._error = catch(lambda: commit(self._world, self._op, self._saves, self._new, error))
         self._ids = ids or []
 
     @property
@@ -345,20 +342,10 @@ class BackgroundSaving:
         self._ended.set()
         self._error = StoreError(f"{self.what} was not saved: the embedding was closed before all ranks had written it")
         self._dropped.set()
-        for save in self._saves:
-            save.table.observers.finish_saving()
-        self._new.drop()
+        with self._new:
+            for save in self._saves:
+                save.table.observers.finish_saving()
         log.error("%s", self._error)
-
-
-@contextmanager
-def dropped_if_it_raises(new: NewSnapshots) -> Iterator[None]:
-    """A block that removes snapshots without names if it raises."""
-    try:
-        yield
-    except BaseException:
-        new.drop()
-        raise
 
 
 @contextmanager

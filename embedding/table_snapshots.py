@@ -35,7 +35,6 @@ from .saving import (
     BackgroundSaving,
     TableSave,
     commit,
-    dropped_if_it_raises,
     locked,
     save_together,
     write_and_commit,
@@ -124,17 +123,20 @@ class TableSnapshots:
             return self._source(self._together(new))
 
         source: SaveSource = self.world.call_on_all_ranks(op, ready)
+        parent: Snapshot | None = None
 
         def begin() -> str | None:
+            nonlocal parent
             store = self.checked_store()
             _, parent = begin_save(store, name, kind, source, overwrite, new)
             self._when_saved(store, new)
             return None if parent is None else parent.name
 
         over = self.world.call_on_rank_0(f"{op}: begun", begin)
-        parent: Snapshot | None = None
         if over is not None:
-            parent = self.world.call_on_all_ranks(op, lambda: self._part_of(open_snapshot(self.folder / over)))
+            parent = self.world.call_on_all_ranks(
+                op, lambda: self._part_of(parent or open_snapshot(self.folder / over))
+            )
         its_kind = "full" if kind == "incremental" and parent is None else kind
         return TableSave(self.local_table, self.membership, self.folder / name, its_kind, source, parent, self._shard)
 
@@ -163,12 +165,10 @@ class TableSnapshots:
             self.link_rows(place)
             return
         op = self.op(f"saving rows as {place.name!r}")
-        new = NewSnapshots()
-        with ExitStack() as locks:
+        with ExitStack() as locks, NewSnapshots() as new:
             locks.enter_context(locked([self], waits=self.world.size == 1))
             source = self.world.call_on_all_ranks(op, lambda: self._source(Together(new.new_id(), None)))
-            with dropped_if_it_raises(new):
-                save = self.begin_at(op, place, source, new)
+            save = self.begin_at(op, place, source, new)
             write_and_commit(self.world, op, [save], new, locks)
 
     def link_rows(self, place: Path) -> None:

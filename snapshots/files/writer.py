@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from copy import copy
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -199,8 +200,8 @@ class NewSnapshots:
     """The snapshots of one save. All are durable under temporary names before the first of them gets its name.
 
     So a save that raises leaves none of them, unless its error says so. A kill between two of the renames leaves some,
-    which recovery uses only if every store has the rows of their moment. It ends with `put_in_place` or `drop`; as a
-    block it drops what has no name at its end.
+    which recovery uses only if every store has the rows of their moment. Use it as a block: what has no name at its end
+    is removed.
     """
 
     def __init__(self) -> None:
@@ -212,7 +213,14 @@ class NewSnapshots:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.drop()
+        while self._new:
+            self._new.pop().drop()
+
+    def pop_all(self) -> NewSnapshots:
+        """The same save, for a block that ends later. This one removes nothing any more."""
+        later = copy(self)
+        self._new = []
+        return later
 
     def new_id(self) -> str:
         """An id for one of them. The ids of one save share their first half."""
@@ -250,8 +258,8 @@ class NewSnapshots:
                 except OSError as error:
                     raise self._error(new.path, "was not", error, placed) from error
                 placed.append(self._new.pop(0).path)
-        for call in self._then:
-            call()
+            for call in self._then:
+                call()
 
     def _error(self, folder: Path, was: str, error: OSError, placed: list[Path]) -> SnapshotError:
         text = f"snapshot {folder.name!r} {was} written to {str(folder.parent)!r}: {error}"
@@ -260,11 +268,6 @@ class NewSnapshots:
             missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
             text += f". It is saved in {there}, and not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
-
-    def drop(self) -> None:
-        """Remove those that have no name yet."""
-        while self._new:
-            self._new.pop().drop()
 
 
 @contextmanager

@@ -57,11 +57,11 @@ class SaveSource(NamedTuple):
     record: GroupRecord | None = None
 
 
-def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> Path:
-    """The folder of the new snapshot `name` of a store.
+def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
+    """Raise what a save as snapshot `name` of a store would raise, before it changes anything.
 
-    Raises OptionError for a kind that does not exist or does not fit this store. Raises SnapshotError for an invalid or
-    taken name, and with `overwrite` for a snapshot that cannot be replaced.
+    OptionError for a kind that does not exist or does not fit this store. SnapshotError for an invalid or taken name,
+    and with `overwrite` for a snapshot that cannot be replaced.
     """
     check_kind(kind)
     place = store.snapshots / name
@@ -70,19 +70,18 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
         check_free(place, overwrite or name in left)
     if kind == "checkpoint" and source.rocksdb is None:
         raise OptionError("kind='checkpoint' needs RocksDB's files, which only cached_ssd stores have; give 'full'")
-    return place
 
 
 def begin_save(
     store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool, new: NewSnapshots
 ) -> tuple[Path, Snapshot | None]:
-    """Begin a snapshot of a store, which becomes the recovery snapshot once it exists. Raises as `check_save`.
+    """Begin a snapshot that `check_save` has checked. It becomes the recovery snapshot once it has its name.
 
     Returns its folder, still under a temporary name, and the parent of an incremental one. If its chain would be too
-    long to read, it is full, and a warning is logged. Also raises StoreError.
+    long to read, it is full, and a warning is logged. Raises SnapshotError, StoreError.
     """
+    place = store.snapshots / name
     parent = parent_for(store, name) if kind == "incremental" else None
-    place = check_save(store, name, "full" if kind == "incremental" and parent is None else kind, source, overwrite)
     if parent is not None:
         check_parent(place, parent, source.description)
     clear_leftovers(store)
@@ -150,7 +149,11 @@ def save_snapshot_of(
     progress: ProgressCallback | None = None,
     overwrite: bool = False,
 ) -> Manifest:
-    """Write the live rows of a store as its snapshot `name`, to which `new` gives its name. Raises as `begin_save`."""
+    """Write the live rows of a store as its snapshot `name`, to which `new` gives its name.
+
+    Raises as `check_save` and `begin_save`.
+    """
+    check_save(store, name, kind, source, overwrite)
     folder, parent = begin_save(store, name, kind, source, overwrite, new)
     part = write_part(folder, kind, source, parent, progress)
     if source.record is not None:
