@@ -57,6 +57,7 @@ def save_together(
     from ..engine.errors import SnapshotError, StoreError, TierbedError
     from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
+    from ..snapshots.store.closed_store import save_closed_stores
 
     serving = serving_processes(stores, timeout, as_json)
     if len({*serving.values()}) > 1:
@@ -71,24 +72,13 @@ def save_together(
     closed = [store for store in stores if store not in serving]
     try:  # after the open ones: while those are saved, their step may open one of these
         with exit_if_in_use(() if serving else closed, as_json), locked_stores(closed) as folders:
-            _save_closed(folders, name, kind, overwrite, advance)
+            save_closed_stores(folders, name, advance, kind, overwrite)
     except TierbedError as error:
         if not serving:
             raise
         saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
         raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
     return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]
-
-
-def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bool, advance: ProgressCallback) -> None:
-    from ..snapshots.files.writer import NewSnapshots
-    from ..snapshots.store.closed_store import save_closed_store
-
-    with NewSnapshots() as new:
-        for folder in folders:
-            own = kind if kind != "incremental" or folder.recovery_folder.parent_snapshot else "full"
-            save_closed_store(folder, name, advance, own, overwrite, new)
-        new.put_in_place()
 
 
 def load_together(folders: list[StoreFolder], name: str, advance: ProgressCallback) -> list[Manifest]:

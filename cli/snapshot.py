@@ -203,7 +203,7 @@ def save(
     Example: tierbed snapshot save store/users before-retraining
     """
     from ..snapshots.control.client import request_save
-    from ..snapshots.store.closed_store import save_closed_store
+    from ..snapshots.store.closed_store import save_closed_stores
     from ..snapshots.store.folder_state import holder
 
     begin = time.monotonic()
@@ -221,7 +221,7 @@ def save(
         with locked_store(store, as_json) as folder:
             marker = folder.clean_marker or {}
             with progress("saving", marker.get("rows")) as advance:
-                manifest = save_closed_store(folder, name, advance, kind.value, overwrite)
+                (manifest,) = save_closed_stores([folder], name, advance, kind.value, overwrite)
     report("saved", name, manifest, begin, as_json)
 
 

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from ..distributed.world import catch
-from ..engine.errors import OptionError, StoreError
+from ..engine.errors import StoreError
 from ..engine.table.change_observers import still_saving
-from ..snapshots.files.format import HashShard, check_name
+from ..snapshots.files.format import HashShard
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.versions import EMPTY, Instant, Version
 from ..snapshots.files.writer import NewSnapshots, Together
@@ -21,13 +21,13 @@ from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE
 from ..snapshots.store.retention import state_snapshot
-from ..snapshots.store.save import check_kind, check_save, note_state
+from ..snapshots.store.save import note_state
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
 from .saving import BackgroundSaving, commit, locked
 from .table_handle import LocalTableHandle
-from .table_snapshots import TableSnapshots, no_place, open_snapshot
+from .table_snapshots import TableSnapshots, open_snapshot
 
 log = logging.getLogger("tierbed")
 
@@ -55,11 +55,6 @@ class ShardedSnapshots(TableSnapshots):
 
     def before_save(self, background: bool) -> None:
         self.at_step()
-
-    def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
-        op = self.op(f"checking snapshot {name!r}")
-        self._agree(name, kind, overwrite, background)
-        self._on_rank_0(op, lambda store: check_save(store, name, kind, self._source(), overwrite))
 
     def at_step(self) -> None:
         """Between two steps: complete the snapshot in the background, if all ranks have written it."""
@@ -141,31 +136,6 @@ class ShardedSnapshots(TableSnapshots):
     def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
         op = f"loading snapshot {snapshot.name!r} of embedding {self.name!r}"  # also if a rank is at another step
         return self._load(op, snapshot, ALL, True, snapshot.name, together)
-
-    def _agree(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
-        op = self.op("saving a snapshot")
-        _, error = catch(lambda: self._check_arguments(name, kind, background))
-        same = (
-            {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
-            if error is None
-            else None
-        )
-        self.world.handshake(op, error, same)
-
-    def _check_arguments(self, name: str, kind: str, background: bool) -> None:
-        check_kind(kind)
-        check_name(name)
-        if kind == "checkpoint":
-            raise OptionError(
-                f"kind='checkpoint' is of RocksDB's files of one process, and the rows of embedding {self.name!r} are "
-                f"spread over {self.world.size} ranks; give 'full' or 'incremental'"
-            )
-        if kind == "incremental" and background:
-            raise OptionError(f"background=True, kind={kind!r}: only kind='full' is saved so; leave background out")
-        if self.place is None:
-            raise no_place(self.name)
-        self.own.table.require_open()
-        self.own.table.check()
 
     def check_not_saving(self) -> None:
         if self._saving is not None:  # also if this rank has written its shard

@@ -95,7 +95,30 @@ class TableSnapshots:
 
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
-        raise NotImplementedError
+        op = self.op(f"checking snapshot {name!r}")
+        _, error = catch(lambda: self._check_arguments(name, kind, background))
+        same = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
+        self.world.handshake(op, error, same if error is None else None)
+        with self.local_table.lock:
+            self._on_rank_0(op, lambda store: check_save(store, name, kind, self._source(), overwrite))
+
+    def _check_arguments(self, name: str, kind: str, background: bool) -> None:
+        check_kind(kind)
+        check_name(name)
+        if kind == "checkpoint" and self._shard is not None:
+            raise OptionError(
+                f"kind='checkpoint' is of RocksDB's files of one process, and the rows of embedding {self.name!r} are "
+                f"spread over {self.world.size} ranks; give 'full' or 'incremental'"
+            )
+        if kind != "full" and background:
+            raise OptionError(
+                f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
+                "background out"
+            )
+        if self.place is None:
+            raise no_place(self.name)
+        self.local_table.require_open()
+        self.local_table.check()
 
     def check_not_saving(self) -> None:
         """Raises StoreError while a snapshot is being saved in the background. Local."""
@@ -344,17 +367,6 @@ class LocalSnapshots(TableSnapshots):
         self.checked_store()
         if not background:
             table.flush_ahead()
-
-    def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
-        folder, table = self._folder_of(name), self.local_table
-        check_kind(kind)
-        if background and kind != "full":
-            raise OptionError(
-                f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
-                "background out"
-            )
-        with table.lock:
-            check_save(folder, name, kind, self._source(), overwrite)
 
     def check_not_saving(self) -> None:
         self.local_table.check()

@@ -1,9 +1,9 @@
 """Writes a snapshot: streamed into a temporary folder, synced, renamed into place.
 
 Several writers can write one snapshot, each its shard of the rows, in a folder that all of them see. One of them enters
-`new_snapshot`, and each calls `write_shard` in the `temporary_path` of the snapshot. When all have returned, the first
-calls `finish` and leaves the block. If a writer fails, the block has to raise, which removes all files. The snapshots
-of several stores are written in the same way, in `NewSnapshots`.
+`NewSnapshots`, and each calls `write_rows` in the `temporary_path` of the snapshot. When all have returned, the first
+calls `finish` and `put_in_place`. If a writer fails, the block has to raise, which removes all files. The snapshots of
+several stores are written in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import _core
-from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
+from ...engine.durable import NewFolder, UnsyncedError, check_exchange
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
 from ...engine.signals import uninterrupted
@@ -408,21 +408,3 @@ def finish(
         file.flush()
         os.fsync(file.fileno())
     return manifest
-
-
-def write_shard(
-    place: Path,
-    description: dict[str, Any],
-    shard: HashShard,
-    rows: Iterable[Any],
-    progress: ProgressCallback | None = None,
-    write: Callable[..., Files] = write_rows,
-) -> Files:
-    """Write the rows of a shard durably, or its changes by `write_changes`. Returns the files for `finish`.
-
-    Raises SnapshotError, also for rows of another shard; and what `rows` raises.
-    """
-    with write_errors(place, shard):
-        files = write(place, description, rows, progress, shard)
-        fsync_dir(place)
-        return files

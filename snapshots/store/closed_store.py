@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from ...engine.store.table_counts import FIELD
 from ..files.format import FILES, MARKER_FIELDS, SHARE, Manifest, check_name, snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
-from ..files.versions import LIVE, GroupRecord, Instant
+from ..files.versions import LIVE, Instant
 from ..files.writer import NewSnapshots, ProgressCallback, Together, write_snapshot
 from .folder import StoreFolder
 from .folder_state import (
@@ -77,52 +77,50 @@ def locked_shards(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, 
         yield live, marker, merge_sorted(rows)
 
 
-def save_closed_store(
-    store: StoreFolder,
+def save_closed_stores(
+    stores: Sequence[StoreFolder],
     name: str,
     progress: ProgressCallback | None = None,
     kind: str = "full",
     overwrite: bool = False,
-    new: NewSnapshots | None = None,
-) -> Manifest:
-    """Write the live rows of a closed store, also of ranks, as snapshot `name`. The live rows are unchanged.
+) -> list[Manifest]:
+    """Write the live rows of closed stores, also of ranks, as snapshot `name` of each. The live rows are unchanged.
 
-    new: of a save of several stores, which gives the snapshot its name. Raises StoreError if the store has no clean
-    marker, SnapshotError and OptionError as `save_snapshot_of` does.
+    If it raises, no snapshot exists, unless the error says so. An incremental one of several is full in a store that
+    has no snapshot to be based on. Raises StoreError if a store has no clean marker, SnapshotError and OptionError as
+    `save_snapshot_of` does.
     """
     check_name(name)
-    if new is None:
-        with NewSnapshots() as alone:
-            manifest = save_closed_store(store, name, progress, kind, overwrite, alone)
-            alone.put_in_place()
-        return manifest
-    if store.clean_marker is not None or store.snapshot_store.mark.ranks is None:
-        with locked_source(store, new) as source:
-            return save_snapshot_of(store, name, kind, source, new, progress, overwrite)
-    with locked_shards(store) as (live, marker, chunks):
-        together, record = together_with(store, new)
-        source = SaveSource(described(marker), marker["rows"], lambda: chunks, together=together, record=record)
-        manifest = save_snapshot_of(store.snapshot_store, name, kind, source, new, progress, overwrite)
-        new.then(lambda: store.snapshot_store.note_saved(live.writes))
-    return manifest
+    with NewSnapshots() as new:
+        saved = []
+        for store in stores:
+            has_base = len(stores) == 1 or store.recovery_folder.parent_snapshot
+            own = "full" if kind == "incremental" and not has_base else kind
+            saved.append(_save(store, name, own, new, progress, overwrite))
+        new.put_in_place()
+    return saved
 
 
-@contextmanager
-def locked_source(store: StoreFolder, new: NewSnapshots) -> Iterator[SaveSource]:
-    """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it has no clean marker."""
-    if store.path.parent.name == RANKS:
-        place = str(store.path.parent.parent)
-        raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {place!r}")
-    marker = require_clean_marker(store)
-    together, record = together_with(store, new)
-    with _live(store, marker) as (scan, tier):
-        yield SaveSource(described(marker), marker["rows"], scan, tier, together=together, record=record)
-
-
-def together_with(store: StoreFolder, new: NewSnapshots) -> tuple[Together, GroupRecord | None]:
-    """What a snapshot of a closed store and its MARK store about the stores that are trained together with it."""
+def _save(
+    store: StoreFolder, name: str, kind: str, new: NewSnapshots, progress: ProgressCallback | None, overwrite: bool
+) -> Manifest:
     closed, id = ClosedStore(store), new.new_id()
-    return Together(id, closed.saved(id)), closed.record
+    with ExitStack() as rows:
+        if store.clean_marker is not None or store.snapshot_store.mark.ranks is None:
+            if store.path.parent.name == RANKS:
+                place = str(store.path.parent.parent)
+                raise StoreError(
+                    f"{str(store.path)!r} has only the shard of one rank: give the store folder, {place!r}"
+                )
+            marker, folder = require_clean_marker(store), store
+            scan, tier = rows.enter_context(_live(store, marker))
+        else:
+            live, marker, chunks = rows.enter_context(locked_shards(store))
+            scan, tier, folder = (lambda: chunks), None, store.snapshot_store
+            new.then(lambda: folder.note_saved(live.writes))
+        together = Together(id, closed.saved(id))
+        source = SaveSource(described(marker), marker["rows"], scan, tier, together=together, record=closed.record)
+        return save_snapshot_of(folder, name, kind, source, new, progress, overwrite)
 
 
 def load_into_store(
