@@ -168,8 +168,8 @@ def write_and_commit(
     new: NewSnapshots,
     locks: ExitStack,
     progress: ProgressCallback | None = None,
-) -> list[str]:
-    """Write all that have begun and give them their names. Returns their ids.
+) -> None:
+    """Write all that have begun and give them their names.
 
     locks: of the tables, which are released before if an image has the rows of each.
     """
@@ -187,7 +187,6 @@ def write_and_commit(
         ids = commit(world, op, saves, new, catch(write)[1])
         for save, id in zip(saves, ids, strict=True):
             save.end(id, from_image=False)
-    return ids
 
 
 def commit(

@@ -95,7 +95,7 @@ class TableSnapshots:
 
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
-        op = self.op(f"checking snapshot {name!r}")
+        op = self.op("saving a snapshot")
         _, error = catch(lambda: self._check_arguments(name, kind, background))
         same = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
         self.world.handshake(op, error, same if error is None else None)

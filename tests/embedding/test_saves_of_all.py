@@ -12,6 +12,8 @@ import torch
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
 from support.together import Model, killed_at
+from tierbed.engine import durable
+from tierbed.engine.durable import put_in_place
 from tierbed.engine.errors import OptionError, SnapshotError
 from tierbed.snapshots import list_snapshots
 
@@ -147,3 +149,32 @@ def test_a_save_of_all_for_which_one_disk_has_no_room_leaves_no_snapshot(
     disk_path: Path, tmp_path: Path, small: str
 ) -> None:
     in_process(on_a_small_disk, disk_path, tmp_path, small)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rename_that_fails_leaves_the_snapshots_before_it_and_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(1)
+    model.save_snapshot("one")
+    model.steps(1)
+    with monkeypatch.context() as patched:
+
+        def fails_in_b(temporary: Path, path: Path, overwrite: bool = False) -> None:
+            if path.parent.parent.name == "b":
+                raise OSError("the device fails")
+            put_in_place(temporary, path, overwrite)
+
+        patched.setattr(durable, "put_in_place", fails_in_b)
+        said = r"'two' was not written to '.*b/snapshots'.*saved in '.*a/snapshots', and not in '.*b/snapshots'"
+        with pytest.raises(SnapshotError, match=said):
+            save_and_wait(model, "two", background)
+    assert saved(tmp_path, "two") == [2, None]
+    assert not list(tmp_path.glob("*/snapshots/.tmp-*"))
+    with pytest.raises(SnapshotError, match="there is no snapshot 'two'"):
+        model.load_snapshot("two")
+    model.steps(1)
+    model.save_snapshot("two", overwrite=True)
+    assert saved(tmp_path, "two") == [3, 3]
+    model.close()
