@@ -87,7 +87,7 @@ class ShardedSnapshots(TableSnapshots):
                 place = state_snapshot(self.checked_store(), now, keep)
                 if place is not None:
                     return place.name, False, None if member.record is None else member.seen().digest
-                together = self._together(new)
+                together = self._group_fields(new)
                 instant = None if together.saved is None else together.saved.instant.digest
                 return OF_STATE + together.id, True, instant
 

@@ -143,7 +143,7 @@ class TableSnapshots:
 
         def ready() -> SaveSource:
             self.check_not_saving()
-            return self._source(self._together(new))
+            return self._source(self._group_fields(new))
 
         source: SaveSource = self.world.call_on_all_ranks(op, ready)
         parent: Snapshot | None = None
@@ -168,7 +168,7 @@ class TableSnapshots:
         self.world.call_on_rank_0(f"{op}: begun", lambda: str(new.begin(place, source.description)))
         return TableSave(self.local_table, self.membership, place, kind, source, None, self._shard)
 
-    def _together(self, new: NewSnapshots) -> Together:
+    def _group_fields(self, new: NewSnapshots) -> Together:
         """What the manifest of a new snapshot has beside the rows."""
         id = new.new_id()
         return Together(id, None) if self.membership is None else self.membership.saved(id)
@@ -393,7 +393,7 @@ class LocalSnapshots(TableSnapshots):
         with locked([self], waits=True), NewSnapshots() as new:
             table = self.local_table
             table.check()
-            now, together = self.membership.versions.rows.now, self._together(new)
+            now, together = self.membership.versions.rows.now, self._group_fields(new)
             if now == EMPTY:  # which needs no snapshot, and a user may replace one of it
                 return RowsReference(table.step, version=self.membership.version_for_state())
             place = state_snapshot(folder, now, keep)

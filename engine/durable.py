@@ -59,7 +59,7 @@ def temporary_path(path: Path) -> Path:
 class NewFolder:
     """A folder that is written under a temporary name next to `path`, and then gets that name.
 
-    Whoever writes into `temporary` makes it durable. It ends with `put_in_place` or `drop`.
+    The writer makes durable what it puts into `temporary`. It ends with `put_in_place` or `drop`.
     """
 
     def __init__(self, path: Path, overwrite: bool = False) -> None:
