@@ -131,10 +131,11 @@ def save_together(
     progress: called with the rows of each chunk that this process writes. Raises SnapshotError, StoreError,
     OptionError. All ranks call it.
     """
+    op, *others = [table.op(f"saving snapshot {name!r}") for table in tables]
+    several = f"{len(tables)} embeddings" if others else ""
+    op = f"saving snapshot {name!r} of {several}" if others else op
     for table in tables:
         table.before_save(background)  # a save in the background that completes now may be the parent
-    several = f"{len(tables)} embeddings" if len(tables) > 1 else ""
-    op = f"saving snapshot {name!r} of {several}" if several else tables[0].op(f"saving snapshot {name!r}")
     with ExitStack() as locks, NewSnapshots() as new:
         locks.enter_context(locked(tables, waits=world.size == 1))
         kinds = []
