@@ -57,15 +57,15 @@ class TableSave:
         self._image: ForegroundSave | None = None
         self._part = Part(0, {})
 
-    @property
-    def can_read_image(self) -> bool:
-        """Whether a save by this thread reads an image, so that other threads go on. On a GPU it would take memory."""
-        return self._shard is None and self._kind == "full" and not self.table.processor.defers_errors
+    def begin_image(self, ending: ExitStack) -> bool:
+        """Let this thread read an image of the rows as they are now, while others go on. False if it has to scan them.
 
-    def begin_image(self, ending: ExitStack) -> None:
-        """Read the rows from an image of now. ending: what ends the save for other threads."""
-        self._image = self.table.observers.save_here(f"snapshot {self._folder.name!r}")
-        ending.callback(self._image.end)
+        ending: what ends the save for other threads.
+        """
+        if self._shard is None and self._kind == "full" and not self.table.processor.defers_errors:  # a GPU's memory
+            self._image = self.table.observers.save_here(f"snapshot {self._folder.name!r}")
+            ending.callback(self._image.end)
+        return self._image is not None
 
     def begin_in_background(self, write: Callable[[Chunks], None], max_bytes: int) -> BackgroundSave:
         """Let a thread pass the rows as they are now to `write`."""
@@ -175,10 +175,7 @@ def write_and_commit(
     locks: of the tables, which are released before if an image has the rows of each.
     """
     with ExitStack() as ending:
-        for save in saves:
-            if save.can_read_image:
-                save.begin_image(ending)
-        if all(save.can_read_image for save in saves):
+        if all([save.begin_image(ending) for save in saves]):
             locks.close()
 
         def write() -> None:

@@ -73,10 +73,6 @@ class NewFolder:
             self.drop()
             raise
 
-    def sync(self) -> None:
-        """Make the names in the folder durable. Raises OSError."""
-        fsync_dir(self.temporary)
-
     def put_in_place(self) -> None:
         """Give the folder its name, durably. Raises as the function `put_in_place`."""
         with uninterrupted():  # between the swap and its sync the old one must not be removed
@@ -101,7 +97,7 @@ def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     new = NewFolder(folder, overwrite)
     try:
         yield new.temporary
-        new.sync()
+        fsync_dir(new.temporary)
         new.put_in_place()
     except UnsyncedError:  # a power loss may restore the old folder, so keep it
         raise

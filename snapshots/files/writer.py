@@ -245,7 +245,7 @@ class NewSnapshots:
         """Give each its name, then do what follows. SnapshotError: it says which of them exist, if any do."""
         for new in self._new:
             with write_errors(new.path):
-                new.sync()
+                fsync_dir(new.temporary)
         placed: list[Path] = []
         with uninterrupted():  # Ctrl-C leaves none of them, or all
             while self._new:
