@@ -175,7 +175,8 @@ def write_and_commit(
     locks: of the tables, which are released before if an image has the rows of each.
     """
     with ExitStack() as ending:
-        if all([save.begin_image(ending) for save in saves]):
+        have_images = [save.begin_image(ending) for save in saves]
+        if all(have_images):
             locks.close()
 
         def write() -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import _core
-from ...engine.durable import NewFolder, UnsyncedError, check_exchange
+from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
 from ...engine.signals import uninterrupted
