@@ -106,8 +106,8 @@ def dense_tensors(
         raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give those of all tables at once")
     if not has_states and table.state.names and table.step:
         log.warning(
-            "embedding %r: a load of rows drops optimizer state, that of %d steps; call optimizer.load_state_dict "
-            "after it, or change rows by put(ids, rows), which keeps their state",
+            "embedding %r: a load of rows drops optimizer state, that of %d steps, which no state of the optimizer "
+            "holds; change rows by put(ids, rows), which keeps it, or load a state_dict() of this model, which has it",
             embedding.name,
             table.step,
         )
@@ -169,7 +169,8 @@ def _check_step_known(table: OpenTable) -> None:
 def _by_number(spec: TableSpec, argument: str, given: Any) -> dict[int, Any]:
     """What is given for each table, by its number. InputError."""
     if not isinstance(given, Mapping):
-        raise InputError(f"{argument} of embedding {spec.name!r}: got {type(given).__name__}; give a dict by table")
+        form = "torch.from_numpy of it" if isinstance(given, np.ndarray) else "a dict by table"
+        raise InputError(f"{argument} of embedding {spec.name!r}: got {type(given).__name__}; give {form}")
     found: dict[int, Any] = {}
     for name, of_table in given.items():
         number = table_number(name, spec.table_names)
@@ -189,7 +190,8 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
         raise InputError(f"{where}: a {type(rows).__name__}, parts of which are on other ranks; give the whole tensor")
     if not isinstance(rows, Tensor) or rows.dtype not in _FLOATS or rows.dim() != 2 or rows.shape[1] != spec.dim:
         got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(f"{where}: got {got}; give torch.float32, or floats of 16 bits, [rows, {spec.dim}]")
+        form = " by torch.from_numpy" if isinstance(rows, np.ndarray) else ""
+        raise InputError(f"{where}: got {got}; give torch.float32{form}, or floats of 16 bits, [rows, {spec.dim}]")
     if ids is not None and len(rows) != ids:
         raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with num_embeddings of them")
     for first in range(0, len(rows), CHUNK):

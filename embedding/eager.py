@@ -91,9 +91,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
+                paths = (path for path, one in root.named_modules() if one is embedding and one.naming == "path")
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} does not hold embedding {embedding.name!r}; give it the embedding's "
-                    "parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
+                    f"{type(optimizer).__name__} does not hold embedding {next(paths, embedding.name)!r}; give it the "
+                    "embedding's parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
                 )
             self._check_can_take(embedding)
         if module is None:
@@ -154,6 +155,15 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("state", "param_groups"):
+            raise OptimizerError(
+                f"{name} = of an EagerOptimizer: no row would follow it. Change settings in place, as in "
+                "optimizer.param_groups[0]['lr'] = 0.01; to begin without state, call model.load_state_dict("
+                "tierbed.to_dense_state_dict(model)) and make another optimizer"
+            )
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError(

@@ -62,5 +62,6 @@ def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedE
         if first.setdefault(one.name, path) != path:
             raise error(
                 f"{first[one.name]} and {path} are two embeddings named {one.name!r}; use one embedding for both, or "
-                "give each its own name, or name=None, which names each by its place in the model"
+                "give each its own name=. Without name=, its place in the first model that was trained or saved names "
+                "an embedding: make both again in this model, and load tierbed.to_dense_state_dict of the earlier ones"
             )

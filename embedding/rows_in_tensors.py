@@ -59,7 +59,7 @@ class StateTensor(Tensor):
                 raise InputError(
                     f"{name} of the rows of a state_dict(): they are a copy, so no row of the embedding would change, "
                     "and the next state may have other rows in their places; give a state to load_state_dict, call put "
-                    "or load_dense, average what get returns for the same ids, or clone() the tensor"
+                    "or load_dense, average what tierbed.to_dense_state_dict(model) returns, or clone() the tensor"
                 )
             result = func(*args, **given)
             shared = [one for one in states if not one.is_own]

@@ -106,10 +106,10 @@ def check_not_awaiting(name: str, awaited: Sequence[RowsReference]) -> None:
         )
 
 
-def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bool) -> str:
+def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bool, in_memory: bool = False) -> str:
     """The error for embedding `name`, whose rows are not those of a loaded state_dict.
 
-    snapshots: whether its own states name snapshots.
+    snapshots: whether its own states name snapshots. in_memory: whether they hold the rows.
     """
     if awaited.step == _STOPPED:
         return (
@@ -131,7 +131,9 @@ def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bo
             remedy = "put that snapshot back, or " + remedy
         else:
             theirs += ", which names no snapshot"
-            if not snapshots:
+            if in_memory:
+                theirs, remedy = theirs + " and has no rows.* entries", "load a state with all of its keys"
+            elif not snapshots:
                 remedy = (
                     "give state_dict_snapshots=True in the store options before states are made, or save by graph.save "
                     "or save_checkpoint"

@@ -36,6 +36,7 @@ from ..snapshots.store.selection import LoadReport, Selection, Where
 from .names import next_seed
 from .rows_in_tensors import FIELDS, RowTensors
 from .rows_reference import UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
+from .shadow import note_in_state
 from .sharded_handle import TableHandle
 from .training_group import TrainingGroup
 
@@ -290,7 +291,11 @@ class SavedRows(EmbeddingBase):
         if handle.own.unsettled:
             raise StoreError(handle.own.unsettled)
         said = said or unlike(
-            self.name, handle.rows_reference(), awaited, bool(self.store_options.state_dict_snapshots)
+            self.name,
+            handle.rows_reference(),
+            awaited,
+            bool(self.store_options.state_dict_snapshots),
+            self.store_options.persistent_path is None,
         )
         if _mode.get() == STAY:
             self._awaited.clear()
@@ -310,25 +315,37 @@ class SavedRows(EmbeddingBase):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_in_state(destination[prefix + self.parameter_name])
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
 
     def _rows_for(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
         """All rows, copied. If an earlier name of this embedding has them in the same state, the tensors there."""
+        if self._copied and self._copied[0] != prefix:
+            found = {name: destination.get(f"{self._copied[0]}{ROWS}{name}") for name in FIELDS}
+            if self._has_copied(found):
+                return found  # type: ignore[return-value]
         if self._handle is None:
             self.fix_seed()
-            return RowTensors.none(self.spec).tensors
-        table = self._handle.local_table
-        moment = weakref.ref(table), table.step, table.updates
-        if self._copied:
-            first, copy, then = self._copied
-            found = {name: destination.get(f"{first}{ROWS}{name}") for name in FIELDS}
-            if first != prefix and then == moment and found[FIELDS[0]] is not None and found[FIELDS[0]] is copy():
-                return found  # type: ignore[return-value]
-        rows = self._handle.tensors().tensors
-        self._copied = prefix, weakref.ref(rows[FIELDS[0]]), moment
+        rows = RowTensors.none(self.spec).tensors if self._handle is None else self._handle.tensors().tensors
+        self._copied = prefix, weakref.ref(rows[FIELDS[0]]), self._moment()
         return rows
+
+    def _moment(self) -> Any:
+        """Equal for two calls if no row has changed in between."""
+        table = None if self._handle is None else self._handle.local_table
+        return table and (weakref.ref(table), table.step, table.updates)
+
+    def _has_copied(self, tensors: Mapping[str, Any]) -> bool:
+        """True if the latest state_dict returned these tensors, and no row has changed since."""
+        first = tensors.get(FIELDS[0])
+        return (
+            first is not None
+            and bool(self._copied)
+            and self._copied[1]() is first
+            and self._copied[2] == self._moment()
+        )
 
     def _load_from_state_dict(
         self,
@@ -343,6 +360,14 @@ class SavedRows(EmbeddingBase):
         given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
         if tensors and not are_apart():
+            if self._has_copied(tensors):
+                log.warning(
+                    "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. A torch "
+                    "model's weight has another shape than the %s [1, 1] of this state: choose it by its key, as in "
+                    "own.update({k: v for k, v in old.items() if k in own}), or call load_dense",
+                    self.name,
+                    prefix + self.parameter_name,
+                )
             try:
                 if not self._has_loaded(tensors, errors):
                     self.table_handle(for_load=True).load_tensors(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -17,15 +18,22 @@ from ..engine.errors import GraphError, InputError
 if TYPE_CHECKING:
     from ..engine.ops.rows_contract import EmbeddingBase
 
+log = logging.getLogger("tierbed")
 _SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}
 _READ_BY_I = {"__index__", "__init__", "__init_subclass__", "__int__", "__invert__", "__iter__"}
 _COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory"}
 # what averages weights is made of; norms, powers and sums are not, and loggers may take them under no_grad
 _MIXES = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
+# what compares and checks weights, where a number in place of the rows would answer for them; loggers call isfinite
+_CHECKS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
+_NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # what reads a tensor and returns none
 _WRITE = (
     "choose initial rows by initializer= (of Embedding), default_initializer= or make_table_options, write rows by put "
     "or load_dense, and carry them over by load_state_dict"
 )
+
+_READ = "read emb.weight, or the rows of some ids by emb.get, or those of all embeddings by tierbed.to_dense_state_dict"
+_noted: set[str] = set()  # the operations that read a parameter and got no row
 
 
 def name_of(function: Any) -> str:
@@ -53,6 +61,7 @@ class _Guarded(Tensor):
 
     owner: ref[EmbeddingBase]
     is_own = False  # True for a copy that may be copied into
+    is_in_state = False  # True for a copy of a state_dict(), which names or has the rows besides
 
     @classmethod
     def __torch_function__(
@@ -66,6 +75,11 @@ class _Guarded(Tensor):
                 _check_write(func, args, given)
             elif is_mix(func) and args[0] is not args[-1]:
                 raise _misuse(func, args, given)
+            elif name_of(func) in _CHECKS and not _is_of_state(args, given):
+                if func is not torch.equal or not all(type(one) is Shadow for one in _guarded(args, given)):
+                    raise _misuse(func, args, given)
+                _note_read(func, args, given)  # of Lightning, which asks whether an optimizer has a parameter
+                return args[0] is args[-1]
             used = args
             module = getattr(func, "__module__", None) or ""  # which methods lack
             if module.startswith("torch._ops"):  # called by what torch.compile made
@@ -75,6 +89,8 @@ class _Guarded(Tensor):
                 return result
             if isinstance(result, np.ndarray):
                 result.flags.writeable = False
+            if isinstance(result, np.ndarray) or func.__name__ in _NUMBERS:
+                _note_read(func, args, given)
             if torch.compiler.is_dynamo_compiling():
                 raise GraphError("not in compiled code: Dynamo calls it as it is, and it raises the remedy")
             if type(result) in (list, tuple):
@@ -126,10 +142,30 @@ def _checked(result: Any, func: Any, args: Sequence[Any], given: Mapping[str, An
         if name in _COPIES or shares_memory(one, result):
             copy = Tensor._make_subclass(_ShadowCopy, result, recorded)
             copy.owner, copy.is_own = one.owner, name in _COPIES or one.is_own
+            copy.is_in_state = one.is_in_state
             return copy
     if recorded:
         raise _misuse(func, args, given)
+    if not name.startswith(("new_", "__get__")) and not name.endswith("_like"):
+        _note_read(func, args, given)
     return result
+
+
+def note_in_state(tensor: Any) -> None:
+    """Note that a copy is in a state_dict, where it may be compared."""
+    if isinstance(tensor, _ShadowCopy):
+        tensor.is_in_state = True
+
+
+def _is_of_state(*arguments: Any) -> bool:
+    return any(one.is_in_state for one in _guarded(arguments))
+
+
+def _note_read(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Log, once for an operation, that it got no row."""
+    if func.__name__ not in _noted and not _is_of_state(args, given):
+        _noted.add(func.__name__)
+        log.warning("%s reads a zero in place of its rows; %s", _where(func, args, given), _READ)
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -164,17 +200,23 @@ def _check_write(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> No
     raise _misuse(func, args, given, True)
 
 
-def _misuse(func: Any, args: Sequence[Any], given: Mapping[str, Any], is_write: bool = False) -> Exception:
+def _where(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
     embedding = _guarded(args, given)[0].owner()
     name = name_of(func)
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}" + " =" * (name == "__set__")
-    where = f"{name} of the parameter of embedding {'?' if embedding is None else embedding.name!r}"
+    return f"{name} of the parameter of embedding {'?' if embedding is None else embedding.name!r}"
+
+
+def _misuse(func: Any, args: Sequence[Any], given: Mapping[str, Any], is_write: bool = False) -> Exception:
+    name, where = name_of(func), _where(func, args, given)
     if is_write:
         remedy = "train in one process, or over ranks by world=" if name == "share_memory_" else _WRITE
         return InputError(f"{where}: no tensor holds its rows, so no row would change or be shared; {remedy}")
+    if name in _CHECKS:
+        return GraphError(f"{where}: no tensor holds its rows, so the answer would not be theirs; {_READ}")
     return GraphError(
         f"{where}: no tensor holds its rows, so a penalty or an average would leave them out; penalise emb.weight of "
         "an Embedding, or the rows that a lookup returns, or give the optimizer weight_decay; leave the embedding's "
-        "parameters out of sums over parameters(), and average what load_state_dict takes"
+        "parameters out of sums over parameters(), and average what tierbed.to_dense_state_dict(model) returns"
     )

@@ -184,16 +184,19 @@ class LocalTableHandle(LocalSnapshots):
             raise OptimizerError(
                 f"embedding {self.name!r} has rows of optimizer {stored.rule} with state {list(stored.names)} that "
                 f"begins as {list(stored.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
-                f"{list(wanted.initial)}; train with that optimizer, or take another name{self._reset_remedy()}"
+                f"{list(wanted.initial)}; train with that optimizer{self._reset_remedy()}"
             )
         self._persistence.check_row(optimizer)
 
     def _reset_remedy(self) -> str:
         """The remedy for rows of another optimizer, if a folder keeps snapshots of them."""
         if self._persistence.folder is None:
-            return "; or to begin without state, load tierbed.to_dense_state_dict(model) into a new one"
+            return (
+                "; or to begin without state, keep rows = tierbed.to_dense_state_dict(model), call reset_parameters() "
+                "of the embedding, make the optimizer, and call model.load_state_dict(rows), of this or a new model"
+            )
         return (
-            "; or reset its state: save_snapshot, close, create the embedding again for the new optimizer, and "
+            ", or take another name; or reset its state: save_snapshot, close, create the embedding again for the new optimizer, and "
             "load_snapshot(name, weights_only=True)"
         )
 

@@ -71,6 +71,7 @@ class TorchTable(MultiTableEmbedding):
     parameter_name = "weight"  # so that code which chooses parameters by name finds it
     num_embeddings: int | None
     embedding_dim: int
+    _is_made = False  # in the constructor, where reset_parameters leaves rows of an earlier run
 
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None, max_norm: float | None,
@@ -78,9 +79,6 @@ class TorchTable(MultiTableEmbedding):
         dtype: torch.dtype | None, store: Store, name: str | None, initializer: Mapping[str, Any] | None,
         seed: int | None, world: World | None,
     ) -> None:  # fmt: skip
-        for argument, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
-            if value:
-                raise OptionError(f"{argument}={value!r}: {_REMEDIES[argument]}")
         if num_embeddings is not None and (num_embeddings := as_int(num_embeddings, minimum=1)) is None:
             raise OptionError("num_embeddings: give a whole number from 1, or None for a table that takes any id")
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -90,7 +88,8 @@ class TorchTable(MultiTableEmbedding):
             name, embedding_dim, dtype, torch.int64, [table], options, seed=seed, output_dtype=dtype, world=world
         )
         self.num_embeddings, self.embedding_dim = num_embeddings, self.spec.dim
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, sparse
+        self.norm_type, self.sparse = norm_type, sparse
+        self.max_norm, self.scale_grad_by_freq = max_norm or None, bool(scale_grad_by_freq)
         self.padding_idx = _padding(padding_idx, num_embeddings)
         if self.padding_idx is not None:
             self.set_spec(zero_key=self.padding_idx % 2**64)
@@ -98,10 +97,15 @@ class TorchTable(MultiTableEmbedding):
             self.to(device)
         if weight is not None:
             self.load_dense(weight)
+        elif type(self).reset_parameters is not TorchTable.reset_parameters:  # torch's constructor calls it
+            self.reset_parameters()
+        self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
+        if name == "weight" and getattr(value, "shape", None) != (1, 1):  # load_state_dict(assign=True) sets a shadow
             raise InputError(self._remedy())
+        if name in _REMEDIES and value:
+            raise OptionError(f"{name}={value!r}: {_REMEDIES[name]}")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -151,7 +155,7 @@ class TorchTable(MultiTableEmbedding):
 
     def reset_parameters(self) -> None:
         """Forget all rows and their optimizer state: rows begin again with their initial values."""
-        if self._handle is not None or self.store_options.persistent_path is not None:
+        if self._handle is not None or (self._is_made and self.store_options.persistent_path is not None):
             self.load_tensors(RowTensors.none(self.spec).tensors)
 
     def to_dense_state_dict(self) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
     return InputError(
         f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
         "correct the ids, or make the table with more of them (ids, or num_embeddings in a config; None takes any id), "
-        "or with bad_ids='drop', which leaves such ids out"
+        "or with make_table_options(bad_ids='drop'), which leaves such ids out"
     )
 
 

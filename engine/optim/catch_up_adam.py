@@ -26,10 +26,12 @@ import math
 from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from ..errors import OptimizerError
 from .adam import hyper as adam_hyper
 from .adam import is_decoupled
 from .base import SMALLEST, number
@@ -157,7 +159,9 @@ class CatchUpAdam(torch.optim.Adam):
 
     weight_decay: L2, as of torch.optim.Adam. With it a row applies every step that it missed one by one.
 
-    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for eps = 0: a row that was put has moments of
+    options: the others of torch.optim.Adam, such as foreach and fused, for dense parameters.
+
+    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for amsgrad=True, and for eps = 0: a row that was put has moments of
     0, and its missed steps would be 0 / 0.
     """
 
@@ -170,18 +174,18 @@ class CatchUpAdam(torch.optim.Adam):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
-        for group in self.param_groups:
-            _hyper(group, 1)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **options)
+        _check(self)
 
 
 class CatchUpAdamW(torch.optim.AdamW):
     """torch.optim.AdamW whose rows get the values of dense AdamW, however rarely their ids occur; see above.
 
-    weight_decay: decoupled, as of torch.optim.AdamW.
+    weight_decay: decoupled, as of torch.optim.AdamW. options: as of CatchUpAdam.
 
-    Over dense parameters it is torch.optim.AdamW. Raises OptimizerError for eps = 0, as CatchUpAdam.
+    Over dense parameters it is torch.optim.AdamW. Raises OptimizerError as CatchUpAdam.
     """
 
     def __init__(
@@ -193,10 +197,17 @@ class CatchUpAdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
-        for group in self.param_groups:
-            _hyper(group, 1)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **options)
+        _check(self)
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if group["amsgrad"]:
+            raise OptimizerError(f"{type(optimizer).__name__}: amsgrad=True is not supported; use amsgrad=False")
+        _hyper(group, 1)
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 from ..errors import OptimizerError
 from .base import betas, number, positive
 from .kernel import LIMITS
-from .past_rates import with_past
+from .past_rates import MAX_KNOTS, with_past
 from .row_state import RowState
 from .rule import Group, Rule, all_rules
 
@@ -51,6 +51,7 @@ class RowOptimizer:
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked: dict[str, Any] | None = None  # the last settings that passed the checks
         self._warns_of_changes = self._rule.kernel.catch_up is not None
+        self._warns_of_rates = True
         self._limits = [0.0] * len(LIMITS)  # of these settings
         self.hyper(1)  # raises the errors of the group now
 
@@ -74,7 +75,19 @@ class RowOptimizer:
         numbers = [*[float(values[name]) for name in self._names], *limits]
         if before is None or self._rule.kernel.catch_up is None:
             return numbers
-        return with_past(self._rule.kernel, numbers, before, step)
+        return with_past(self._rule.kernel, numbers, before, step, self._note_rates)
+
+    def _note_rates(self, change: float) -> None:
+        if self._warns_of_rates:
+            self._warns_of_rates = False
+            log.warning(
+                "the lr of %s changes too often to keep each past rate: one is now off by %.2g of the largest, and rows "
+                "that wait for more than %d changes may be off by ten times that share of a step. Change lr by the "
+                "epoch, or by a schedule that rises and falls less often",
+                type(self._optimizer).__name__,
+                change,
+                MAX_KNOTS // 2,
+            )
 
     def numbers(self, step: int) -> dict[str, float]:
         """The numbers of `hyper` by name, as `lr`."""
