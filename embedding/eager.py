@@ -91,10 +91,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
-                paths = (path for path, one in root.named_modules() if one is embedding and one.naming == "path")
+                places = (path for path, one in root.named_modules() if one is embedding and one.naming == "path")
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} does not hold embedding {next(paths, embedding.name)!r}; give it the "
-                    "embedding's parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
+                    f"{type(optimizer).__name__} does not hold embedding {next(places, embedding.name)!r}; give it the "
+                    "embedding's parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module "
+                    "without it"
                 )
             self._check_can_take(embedding)
         if module is None:

@@ -217,9 +217,10 @@ class ShadowGrad(Tensor):
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
         raise GraphError(
             f"{_CALLERS.get(name, name)} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
-            "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by its "
-            "clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
-            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of what else reads gradients"
+            "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by "
+            "its clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
+            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of what else reads "
+            "gradients"
         )
 
 

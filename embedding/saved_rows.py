@@ -340,12 +340,9 @@ class SavedRows(EmbeddingBase):
     def _has_copied(self, tensors: Mapping[str, Any]) -> bool:
         """True if the latest state_dict returned these tensors, and no row has changed since."""
         first = tensors.get(FIELDS[0])
-        return (
-            first is not None
-            and bool(self._copied)
-            and self._copied[1]() is first
-            and self._copied[2] == self._moment()
-        )
+        if first is None or not self._copied or self._copied[1]() is not first:
+            return False
+        return bool(self._copied[2] == self._moment())
 
     def _load_from_state_dict(
         self,

@@ -31,7 +31,6 @@ _WRITE = (
     "choose initial rows by initializer= (of Embedding), default_initializer= or make_table_options, write rows by put "
     "or load_dense, and carry them over by load_state_dict"
 )
-
 _READ = "read emb.weight, or the rows of some ids by emb.get, or those of all embeddings by tierbed.to_dense_state_dict"
 _noted: set[str] = set()  # the operations that read a parameter and got no row
 
@@ -162,7 +161,7 @@ def _is_of_state(*arguments: Any) -> bool:
 
 
 def _note_read(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Log, once for an operation, that it got no row."""
+    """Log that an operation got no row, once for each."""
     if func.__name__ not in _noted and not _is_of_state(args, given):
         _noted.add(func.__name__)
         log.warning("%s reads a zero in place of its rows; %s", _where(func, args, given), _READ)

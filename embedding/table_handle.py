@@ -196,8 +196,8 @@ class LocalTableHandle(LocalSnapshots):
                 "of the embedding, make the optimizer, and call model.load_state_dict(rows), of this or a new model"
             )
         return (
-            ", or take another name; or reset its state: save_snapshot, close, create the embedding again for the new optimizer, and "
-            "load_snapshot(name, weights_only=True)"
+            ", or take another name; or reset its state: save_snapshot, close, create the embedding again for the new "
+            "optimizer, and load_snapshot(name, weights_only=True)"
         )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:

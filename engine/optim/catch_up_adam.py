@@ -161,8 +161,8 @@ class CatchUpAdam(torch.optim.Adam):
 
     options: the others of torch.optim.Adam, such as foreach and fused, for dense parameters.
 
-    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for amsgrad=True, and for eps = 0: a row that was put has moments of
-    0, and its missed steps would be 0 / 0.
+    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for amsgrad=True, and for eps = 0: a row that
+    was put has moments of 0, and its missed steps would be 0 / 0.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from itertools import chain, pairwise
 from .kernel import LIMITS, Kernel
 
 MAX_KNOTS, DROPPED = 240, 24  # knots: that the kernels of a GPU take, and that go at a time
-CLOSE = 1e-3  # of the largest rate: a change of a past rate that goes without a note
 Knot = tuple[float, float]
 
 
@@ -26,16 +25,12 @@ def knots_of(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], floa
 
 
 def with_past(
-    kernel: Kernel,
-    numbers: list[float],
-    before: Sequence[float],
-    step: int,
-    note: Callable[[float], None] = lambda change: None,
+    kernel: Kernel, numbers: list[float], before: Sequence[float], step: int, note: Callable[[float], object] = abs
 ) -> list[float]:
     """The numbers of `step` with the rates of the steps before it.
 
     before: the numbers of the step before; [] if no step was the rule's by then, and all of them had a rate of 0.
-    note: called with a change of a past rate, as a share of the largest rate, that is beyond `CLOSE`.
+    note: called with the largest change of a past rate, as a share of the largest rate, when knots are dropped.
     """
     knots, rate = knots_of(kernel, before) if before else ([], 0.0)
     while knots and knots[-1][0] >= step:  # of steps that a GPU has undone
@@ -46,9 +41,7 @@ def with_past(
     if not knots:
         return numbers
     if len(knots) > MAX_KNOTS:
-        change = _drop(knots) / (max(rate for _, rate in knots) or 1.0)
-        if change > CLOSE:
-            note(change)
+        note(_drop(knots) / (max(rate for _, rate in knots) or 1.0))
     limits = [*numbers, *[0.0] * (_end(kernel) - len(numbers))]
     return [*limits, float(len(knots)), *chain.from_iterable(knots)]
 

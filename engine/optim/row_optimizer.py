@@ -27,6 +27,7 @@ _LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "s
 _LAZY = ("adam", "adamw", "sgd_momentum", "rmsprop")  # rules of torch.optim that are lazy without weight_decay as well
 _EQUAL = {"adam": "tierbed.optim.CatchUpAdam gives", "adamw": "tierbed.optim.CatchUpAdamW gives"}  # to torch
 _EQUAL_IN_PART = "Adagrad, or SGD without momentum, and a penalty in place of weight_decay, give"
+_CLOSE = 1e-3  # of the largest lr: a change of a past one that needs no warning
 _NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0 in every optimizer that has them
 
 
@@ -51,7 +52,7 @@ class RowOptimizer:
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked: dict[str, Any] | None = None  # the last settings that passed the checks
         self._warns_of_changes = self._rule.kernel.catch_up is not None
-        self._warns_of_rates = True
+        self._warns_beyond = _CLOSE
         self._limits = [0.0] * len(LIMITS)  # of these settings
         self.hyper(1)  # raises the errors of the group now
 
@@ -78,12 +79,12 @@ class RowOptimizer:
         return with_past(self._rule.kernel, numbers, before, step, self._note_rates)
 
     def _note_rates(self, change: float) -> None:
-        if self._warns_of_rates:
-            self._warns_of_rates = False
+        if change > self._warns_beyond:
+            self._warns_beyond = 10 * change  # it may grow
             log.warning(
-                "the lr of %s changes too often to keep each past rate: one is now off by %.2g of the largest, and rows "
-                "that wait for more than %d changes may be off by ten times that share of a step. Change lr by the "
-                "epoch, or by a schedule that rises and falls less often",
+                "lr of %s changes too often to keep all past rates: one is off by %.2g of the largest, and rows that "
+                "wait for over %d changes may be off by ten times that share of a step; change it by the epoch, or "
+                "with fewer rises and falls",
                 type(self._optimizer).__name__,
                 change,
                 MAX_KNOTS // 2,
