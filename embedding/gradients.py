@@ -30,8 +30,7 @@ _LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_po
 _LOOKS |= {"storage_offset", "stride", "untyped_storage"}
 # what a program has called that calls a function of a gradient
 _CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
-    "_foreach_norm": "clip_grad_norm_(foreach=True)",
-    "_foreach_clamp_min_": "clip_grad_value_(foreach=True)",
+    "foreach": "a clip with foreach=True",
     "linalg_vector_norm": "a norm by torch over ranks, or with a norm_type other than 2,",
 }
 os.register_at_fork(after_in_child=holders.clear)  # or a child would train a copy of its parent's rows unnoticed
@@ -216,7 +215,7 @@ class ShadowGrad(Tensor):
             return result
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
         raise GraphError(
-            f"{_CALLERS.get(name, name)} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
+            f"{_CALLERS.get(name.partition('foreach')[1] or name, name)} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
             "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by "
             "its clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
             "clip_grad_row_norm in their param group, and leave the embedding's parameters out of what else reads "

@@ -145,7 +145,7 @@ def _checked(result: Any, func: Any, args: Sequence[Any], given: Mapping[str, An
             return copy
     if recorded:
         raise _misuse(func, args, given)
-    if not name.startswith(("new_", "__get__")) and not name.endswith("_like"):
+    if not name.startswith(("new_", "__get__")) and not name.endswith("like"):
         _note_read(func, args, given)
     return result
 

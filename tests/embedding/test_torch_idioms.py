@@ -396,7 +396,7 @@ MESSAGES: dict[str, tuple[Callable[[Model, Any], Any], str]] = {
     "zeros": (of_gradient(lambda m: m.zero_grad(set_to_none=False)), r"zero_grad\(set_to_none=False\) of the gradient"),
     "foreach": (
         of_gradient(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=True)),
-        r"clip_grad_norm_\(foreach=True\) of",
+        "a clip with foreach=True of the gradient",
     ),
     "norm_type": (
         of_gradient(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, norm_type=1)),
