@@ -214,8 +214,9 @@ class ShadowGrad(Tensor):
         if on_rows is not None and (result := on_rows(*args, **(kwargs or {}))) is not None:
             return result
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
+        caller = _CALLERS.get(name.partition("foreach")[1] or name, name)
         raise GraphError(
-            f"{_CALLERS.get(name.partition('foreach')[1] or name, name)} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
+            f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
             "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by "
             "its clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
             "clip_grad_row_norm in their param group, and leave the embedding's parameters out of what else reads "

@@ -74,7 +74,7 @@ class _Guarded(Tensor):
                 _check_write(func, args, given)
             elif is_mix(func) and args[0] is not args[-1]:
                 raise _misuse(func, args, given)
-            elif name_of(func) in _CHECKS and not _is_of_state(args, given):
+            elif func.__name__ in _CHECKS and not _is_of_state(args, given):
                 if func is not torch.equal or not all(type(one) is Shadow for one in _guarded(args, given)):
                     raise _misuse(func, args, given)
                 _note_read(func, args, given)  # of Lightning, which asks whether an optimizer has a parameter

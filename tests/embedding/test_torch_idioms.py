@@ -258,6 +258,8 @@ def test_a_state_that_brings_rows_back_loads_without_a_warning(caplog: pytest.Lo
     step(model, optimizer)
     model.load_state_dict(best, assign=True)
     assert torch.equal(model.items.weight, rows)
+    model.load_state_dict(tb.to_dense_state_dict(model), assign=True)
+    assert torch.equal(model.items.weight, rows)
     step(model, optimizer)
     assert not torch.equal(model.items.weight, rows)
     assert ROWS_STAY not in caplog.text
