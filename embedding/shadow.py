@@ -145,7 +145,7 @@ def _checked(result: Any, func: Any, args: Sequence[Any], given: Mapping[str, An
             return copy
     if recorded:
         raise _misuse(func, args, given)
-    if not name.startswith(("new_", "__get__")) and not name.endswith("like"):
+    if not name.startswith(("new_", "__get__", "copy_")) and not name.endswith("like"):
         _note_read(func, args, given)
     return result
 
@@ -192,6 +192,8 @@ def _check_write(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> No
     """InputError for a write into a guarded tensor, or into another one by its numbers."""
     if name_of(func) == "copy_":
         target, source = args[0], args[1]
+        if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill it with zeros
+            raise _misuse(func, args, given)
         if not isinstance(target, _Guarded) or target.is_own or target is source:
             return
         if not isinstance(source, _Guarded) and source.numel() == 1 and not source.count_nonzero():
@@ -212,8 +214,8 @@ def _misuse(func: Any, args: Sequence[Any], given: Mapping[str, Any], is_write: 
     if is_write:
         remedy = "train in one process, or over ranks by world=" if name == "share_memory_" else _WRITE
         return InputError(f"{where}: no tensor holds its rows, so no row would change or be shared; {remedy}")
-    if name in _CHECKS:
-        return GraphError(f"{where}: no tensor holds its rows, so the answer would not be theirs; {_READ}")
+    if name in _CHECKS or name == "copy_":
+        return GraphError(f"{where}: no tensor holds its rows, so the result would not be theirs; {_READ}")
     return GraphError(
         f"{where}: no tensor holds its rows, so a penalty or an average would leave them out; penalise emb.weight of "
         "an Embedding, or the rows that a lookup returns, or give the optimizer weight_decay; leave the embedding's "

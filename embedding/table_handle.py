@@ -192,8 +192,8 @@ class LocalTableHandle(LocalSnapshots):
         """The remedy for rows of another optimizer, if a folder keeps snapshots of them."""
         if self._persistence.folder is None:
             return (
-                "; or to begin without state, keep rows = tierbed.to_dense_state_dict(model), call reset_parameters() "
-                "of the embedding, make the optimizer, and call model.load_state_dict(rows), of this or a new model"
+                "; or to begin without state, keep rows = tierbed.to_dense_state_dict(model), make a new model or call "
+                "reset_parameters() of the Embedding, then make the optimizer, and call model.load_state_dict(rows)"
             )
         return (
             ", or take another name; or reset its state: save_snapshot, close, create the embedding again for the new "

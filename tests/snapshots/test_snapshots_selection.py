@@ -67,9 +67,7 @@ def test_the_way_to_another_optimizer_that_the_error_names_is_one(tmp_path: Path
 def test_rows_without_a_folder_have_no_way_by_a_snapshot() -> None:
     with make(options("host"), "adagrad") as embedding:
         train(embedding, [1])
-        with pytest.raises(
-            OptimizerError, match=r"or take another name; or to begin without state, load tierbed\.to_dense"
-        ):
+        with pytest.raises(OptimizerError, match=r"; or to begin without state, keep rows = tierbed\.to_dense"):
             attach(embedding, "adam")
 
 
