@@ -36,7 +36,6 @@ from ..snapshots.store.selection import LoadReport, Selection, Where
 from .names import next_seed
 from .rows_in_tensors import FIELDS, RowTensors
 from .rows_reference import UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
-from .shadow import note_in_state
 from .sharded_handle import TableHandle
 from .training_group import TrainingGroup
 
@@ -315,7 +314,8 @@ class SavedRows(EmbeddingBase):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        note_in_state(destination[prefix + self.parameter_name])
+        if not keep_vars:
+            destination[prefix + self.parameter_name].is_in_state = True  # of a _ShadowCopy
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
@@ -357,15 +357,15 @@ class SavedRows(EmbeddingBase):
         given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
         if tensors and not are_apart():
-            if self._has_copied(tensors):
-                log.warning(
-                    "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. A torch "
-                    "model's weight has another shape than the %s [1, 1] of this state: choose it by its key, as in "
-                    "own.update({k: v for k, v in old.items() if k in own}), or call load_dense",
-                    self.name,
-                    prefix + self.parameter_name,
-                )
             try:
+                if self._has_copied(tensors):
+                    log.warning(
+                        "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. A torch "
+                        "model's weight has another shape than the %s [1, 1] of this state: choose it by its key, as in "
+                        "own.update({k: v for k, v in old.items() if k in own}), or call load_dense",
+                        self.name,
+                        prefix + self.parameter_name,
+                    )
                 if not self._has_loaded(tensors, errors):
                     self.table_handle(for_load=True).load_tensors(tensors)
                 self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]

@@ -60,7 +60,7 @@ class _Guarded(Tensor):
 
     owner: ref[EmbeddingBase]
     is_own = False  # True for a copy that may be copied into
-    is_in_state = False  # True for a copy of a state_dict(), which names or has the rows besides
+    is_in_state = False  # True for a copy in a state_dict(), which names or has the rows besides, so it may be read
 
     @classmethod
     def __torch_function__(
@@ -148,12 +148,6 @@ def _checked(result: Any, func: Any, args: Sequence[Any], given: Mapping[str, An
     if not name.startswith(("new_", "__get__", "copy_")) and not name.endswith("like"):
         _note_read(func, args, given)
     return result
-
-
-def note_in_state(tensor: Any) -> None:
-    """Note that a copy is in a state_dict, where it may be compared."""
-    if isinstance(tensor, _ShadowCopy):
-        tensor.is_in_state = True
 
 
 def _is_of_state(*arguments: Any) -> bool:
