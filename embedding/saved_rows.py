@@ -360,9 +360,9 @@ class SavedRows(EmbeddingBase):
             try:
                 if self._has_copied(tensors):
                     log.warning(
-                        "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. A torch "
-                        "model's weight has another shape than the %s [1, 1] of this state: choose it by its key, as in "
-                        "own.update({k: v for k, v in old.items() if k in own}), or call load_dense",
+                        "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. A "
+                        "torch model's weight has another shape than the %s [1, 1] of this state: choose it by its "
+                        "key, as in own.update({k: v for k, v in old.items() if k in own}), or call load_dense",
                         self.name,
                         prefix + self.parameter_name,
                     )
