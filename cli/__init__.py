@@ -60,6 +60,7 @@ checkpoint_app.command("prune")(checkpoint.prune)
 store_app.command("stat")(store.stat)
 store_app.command("compact")(store.compact)
 store_app.command("get", context_settings={"ignore_unknown_options": True})(store.get)  # a key may be negative
+store_app.command("detach")(store.detach)
 store_app.command("options")(options.options)
 app.command("doctor")(doctor.doctor)
 

@@ -87,26 +87,12 @@ def load_together(folders: list[StoreFolder], name: str, advance: ProgressCallba
     Raises StoreError, and SnapshotError, also for snapshots that were not saved together.
     """
     from ..snapshots.files.reader import Snapshot
-    from ..snapshots.files.versions import Instant
-    from ..snapshots.store.closed_store import check_load, load_into_store
-    from ..snapshots.store.instants import ClosedStore, Group, check_one_instant, rows_of
+    from ..snapshots.store.closed_store import load_into_stores
+    from ..snapshots.store.group_file import check_one_moment
 
     snapshots = [Snapshot.open(folder.snapshots / name) for folder in folders]
-    check_one_instant([folder.path.name for folder in folders], snapshots)
-    for folder, snapshot in zip(folders, snapshots, strict=True):
-        check_load(folder, snapshot)
-        snapshot.verify()
-    groups = [Group(folder.path, {}) for folder in folders]  # several groups, if the folder has several models
-    number = 1 + max(group.number for group in groups)
-    loaded = {group.first: rows_of(snapshot).now for group, snapshot in zip(groups, snapshots, strict=True)}
-    made = []
-    for folder, snapshot, group in zip(folders, snapshots, groups, strict=True):
-        versions = {id: loaded.get(id, member.present) for id, member in group.members.items()}
-        together = Instant(number, versions) if versions else None
-        made.append(load_into_store(folder, snapshot, advance, together=together)[0])
-    for folder in folders:
-        ClosedStore(folder).finish_load()
-    return made
+    check_one_moment([folder.path.name for folder in folders], snapshots)
+    return [manifest for manifest, _ in load_into_stores(folders, snapshots, advance)]
 
 
 def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:

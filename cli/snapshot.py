@@ -53,23 +53,21 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     from ..engine.errors import SnapshotError
     from ..snapshots.files.format import check_name
     from ..snapshots.files.writer import write_snapshot
-    from ..snapshots.store.instants import needed_snapshots, with_same_rows
+    from ..snapshots.store.retention import needed_names
 
     begin = time.monotonic()
     check_name(new)
     with locked_store(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         place = folder.snapshots / new
-        kept = (state.recovery_snapshots for state in folder.recovery_folders)
-        needed = needed_snapshots(folder.path).union(*kept)
-        if overwrite and new != name and new in needed:
+        if overwrite and new != name and new in needed_names(folder):
             raise SnapshotError(
                 f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: it is the recovery snapshot of live "
                 "rows; choose another name"
             )
         with progress("merging", snapshot.manifest.rows) as advance:
-            same = with_same_rows(snapshot)
-            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), advance, overwrite, same)
+            id = snapshot.manifest.id  # that of the same rows, by which recovery finds them
+            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), advance, overwrite, id)
     report("merged", new, manifest, begin, as_json)
 
 

@@ -1,4 +1,4 @@
-"""`tierbed store stat | compact | get`."""
+"""`tierbed store stat | compact | get | detach`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..snapshots.store.status import Restart, StoreStatus
+    from ..snapshots.store.status import MemberStatus, Restart, StoreStatus
 
 _STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "elsewhere": "in shards on other hosts"}
 
@@ -57,10 +57,33 @@ def stat(store: Store, as_json: Json = False) -> None:
             "step": "unknown" if status.step is None else f"{status.step:,}",
             "on disk": sizes,
             "recovery": text(status.recovery_snapshot or "none"),
-            **({"trained together with": ", ".join(map(text, status.together))} if status.together else {}),
+            **({"trained together with": ", ".join(map(text, status.partners))} if status.partners else {}),
+            **{f"record of {text(one.name)}": _describe_member(one) for one in status.group},
             "a restart": _describe_restart(status),
         }
     )
+
+
+def detach(store: Store, as_json: Json = False) -> None:
+    """Take a closed store out of its group: it is recovered alone, not with those that it was trained together with.
+
+    Its rows stay as they are. Do this for a copy of a store, for one that is used elsewhere, and for one whose group
+    is lost.
+
+    Example: tierbed store detach copy/users
+    """
+    from ..snapshots.store.detach import detach
+
+    with locked_store(store, as_json) as folder:
+        found = detach(folder)
+    if as_json:
+        print_json({"detached": found.problem is not None or bool(found.others), **found._asdict()})
+    elif found.problem is not None:
+        print(f"detached; its group is unknown: {text(found.problem)}")
+    elif found.others:
+        print(f"detached from {', '.join(map(text, found.others))}")
+    else:
+        print("nothing to detach: it is trained alone")
 
 
 def compact(
@@ -162,7 +185,8 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "holder": status.holder,
         "live": status.live,
         "ranks": status.ranks,
-        "together": list(status.together),
+        "together": list(status.partners),
+        "group": [{**one._asdict(), "path": str(one.path)} for one in status.group],
         **({"dtype": None, "state_dtype": None} if status.marker is None else dtypes(status.marker)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
@@ -177,6 +201,14 @@ def _live(status: StoreStatus) -> str | None:
     if status.ranks is not None:
         return f"shards of {status.ranks} ranks"
     return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live)
+
+
+def _describe_member(one: MemberStatus) -> str:
+    step = "an unknown step" if one.step is None else f"step {one.step:,}"
+    has = [*(["live rows"] if one.live else []), *([f"snapshot {text(one.snapshot)}"] if one.snapshot else [])]
+    now = f"{' and '.join(has) or 'no rows'} of {step}" if has or one.step == 0 else "rows that are not saved"
+    common = text(one.common or "no rows")
+    return f"{now}; with the others {common}" + ("" if one.common_step is None else f" of step {one.common_step:,}")
 
 
 def _describe_restart(status: StoreStatus) -> str:

@@ -1,19 +1,18 @@
-"""Loading the rows of several stores that are trained together: all of them, or none."""
+"""Loads snapshots into several stores that are trained together, with one write of their record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from ..distributed.world import World
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.versions import Instant
-from ..snapshots.store.instants import check_one_instant, rows_of
+from ..snapshots.store.group import loading
+from ..snapshots.store.group_file import check_one_moment
 from ..snapshots.store.selection import LoadReport
-from .saving import Tables, locked, members_of
-from .training_group import Membership
+from .saving import Tables, locked
+from .training_group import tear
 
 
 def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
@@ -26,7 +25,7 @@ def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
     _finish_saving(world, op, tables)
     with locked(tables):
         snapshots: list[Snapshot] = world.call_on_all_ranks(op, lambda: [table.snapshot(name) for table in tables])
-        world.call_on_all_ranks(op, lambda: check_one_instant([table.name for table in tables], snapshots))
+        world.call_on_all_ranks(op, lambda: check_one_moment([table.name for table in tables], snapshots))
         for table, snapshot in zip(tables, snapshots, strict=True):
             table.check_snapshot(snapshot)
         return _load(world, op, tables, snapshots)
@@ -49,30 +48,16 @@ def _finish_saving(world: World, op: str, tables: Tables) -> None:
 
 
 def _load(world: World, op: str, tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
-    """Load verified snapshots. A kill between two of them is finished by the next run: `Group.target`."""
-    members = members_of(tables)
-    together = world.call_on_all_ranks(op, lambda: instant_of(members, snapshots))
-    both = zip(tables, snapshots, strict=True)
-    return load_all(members, [partial(table.load_from, snapshot, together) for table, snapshot in both])
-
-
-def load_all(members: Sequence[Membership], loads: Sequence[Callable[[], LoadReport]]) -> list[LoadReport]:
-    """Load several embeddings. members: of their stores, which are torn if it raises during the loads."""
+    """Load verified snapshots. A kill from the write of the record on is finished by the next run."""
+    loads = {table.member: one.manifest.id for table, one in zip(tables, snapshots, strict=True) if table.member}
     reports = []
-    try:
-        for load in loads:
-            reports.append(load())
-    except BaseException as error:
-        if reports and members:
-            members[0].tear(f"a load of {len(loads)} embeddings raised during its changes ({error!r})")
-        raise
+    with ExitStack() as noting:
+        world.call_on_all_ranks(op, lambda: noting.enter_context(loading(loads)) if loads else None)
+        try:
+            for table, snapshot in zip(tables, snapshots, strict=True):
+                reports.append(table.load_from(snapshot))
+        except BaseException as error:
+            if reports:
+                tear(loads, f"a load of {len(tables)} embeddings raised during its changes ({error!r})")
+            raise
     return reports
-
-
-def instant_of(members: Sequence[Membership], snapshots: Sequence[Snapshot]) -> Instant | None:
-    """The instant to which a load of these snapshots moves the stores; None if they are trained apart."""
-    if not members or members[0].record is None:
-        return None
-    now = members[0].instant()
-    loaded = zip((member.id for member in members), (rows_of(snapshot).now for snapshot in snapshots), strict=True)
-    return Instant(now.number, {**now.versions, **dict(loaded)})

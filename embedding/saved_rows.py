@@ -31,11 +31,10 @@ from ..engine.errors import (
 )
 from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.table.background_save import SaveHandle
-from ..snapshots.files.versions import EMPTY
 from ..snapshots.store.selection import LoadReport, Selection, Where
 from .names import next_seed
 from .rows_in_tensors import FIELDS, RowTensors
-from .rows_reference import UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
+from .rows_reference import NO_ROWS, UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
 from .sharded_handle import TableHandle
 from .training_group import TrainingGroup
 
@@ -97,9 +96,11 @@ class SavedRows(EmbeddingBase):
         else:
             self._calls_when_open.append(call)
 
-    def join(self) -> None:
-        if self._handle is not None and self.group is not None and not self._closed:
-            self._handle.join(self.group)
+    @property
+    def open_handle(self) -> TableHandle | None:
+        """The handle of the table, if it is open in this process."""
+        handle = self._handle
+        return None if handle is None or self._closed or handle.own.own_open is None else handle
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """A block before the first collective of a call: what it raises on one rank is raised on all."""
@@ -201,9 +202,9 @@ class SavedRows(EmbeddingBase):
     def get_extra_state(self) -> Tensor:
         """The extra state in `state_dict()`: JSON as uint8 [1024], padded with blanks.
 
-        It has the `step` of the rows, a `snapshot` of them and its `digest`, their `version`, and a digest of the
-        `instant`, which all embeddings that are trained together have alike. Each is None if there is none: for rows
-        that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot is saved now.
+        It has the `step` of the rows, a `snapshot` of them and its `digest`, and their `version`. Each is None if there
+        is none: for rows that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot
+        is saved now.
         """
         return extra_state_of(self._rows_reference())
 
@@ -252,8 +253,8 @@ class SavedRows(EmbeddingBase):
         if awaited == RowsReference(None):  # of an embedding that was not used: it says nothing about its rows
             return
         self._awaited[:] = [awaited]
-        if self._handle is None and _mode.get() != STAY:
-            return
+        if self._handle is None and self.group is None and _mode.get() != STAY:
+            return  # an optimizer may be given the embedding before its first use
         try:
             self._await_rows()
         except Exception:
@@ -307,7 +308,7 @@ class SavedRows(EmbeddingBase):
 
     def _emptied(self, handle: TableHandle, awaited: RowsReference) -> bool:
         """Whether all rows were deleted, for a state of none."""
-        empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == EMPTY
+        empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == NO_ROWS
         if empties:
             handle.load_tensors(RowTensors.none(self.spec).tensors)
         return bool(empties)

@@ -1,13 +1,13 @@
 """Saves of tables, of one or several, of one process or of ranks.
 
-Each rank writes its rows into temporary folders. Once all are durable, rank 0 gives each snapshot its name. If a rank
-fails, all of them are removed.
+Each rank writes its rows into temporary folders. Once all are durable, rank 0 gives each snapshot its name, and one
+write of the record makes all of them count. If a rank fails, all of them are removed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,10 @@ from ..engine.threads import POLL_SECONDS
 from ..snapshots.files.format import HashShard, RowFile
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.writer import NewSnapshots, ProgressCallback, finish
+from ..snapshots.store.group import Capture, saved
 from ..snapshots.store.retention import drop_replaced
 from ..snapshots.store.save import Part, SaveSource, write_part
-from .training_group import Membership, between_steps
+from .training_group import between_steps
 
 log = logging.getLogger("tierbed")
 
@@ -39,21 +40,25 @@ class TableSave:
     """A snapshot of one table that has begun on all ranks, of the rows as they are now. Each rank writes its rows.
 
     folder: where it will be. parent: this rank's shard of it, for an incremental one. shard: None for all rows.
+    capture: of the rows as they are now, if they are of a store, on rank 0. is_of_state: whether a `state_dict()` makes
+    it, so that no other is based on it. when_saved: called with the id.
     """
 
     def __init__(
         self,
         table: OpenTable,
-        membership: Membership | None,
+        capture: Capture | None,
         folder: Path,
         kind: str,
         source: SaveSource,
         parent: Snapshot | None,
         shard: HashShard | None,
+        is_of_state: bool = False,
+        when_saved: Callable[[str], None] = lambda id: None,
     ) -> None:
-        self.table, self._membership = table, membership
+        self.table, self.capture = table, capture
         self._folder, self._kind, self._source, self._parent, self._shard = folder, kind, source, parent, shard
-        self._version = None if membership is None else membership.versions.rows.now
+        self.is_of_state, self._when_saved = is_of_state, when_saved
         self._image: ForegroundSave | None = None
         self._part = Part(0, {})
 
@@ -96,7 +101,7 @@ class TableSave:
             rocksdb=self._part.rocksdb,
             parent=self._parent,
             parts=None if self._shard is None else len(parts),
-            together=self._source.together,
+            id=self._source.id,
         )
         return made.id
 
@@ -108,11 +113,9 @@ class TableSave:
                 observers.changes_saved(id)
             elif self._kind == "incremental" or observers.changes is not None:
                 observers.track_changes(id)
-            member = self._membership
-            if member is not None and member.versions.rows.now == self._version:
-                member.saved_as(id)
-            if member is not None and member.record is not None and self._shard is None:
-                drop_replaced(member.folder)
+            self._when_saved(id)
+            if self.capture is not None and self._shard is None:
+                drop_replaced(self.capture.member.store.snapshot_store)
 
 
 def save_together(
@@ -138,13 +141,10 @@ def save_together(
         table.before_save(background)  # a save in the background that completes now may be the parent
     with ExitStack() as locks, NewSnapshots() as new:
         locks.enter_context(locked(tables, waits=world.size == 1))
-        kinds = []
-        for table in tables:
-            its_kind = kind
-            if several and kind == "incremental" and not table.base and not background:
-                log.info("embedding %r has no snapshot to be based on, and is saved full", table.name)
-                its_kind = "full"
-            kinds.append(its_kind)
+        kinds = [kind] * len(tables)
+        if several and kind == "incremental" and not background:
+            kinds = world.call_on_rank_0(op, lambda: [_kind_of(table) for table in tables])
+        for table, its_kind in zip(tables, kinds, strict=True):
             try:
                 table.check_save(name, its_kind, overwrite, background)
             except (OptionError, SnapshotError) as error:
@@ -160,6 +160,14 @@ def save_together(
             return saving
         write_and_commit(world, op, saves, new, locks, progress)
     return None
+
+
+def _kind_of(table: Any) -> str:
+    """The kind of an incremental snapshot of a table that is saved with others."""
+    if table.base:
+        return "incremental"
+    log.info("embedding %r has no snapshot to be based on, and is saved full", table.name)
+    return "full"
 
 
 def write_and_commit(
@@ -205,6 +213,8 @@ def commit(
 
     def put_in_place() -> list[str]:
         ids = [save.finish([parts[at] for parts in ranks]) for at, save in enumerate(saves)]
+        captured = {save.capture: id for save, id in zip(saves, ids, strict=True) if save.capture is not None}
+        new.then(lambda: saved(captured, is_parent=not saves[0].is_of_state))
         new.put_in_place()
         return ids
 
@@ -352,10 +362,5 @@ def locked(tables: Tables, waits: bool = False) -> Iterator[None]:
 
     waits: for steps of other threads.
     """
-    with between_steps(members_of(tables), waits, tables):
+    with between_steps(tables, waits):
         yield
-
-
-def members_of(tables: Iterable[Any]) -> list[Membership]:
-    """What the stores know of each other; nothing on ranks other than rank 0."""
-    return [table.membership for table in tables if table.membership is not None]

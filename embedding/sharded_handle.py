@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
-from weakref import ref
 from zlib import crc32
 
 import numpy as np
@@ -25,11 +24,8 @@ from ..engine.table.table import OpenTable
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import HashShard
-from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.versions import EMPTY, Rows
-from ..snapshots.store.folder_state import ShardVersion, remove_other_shares
-from ..snapshots.store.instants import rows_of, rows_of_ranks
-from .rank_membership import RankMembership, settle_ranks
+from ..snapshots.store.folder_state import remove_other_shares
+from ..snapshots.store.group import Member
 from .rank_recovery import RecoveryDecision
 from .recovery import RankShard
 from .rows_in_tensors import NOT_WHOLE, RowTensors
@@ -38,7 +34,7 @@ from .save_requests import SaveRequests
 from .sharded_snapshots import ShardedSnapshots
 from .shared_folder import SharedFolder
 from .table_handle import LocalTableHandle, check_not_open, open_handle
-from .training_group import UNSETTLED, TrainingGroup
+from .training_group import TrainingGroup
 
 _by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakValueDictionary()
 
@@ -64,7 +60,8 @@ class ShardedTableHandle(ShardedSnapshots):
         self.world, self.name = world, spec.name
         self.awaited: Sequence[RowsReference] = ()
         self.home: SharedFolder | None = None
-        self.place = self.store = self.membership = None
+        self.place = self.store = None
+        self.group = group
         op = f"opening embedding {spec.name!r}"
         described, error = catch(lambda: _described(world, spec, options, optimizer))
         world.handshake(op, error, described)
@@ -75,14 +72,7 @@ class ShardedTableHandle(ShardedSnapshots):
             self.place = self.home.snapshots
             self.store = None if self.home.folder is None else self.home.snapshot_store
         try:
-            unsettled = ""
-            if self.home is not None and options.open != "fresh":
-                unsettled = settle_ranks(world, op, self.home, group, options.open, for_load)
-            self.own, rows = self._open(op, spec, options, optimizer, device)
-            self._enlist(op, group, rows, options.open == "fresh")
-            self.own.use_after_load(unsettled)
-            if self.membership is not None and unsettled:
-                self.membership.torn = UNSETTLED
+            self.own = self._open(op, spec, options, optimizer, device, for_load)
         except BaseException:
             if self.home is not None:
                 self.home.release()
@@ -106,61 +96,48 @@ class ShardedTableHandle(ShardedSnapshots):
         options: StoreOptions,
         optimizer: RowOptimizer | None,
         device: torch.device,
-    ) -> tuple[LocalTableHandle, RecoveryDecision | None]:
+        for_load: bool,
+    ) -> LocalTableHandle:
         world = self.world
         share = RankShard(world.rank, world.size, world.on_host)
-        rows = None if self.home is None else RecoveryDecision(world, op, self.home, options.open)
+        rows = None if self.home is None else RecoveryDecision(world, op, self.home, options.open, for_load, self.group)
         decide = None if rows is None else rows.decide
         own, error = catch(lambda: LocalTableHandle(spec, options, optimizer, device, share, decide))
-        if rows is not None:
-            rows.finish(error)
         try:
+            if rows is not None:
+                rows.finish(error)
             world.handshake(f"{op}: done", error)
             assert own is not None
             if rows is not None and self.home is not None and not rows.is_live:
-                world.call_on_all_ranks(f"{op}: begun", lambda: self._begin(rows))
+                world.call_on_all_ranks(f"{op}: begun", lambda: self._begin(rows.member))
                 remove_other_shares(self.home.path, world.size)  # not while a restart would search for them
         except BaseException:
             if own is not None:
                 own.close()
+            if rows is not None and rows.member is not None:
+                rows.member.leave()
             raise
-        return own, rows
-
-    def _enlist(self, op: str, group: TrainingGroup | None, rows: RecoveryDecision | None, fresh: bool) -> None:
-        """Record on rank 0 what the rows are trained together with. Closes them on all ranks if that fails."""
-        home = self.home
-
-        def enlist() -> None:
-            if rows is None or home is None or home.folder is None:
-                return
-            self.membership = membership = RankMembership(home, group, self.own)
-            membership.holder = ref(self)
-            self.own.before_first_write(membership.first_write_noted)
-            if rows.is_live:
-                live = ShardVersion(self.own.life.run, self.own.life.writes, 0)
-                opened = rows_of_ranks(live, membership.record, home.snapshot_store)
-            else:
-                base = rows.base
-                opened = Rows(EMPTY) if base is None else rows_of(Snapshot.open(home.snapshots / base.name))
-                if fresh:
-                    membership.begin_fresh()
-            membership.opened_with(opened, rows.is_live)
-
         if rows is not None:
-            try:
-                self.world.call_on_all_ranks(f"{op}: group", enlist)
-            except BaseException:
-                self.own.close()
-                raise
+            if rows.member is not None:
+                own.share(rows.member, self._partners)
+            self._came_as = own.life.writes, rows.version
+        return own
+
+    @property
+    def member(self) -> Member | None:
+        return self.own.member
+
+    def _partners(self) -> list[Member]:
+        return [] if self.group is None else self.group.members()
 
     def _take(self, folder: str, options: StoreOptions) -> SharedFolder:
         check_not_open(_by_folder, folder, self.name)
         return SharedFolder(self.world.rank, self.name, options)
 
-    def _begin(self, rows: RecoveryDecision) -> None:
+    def _begin(self, member: Member | None) -> None:
         """Record on rank 0 whose the live rows are, once every rank has those that it opens with."""
-        if self.home is not None and self.home.folder is not None:
-            self.home.begin(self.world.size, rows.run, rows.base)
+        if self.home is not None and member is not None:
+            self.home.begin(self.world.size, member)
 
     @property
     def device(self) -> torch.device:
@@ -176,18 +153,12 @@ class ShardedTableHandle(ShardedSnapshots):
         self.own.rename(name)
 
     def keep_rows(self) -> None:
-        if self.own.is_open:
-            op = f"keep_rows() of embedding {self.name!r}"
-            self.world.call_on_all_ranks(op, (lambda: None) if self.membership is None else self.membership.keep)
+        """Keep the rows, whatever state was loaded into others."""
 
     def join(self, group: TrainingGroup) -> None:
-        if self.own.is_open:
-            self.world.call_on_all_ranks(f"group of embedding {self.name!r}", lambda: self._join(group))
-
-    def _join(self, group: TrainingGroup) -> None:
-        if self.membership is not None:
-            self.membership.group = group
-            self.membership.enlist()
+        """As `LocalTableHandle.join`. Local."""
+        self.group = group
+        self.own.join(group)
 
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
@@ -253,8 +224,6 @@ class ShardedTableHandle(ShardedSnapshots):
         self._service.stop()
         try:
             self.own.close()
-            if self.membership is not None:
-                self.membership.rest()
         except BaseException:
             if self.own.is_open:
                 self._serve()
@@ -276,8 +245,8 @@ class ShardedTableHandle(ShardedSnapshots):
             self._service.start(self.home.path, self._requests)
 
     def _release_folder(self) -> None:
-        if self.membership is not None:
-            self.membership.closed()
+        if self.member is not None:
+            self.member.leave()
         if self.home is not None:
             self.home.release()
 

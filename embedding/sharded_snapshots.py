@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from ..distributed.world import catch
@@ -14,14 +12,11 @@ from ..engine.errors import StoreError
 from ..engine.table.change_observers import still_saving
 from ..snapshots.files.format import HashShard
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.versions import EMPTY, Instant, Version
-from ..snapshots.files.writer import NewSnapshots, Together
-from ..snapshots.store.folder import StoreFolder
-from ..snapshots.store.folder_state import FolderState
-from ..snapshots.store.instants import rows_of
+from ..snapshots.files.writer import NewSnapshots
+from ..snapshots.store.group import loading
 from ..snapshots.store.linked import OF_STATE
+from ..snapshots.store.record import EMPTY
 from ..snapshots.store.retention import state_snapshot
-from ..snapshots.store.save import note_state
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .rank_recovery import check_row_count
 from .rows_reference import RowsReference, reference_at, saved_as
@@ -37,21 +32,21 @@ class ShardedSnapshots(TableSnapshots):
 
     own: LocalTableHandle
     _saving: BackgroundSaving | None = None
+    _came_as = 0, ""  # how many writes there were when the rows were opened or loaded, and their version then
 
     def close(self) -> None:
         """Close the rows of this rank."""
         raise NotImplementedError
 
     def rows_reference(self) -> RowsReference:
-        return reference_at(self.own.rows_reference().step, self.place, self.base, self._now())
+        return reference_at(self.own.rows_reference().step, self.place, self.base, self.version)
 
-    def _now(self) -> Version | None:
-        """The version of the rows, known to each rank by what rank 0 notes; None without a folder. Local."""
-        record = None if self.place is None else FolderState(self.place.parent).mark.ranks
-        if record is None or (record.run, record.saved) != (self.own.life.run, self.own.life.writes):
-            return None if self.place is None else (self.own.life.run, self.own.life.writes)
-        saved = saved_as(self.place, record.snapshot) if record.snapshot else RowsReference(0, version=EMPTY)
-        return (record.run, record.saved) if saved is None else saved.version
+    @property
+    def version(self) -> str | None:
+        """The version of the rows, which all ranks know; None without a folder. Local."""
+        since, version = self._came_as
+        life = self.own.life
+        return None if self.place is None else version if life.writes == since else f"{life.run}:{life.writes}"
 
     def before_save(self, background: bool) -> None:
         self.at_step()
@@ -72,51 +67,31 @@ class ShardedSnapshots(TableSnapshots):
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, same={"state_dict_snapshots": keep})
         self.at_step()
-        table, member = self.own.table, self.membership
+        table, member = self.own.table, self.member
         with locked([self]), NewSnapshots() as new:
             self.world.call_on_all_ranks(op, table.check)
-            together = Together(new.new_id(), None)
+            source = self._source(new.new_id())
 
-            def find() -> tuple[str, bool, str | None]:
-                """The snapshot of these rows, "" for none; whether it is to be made; the digest of the instant."""
-                nonlocal together
+            def find() -> tuple[str, bool]:
+                """The snapshot of these rows, "" for none, and whether it is to be made."""
                 assert member is not None
-                now = member.versions.rows.now
-                if now == EMPTY:
-                    return "", False, None
-                place = state_snapshot(self.checked_store(), now, keep)
-                if place is not None:
-                    return place.name, False, None if member.record is None else member.seen().digest
-                together = self._group_fields(new)
-                instant = None if together.saved is None else together.saved.instant.digest
-                return OF_STATE + together.id, True, instant
+                if member.now.snapshot == EMPTY:
+                    return "", False
+                place = state_snapshot(self.checked_store(), member.now.snapshot, keep)
+                return (f"{OF_STATE}{source.id}", True) if place is None else (place.name, False)
 
-            name, is_new, instant = self.world.call_on_rank_0(f"{op}: its place", find)
+            name, is_new = self.world.call_on_rank_0(f"{op}: its place", find)
             if is_new:
-                save = self.begin_at(op, self.folder / name, self._source(together), new)
-                (made,) = commit(self.world, op, [save], new, catch(save.write)[1])
-                if member is not None:
-                    member.saved_as(made)
-            if name:
-                self._on_rank_0(f"{op}: noted", lambda store: self._note_state(store, self.folder / name))
-        found = saved_as(self.place, name) or RowsReference(table.step, version=self._now() if name else EMPTY)
-        return found._replace(instant=instant)
+                save = self.begin_at(op, self.folder / name, source, new, member=member)
+                commit(self.world, op, [save], new, catch(save.write)[1])
+        found = saved_as(self.place, name) or RowsReference(table.step)
+        return found._replace(version=self.version)
 
-    def _note_state(self, store: StoreFolder, place: Path) -> None:
-        if note_state(store, place):
-            store.note_saved(self.own.life.writes)
-
-    def _load_for_state(self, name: str, instant: str | None) -> None:
+    def _load_for_state(self, name: str) -> None:
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
-        member = self.membership
-
-        def find() -> tuple[Snapshot, Instant | None]:
-            snapshot = self.snapshot(name)
-            return snapshot, None if member is None else member.instant_with(snapshot, instant)
-
         self.finish_saving()
-        snapshot, together = self.world.call_on_all_ranks(op, find)
-        self._load(op, snapshot, ALL, True, name, together)
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: self.snapshot(name))
+        self._load(op, snapshot, ALL, True)
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """As `LocalTableHandle.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
@@ -131,11 +106,11 @@ class ShardedSnapshots(TableSnapshots):
         op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also if a rank is at another step
         self.finish_saving()
         snapshot: Snapshot = self.world.call_on_all_ranks(op, find)
-        return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
+        return self._load(op, snapshot, selection, strict)
 
-    def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
+    def load_from(self, snapshot: Snapshot) -> LoadReport:
         op = f"loading snapshot {snapshot.name!r} of embedding {self.name!r}"  # also if a rank is at another step
-        return self._load(op, snapshot, ALL, True, snapshot.name, together)
+        return self._load(op, snapshot, ALL, True)
 
     def check_not_saving(self) -> None:
         if self._saving is not None:  # also if this rank has written its shard
@@ -151,19 +126,14 @@ class ShardedSnapshots(TableSnapshots):
     def note_saving(self, saving: BackgroundSaving) -> None:
         self._saving = saving
 
-    def _when_saved(self, store: StoreFolder, new: NewSnapshots) -> None:
+    def when_saved(self) -> Callable[[str], None]:
         writes = self.own.life.writes
 
-        def note() -> None:
-            try:
-                store.note_saved(writes)
-            except StoreError as error:
-                raise StoreError(
-                    f"embedding {self.name!r}: the snapshot is saved, but the store folder could not record which rows "
-                    f"it has: {error}; make room, and save again before another number of ranks opens the rows"
-                ) from error
+        def note(id: str) -> None:
+            if self.own.life.writes == writes:
+                self._came_as = writes, f"{id}:0"
 
-        new.then(note)
+        return note
 
     @property
     def _shard(self) -> HashShard:
@@ -187,13 +157,8 @@ class ShardedSnapshots(TableSnapshots):
         snapshot: Snapshot,
         selection: Selection,
         strict: bool,
-        base: str | None,
-        together: Instant | None = None,
     ) -> LoadReport:
-        """Load this rank's part. base: the recovery snapshot from here on, None to keep it.
-
-        together: on rank 0, if embeddings that are trained together are loaded, the instant to which all go.
-        """
+        """Load this rank's part."""
         world, snapshot, voted = self.world, self._part_of(snapshot), False
         given = selection.tables  # whatever the user gave: errors in it are raised below
         same = {
@@ -210,11 +175,17 @@ class ShardedSnapshots(TableSnapshots):
             nonlocal voted
             voted = True
             check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
-            marks = world.all_gather_object(f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
-            self.own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
-            self.own.begin_run(marks[0][1] if base is not None else self.own.life.run)
-            note = partial(self._note_base, base=base, snapshot=snapshot, together=together)
-            self._on_rank_0(f"{op}: noted", note)
+            id, whole, member = snapshot.manifest.id, selection.is_whole, self.member
+            with ExitStack() as noting:
+                if whole:  # the next run loads it, from here on
+                    loads = {} if member is None else {member: id}
+                    world.call_on_all_ranks(f"{op}: noted", lambda: noting.enter_context(loading(loads)))
+                writes = world.all_gather_object(f"{op}: marks", lambda: self.own.begin_load(notes=not whole))
+                self.own.count_write(max(writes))  # a rank that failed may have missed some
+                if whole:
+                    self._came_as = self.own.life.writes, f"{id}:0"
+                if member is not None:
+                    member.replaced(id if whole else None)
 
         report, error = catch(lambda: self.own.load_part(snapshot, selection, strict, verified))
         if error is not None and voted and not world.must_report(error):
@@ -236,16 +207,9 @@ class ShardedSnapshots(TableSnapshots):
             if world.failure is None:  # else each rank closes when it likes
                 self._close_all(said)
             raise
-        if self.membership is not None:
-            self.membership.reformed()
         assert report is not None
         report.rows, report.left_out = (sum(column) for column in zip(*counts, strict=True))
         return report
-
-    def _begin_write(self) -> int:
-        """Clear the clean marker of this rank's rows. Returns how many writes it has counted."""
-        self.own.begin_write()
-        return self.own.life.writes
 
     def _lose(self, name: str) -> str:
         """Let the rows close without a clean marker, so that old rows of one rank do not pass for those of a load."""
@@ -261,10 +225,3 @@ class ShardedSnapshots(TableSnapshots):
         _, error = catch(self.close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
-
-    def _note_base(self, store: StoreFolder, base: str | None, snapshot: Snapshot, together: Instant | None) -> None:
-        if base is None:
-            return
-        noted = {} if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)
-        store.set_recovery_snapshot(base, **noted)
-        store.note_saved(self.own.life.writes, self.own.life.run)

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from ..engine.table.table_report import note_metrics
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import Manifest
 from ..snapshots.inspection.row import plain_row, read_row, row_key_of
+from ..snapshots.store.group import Member
 from .recovery import Decide, RankShard, WriteEpoch
 from .rows_in_tensors import RowTensors
 from .rows_reference import RowsReference, check_not_awaiting
@@ -73,11 +74,11 @@ class LocalTableHandle(LocalSnapshots):
             place = Path(options.persistent_path) / spec.name
             folder = os.path.realpath(place if share is None else share.folder(place))
             check_not_open(_by_folder, folder, spec.name)
-        self._persistence = TablePersistence(spec, options, device, share, group)
-        self.store, self.membership = self._persistence.folder, self._persistence.membership
+        self._persistence = TablePersistence(spec, options, device, share)
+        self._persistence.partners = self._partners
+        self._persistence.beside = tuple if group is None else group.folders
+        self.store, self.group = self._persistence.folder, group
         self.place = None if self.store is None else self.store.snapshots
-        if self.membership is not None:
-            self.membership.holder = weakref.ref(self)
         try:
             self._table = self._persistence.open(optimizer, decide, for_load)
         except BaseException:
@@ -115,16 +116,10 @@ class LocalTableHandle(LocalSnapshots):
         """Why rows that were opened for a load may not be used before it; "" if they may."""
         return self._persistence.unsettled
 
-    def use_after_load(self, unsettled: str) -> None:
-        """Let rows that ranks share be used only after a load, if `unsettled` says why."""
-        self._persistence.unsettled = unsettled
-
     def keep_rows(self) -> None:
         """Keep the rows, whatever state was loaded into others. StoreError for rows that need a load first."""
         if self._persistence.is_untouched:
             raise StoreError(self.unsettled)
-        if self.membership is not None and self._table is not None:
-            self.membership.keep()
 
     @property
     def resumed_step(self) -> int:
@@ -138,11 +133,16 @@ class LocalTableHandle(LocalSnapshots):
 
     def join(self, group: TrainingGroup) -> None:
         """Be trained together with others from here on. StoreError."""
-        if self.membership is not None:
-            self.membership.group = group
-            self._share_gate()
-            if self._table is not None:
-                self.membership.enlist()
+        self.group = group
+        self._share_gate()
+        self._persistence.expect_first_write()  # which joins them in the record
+
+    def _partners(self) -> list[Member]:
+        return [] if self.group is None else self.group.members()
+
+    @property
+    def member(self) -> Member | None:
+        return self._persistence.member
 
     def rename(self, name: str) -> None:
         """Be called by another name from here on, with rows that are in memory."""
@@ -151,13 +151,9 @@ class LocalTableHandle(LocalSnapshots):
         if self._table is not None:
             self._table.spec = replace(self._table.spec, name=name)
 
-    def note_torn(self) -> None:
-        """The rows are of another step than those of embeddings that are trained together with them."""
-        self._persistence.expect_first_write()
-
     def _share_gate(self) -> None:
-        if self.membership is not None and self.membership.group is not None and self._table is not None:
-            self._table.step_gate = self.membership.group.gate
+        if self.group is not None and self.store is not None and self._table is not None:
+            self._table.step_gate = self.group.gate
 
     @property
     def local_table(self) -> OpenTable:
@@ -223,11 +219,14 @@ class LocalTableHandle(LocalSnapshots):
         self._replace(lambda before: self._persistence.move(before, device), joins=True)
         self.device = device
 
-    def begin_write(self) -> None:
-        """Clear the clean marker of a shard for an operation of all ranks, before it is certain. StoreError."""
-        table = self.table
-        with table.lock:
-            table.before_write(table.step)
+    def begin_load(self, notes: bool) -> int:
+        """Clear the clean marker of a shard for a load of all ranks. Returns how many writes it has counted.
+
+        notes: as of `TablePersistence.begin_change`. StoreError.
+        """
+        with self.table.lock:
+            self._persistence.begin_change(notes, replaces=True)
+            return self.life.writes
 
     def count_write(self, before: int | None = None) -> None:
         """Count an operation of all ranks that is about to write, whether or not a row of this shard is in it.
@@ -235,6 +234,7 @@ class LocalTableHandle(LocalSnapshots):
         before: how many there were, if this shard may have missed some.
         """
         self.life.writes = 1 + (self.life.writes if before is None else before)
+        self._persistence.count_change()
 
     @property
     def life(self) -> WriteEpoch:
@@ -242,16 +242,10 @@ class LocalTableHandle(LocalSnapshots):
         assert self._persistence.life is not None
         return self._persistence.life
 
-    def begin_run(self, run: str) -> None:
-        """The rows of all ranks are those of a snapshot from here on."""
-        self.life.run = run
-        self._persistence.unsettled = ""
-        self._persistence.expect_first_write()
-
-    def before_first_write(self, call: Callable[[], None]) -> None:
-        """Let `call` be called before the first write after an open or a load."""
-        self._persistence.before_first_write = call
-        self._persistence.expect_first_write()
+    def share(self, member: Member, partners: Callable[[], Iterable[Member]]) -> None:
+        """On rank 0: note changes of the rows of all ranks in the record of the store's group."""
+        self._persistence.partners = partners
+        self._persistence.share(member)
 
     def forget_announced(self) -> None:
         """Forget what was announced, and end the prefetch thread, if the table is open."""
@@ -275,8 +269,6 @@ class LocalTableHandle(LocalSnapshots):
 
     def load_rows_of(self, given: RowTensors) -> None:
         self._replace(lambda before: self._persistence.load_tensors(before.optimizer, given, before))
-        if self.membership is not None:
-            self.membership.reformed()
 
     def rows_reference(self) -> RowsReference:
         if self._table is None:
@@ -331,10 +323,9 @@ class LocalTableHandle(LocalSnapshots):
             sleep(0.05)  # the table was closed, and another is about to replace it
 
     def _visited(self, others: Sequence[LocalTableHandle]) -> list[OpenTable]:
-        members = [one.membership for one in (self, *others)]
-        peers = [peer for member in members if member is not None for peer in member.open_peers()]
-        tables = [self.table, *(one.table for one in others), *(peer.table for peer in peers if peer.table is not None)]
-        return list({id(table): table for table in tables}.values())
+        groups = {id(one.group): one.group for one in (self, *others) if one.group is not None}.values()
+        handles = [self, *others, *(one for group in groups for one in group.handles())]
+        return list({id(one.own.table): one.own.table for one in handles}.values())
 
     def status(self) -> dict[str, Any]:
         table = self.table
@@ -365,6 +356,8 @@ class LocalTableHandle(LocalSnapshots):
                 deferred = self._table.deferred_error(wait=True) or unsaved  # raised once the rows are kept
                 try:
                     with self._table.observers.between_saves():
+                        if self.group is not None:
+                            self.group.check_passed()
                         self._persistence.close(self._table)
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without its rows, which are lost
@@ -390,7 +383,7 @@ class LocalTableHandle(LocalSnapshots):
 
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
         self.finish_saving()
-        with between_steps([self.membership] if joins and self.membership is not None else []):
+        with between_steps([self] if joins else []):
             while True:
                 before = self.table
                 with before.observers.between_saves():  # readers wait for the lock until the new table is here

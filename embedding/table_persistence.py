@@ -1,7 +1,7 @@
 """The rows of a table between runs: opening and closing one store folder, and recovery from its snapshots.
 
 The clean marker is cleared before the first write to the live rows, and written again by a clean shutdown. Live rows
-without it are never served: the rows of the last snapshot are.
+without it are never served: the rows that the record of the store's group names are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,17 @@ from ..engine.table.auto_budgets import AutoBudgets
 from ..engine.table.row_scan import checked_rows, load_rows
 from ..engine.table.stack import build_stack, processor_of
 from ..engine.table.table import OpenTable
-from ..snapshots.files.format import FILES, SHARE, check_description
+from ..snapshots.files.format import FILES, LIVE, SHARE, check_description
 from ..snapshots.files.read_errors import os_error_in
-from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.versions import EMPTY, LIVE, Instant, Rows
+from ..snapshots.files.reader import Snapshot, snapshot_by_id
 from ..snapshots.files.writer import write_snapshot
 from ..snapshots.store.closed_store import check_live, scan_live_rows
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
-from ..snapshots.store.instants import rows_of, settle
-from ..snapshots.store.save import recovery_snapshot_of
+from ..snapshots.store.group import Member, loading, open_store
+from ..snapshots.store.group_file import GroupFile
+from ..snapshots.store.mark import live_version
+from ..snapshots.store.record import EMPTY
 from ..snapshots.store.selection import ALL, LoadReport, Selection, converted_description
 from .compatible import LoadedIds, check_stored
 from .recovery import (
@@ -51,6 +52,7 @@ from .recovery import (
     RankShard,
     RecoveryPoint,
     WriteEpoch,
+    check_shards_unlocked,
     contents_of,
     lacks_space,
     lost_steps_text,
@@ -59,7 +61,6 @@ from .recovery import (
     take_over_from_ranks,
 )
 from .rows_in_tensors import RowTensors
-from .training_group import UNSETTLED, Membership, TrainingGroup, open_rows
 
 log = logging.getLogger("tierbed")
 
@@ -76,7 +77,6 @@ class TablePersistence:
         options: StoreOptions,
         device: torch.device,
         share: RankShard | None = None,
-        group: TrainingGroup | None = None,
     ) -> None:
         self.spec = spec
         self.options = options = options if share is None else share.options(options)
@@ -90,16 +90,14 @@ class TablePersistence:
                 self.folder = StoreFolder(path, user, snapshot_folder_of(options.snapshot_path, spec.name))
             else:
                 self.folder = StoreFolder(share.folder(path), user)
-        alone = self.folder is not None and share is None  # in this process
-        self.membership = Membership(self.folder, group) if self.folder is not None and alone else None
+        self.member: Member | None = None  # of rows that this process has alone
         self._on_disk = isinstance(options, CachedSsdOptions)
-        self._fresh = options.open == "fresh"
-        self._scratch = False  # whether the live rows in the folder differ from the table's
-        self._unmarked = False  # whether it is known that the live rows have no clean marker
-        self._is_written = False  # whether MARK says that this run writes rows
-        self.unsettled = ""  # why the rows may not be used before a load
+        self._mode = options.open
+        self._unsettled = ""  # of a shard without a member
+        self._is_noted = False  # whether the next change of rows needs no note
         self.is_untouched = False  # whether that is since the folder is new, and its snapshot is to be converted
-        self.before_first_write: Callable[[], None] = lambda: None
+        self.partners: Callable[[], Iterable[Member]] = tuple  # the stores that this process trains together with it
+        self.beside: Callable[[], Sequence[Path]] = tuple  # their folders, of those that are not open as well
         self._run = ""  # the id of the run in which the rows began
         self.source = (logging.INFO, "new, in memory")  # the level and the text to log of where the rows come from
         self.resumed_step = 0  # of the rows of an earlier run; 0 for rows that begin here, or that a user brought
@@ -112,35 +110,48 @@ class TablePersistence:
         """
         if self.folder is None:
             return self._build(optimizer, None, None)
-        mode = "fresh" if self._fresh else self.options.open
         try:
-            if self.membership is not None:
-                stores = self.membership.stores
-                self.unsettled = settle(self.folder, mode, open_rows(), for_load, stores=stores)
-                self.membership.record = self.folder.mark.group
-            self._is_written = self.is_untouched = False
+            self._is_noted = self.is_untouched = False
             found = contents_of(self.folder)
             is_new = self.life is None and found.clean_marker is None and not found.was_open
-            opening = (decide or self._own_decision)(found)
+            if decide is not None:
+                opening = decide(found)
+            elif self.life is not None:  # once more, for another optimizer or device
+                opening = OpenPlan(found.clean_marker, run=self.life.run, writes=self.life.writes)
+            else:
+                opening = self._open_member(self.folder, found, for_load)
+            self._unsettled = opening.unsettled
             table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
-            if self.life is None:
-                take_over_from_ranks(self.folder)
-            if self.membership is not None and self.unsettled and not self.is_untouched:
-                self.membership.torn = UNSETTLED
+            if self.member is not None and self.life is None:
+                take_over_from_ranks(self.folder, self.member)
             return table
         except TierbedError as error:
+            self._leave()
             if not lacks_space(error):
                 raise
             raise StoreError(no_space_to_open(self.folder, error)) from error
 
-    def _own_decision(self, found: FolderContents) -> OpenPlan:
-        assert self.folder is not None
-        opening = plan_open(self.folder, found, self._fresh, self.options.open == "error")
-        if self.membership is not None and self.folder.mark.at is not None:
-            opening = opening._replace(log_entry=None)  # the log has it of all that are trained together
-        if self.life is None or opening.clean_marker is None:
-            return opening
-        return opening._replace(run=self.life.run, writes=self.life.writes)
+    def _open_member(self, folder: StoreFolder, found: FolderContents, for_load: bool) -> OpenPlan:
+        """How a store opens whose rows this process has alone."""
+        check_shards_unlocked(folder.path, folder.ranks)
+        if self._mode == "fresh" and found.clean_marker is None:
+            folder.discard_live()  # frees space for the record: no run uses these rows again
+        member = open_store(folder, self._mode, for_load, beside=self.beside())
+        self.share(member)
+        plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, found, member)
+        if member.home is not folder:
+            member.copy_to(folder)  # before it has a clean marker, by which it counts
+        return plan
+
+    @property
+    def unsettled(self) -> str:
+        """Why the rows may not be used before a load; "" if they may."""
+        return self._unsettled if self.member is None else self.member.broken
+
+    def share(self, member: Member) -> None:
+        """Note changes of the rows in the record of the store's group."""
+        self.member = member
+        member.expect_change, member.partners = self.expect_first_write, self.partners
 
     def _open_with(
         self, optimizer: RowOptimizer | None, opening: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
@@ -167,15 +178,15 @@ class TablePersistence:
                     raise
                 fitting = converted_description(stored, (spec.dtype, spec.state_dtype))
                 check_stored(spec, fitting, optimizer, StoreError, what)
-                self.unsettled, self.is_untouched = str(error), True  # a load that converts brings the rows
+                assert self.member is not None
+                self.member.broken = str(error)
+                self.is_untouched = True  # a load that converts brings the rows
                 opening = OpenPlan()
         if opening.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
             folder.discard_live()  # this frees space: no run uses these rows again
             table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified, replaced=for_load)
-            if self.membership is not None:
-                self.membership.note_open(rows_of(opening.snapshot))
             self.resumed_step = 0 if is_new else table.step
         self.source = opening.log_entry or self.source
         return table
@@ -189,10 +200,7 @@ class TablePersistence:
         """
         with table.lock:
             table.stop_prefetch()  # first: a later call may fail, and no thread may be running when the process ends
-            if self.membership is not None and self.membership.group is not None:
-                self.membership.group.check_passed()
-            is_torn = self.unsettled != "" or (self.membership is not None and self.membership.torn != "")
-            if self.folder is not None and self._scratch and not table.is_inconsistent and not is_torn:
+            if self.folder is not None and self._is_to_be_kept(table):
                 try:
                     self.folder.check()
                 except StoreError:
@@ -204,42 +212,49 @@ class TablePersistence:
                     if table.is_inconsistent:
                         table.close()
                     raise
-                self._scratch = self._is_written = False
-            elif self.membership is not None and not table.is_inconsistent and not is_torn:
-                self.membership.rest()
-            if self.membership is not None:
-                self.membership.closed()
+            self._leave()
             table.close()
             if self.folder is not None and self.is_untouched:
                 self.folder.discard_live()
 
+    def _leave(self) -> None:
+        """The store is no longer open here. Rank 0 does it once it has closed its shard."""
+        if self.member is not None and self.life is None:
+            self.member.leave()
+
+    def _is_to_be_kept(self, table: OpenTable) -> bool:
+        """Whether a close has something to write: live rows, or in which record they are the store's rows."""
+        if self.folder is None or table.is_inconsistent or (self.member is not None and self.member.broken):
+            return False
+        live = live_version(self.folder.clean_marker)
+        return live is None or (self.member is not None and self.member.group.record.now[self.member.id].live != live)
+
     def expect_first_write(self) -> None:
-        """Let the next write be a first one, which finds out whether rows may be written: `Membership.check_whole`."""
-        self._is_written = False
+        """Let the next write be a first one, which is noted before it."""
+        self._is_noted = False
 
     def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
         """Make the table's rows the live rows, durably, with a clean marker."""
-        if self._on_disk:
-            table.flush()
-        else:
-            folder.clear_incoming()
-            write_snapshot(folder.incoming, table.describe(), table.scan())
-        self._unmarked = False  # not known from here on, even if a later call fails
-        is_pending = self.membership is not None and self.membership.is_pending
-        fields = {} if is_pending else {"at": None}
-        if self._on_disk:
-            folder.write_clean_marker(self._clean_marker_of(table), **fields)
-        else:
-            folder.replace_live(folder.incoming, self._clean_marker_of(table), **fields)
+        if folder.clean_marker is None:
+            if self._on_disk:
+                table.flush()
+                folder.write_clean_marker(self._clean_marker_of(table))
+            else:
+                folder.clear_incoming()
+                write_snapshot(folder.incoming, table.describe(), table.scan())
+                folder.replace_live(folder.incoming, self._clean_marker_of(table))
+        if self.member is not None:
+            self.member.closed(live_version(folder.clean_marker) or "")
 
     def after_failed_close(self, table: OpenTable) -> str:
         """What the next run would find if this run ended now, for the log."""
-        if self.folder is None or not self._scratch:
+        if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"
-        if self.life is not None:
+        if self.member is None:
             return "all ranks recover from the last snapshot in the next run"
         try:
-            snapshot = recovery_snapshot_of(self.folder)
+            commit = self.member.group.record.commit[self.member.id]
+            snapshot = None if commit == EMPTY else snapshot_by_id(self.folder.snapshots, commit)
         except TierbedError as error:
             return f"the last snapshot, which the next run needs, cannot be read: {error}"
         if snapshot is None:
@@ -251,8 +266,7 @@ class TablePersistence:
     def release(self) -> None:
         """Unlock the folder as it is, and release the memory that was promised."""
         self._budgets.release()
-        if self.membership is not None:
-            self.membership.closed()
+        self._leave()
         if self.folder is not None:
             self.folder.release()
 
@@ -299,14 +313,10 @@ class TablePersistence:
             if new:
                 folder.forget()
             raise
-        if self._fresh and self.membership is not None:
-            self.membership.begin_fresh()
         if not self.is_untouched:
-            folder.begin_empty()
             folder.note_step(0)
-        self._fresh, self._scratch, self._unmarked = False, True, True
-        if self.membership is not None:
-            self.membership.note_open(Rows(EMPTY))
+        if self._mode == "fresh":
+            self._mode = "resume"
         return table
 
     def _resume(
@@ -321,9 +331,6 @@ class TablePersistence:
             ) from error
         self.spec = self.spec.with_stored_seed(marker)
         check_stored(self.spec, marker, optimizer, StoreError, where, for_load=for_load)
-        rows = Rows.parse(marker.get(LIVE)) or Rows((secrets.token_hex(8), 0))
-        if self.membership is not None:
-            self.membership.begin_with(rows)  # rows of another kind of store get a new clean marker
         table = self._live_table(optimizer, marker, folder, where)
         own = self.spec.reach(None)
         if self.spec.last_ids is not None and table.reach != own and not for_load:
@@ -332,8 +339,6 @@ class TablePersistence:
                 pass
             if not self._remark(ids.remarks(where, False, None)):
                 table.reach = own
-        if self.membership is not None:
-            self.membership.note_open(rows)
         return table
 
     def _live_table(
@@ -357,10 +362,10 @@ class TablePersistence:
             if os_error_in(error) is not None:
                 raise
             store = FolderState(folder.path if self.life is None else folder.path.parent.parent)
+            name = GroupFile(store).last_snapshot or "NAME"
             raise StoreError(
                 f"the live rows of {where} have a clean marker and cannot be read: {error}. Load a snapshot with "
-                f"`tierbed snapshot load {store.path} {store.recovery_snapshot or 'NAME'}`, or start over "
-                'with open="fresh"'
+                f'`tierbed snapshot load {store.path} {name}`, or start over with open="fresh"'
             ) from error
 
     def load(
@@ -370,14 +375,12 @@ class TablePersistence:
         running: OpenTable | None,
         selection: Selection = ALL,
         verified: Callable[[], None] | None = None,
-        together: Instant | None = None,
         replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
         """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
 
-        together: if embeddings that are trained together are loaded, the instant to which all go.
-        This is the recovery snapshot from here on, unless a selection is loaded: only the next save or close makes that
-        durable. verified: called once the rows are verified; if it raises, nothing has changed.
+        Recovery rolls back to this snapshot from here on, unless a selection is loaded: only the next save or close
+        makes that durable. verified: called once the rows are verified; if it raises, nothing has changed.
         replaced: whether another load is about to replace the rows, so that no remark is made about their ids.
         """
         report, ids = LoadReport(), LoadedIds(self.spec, counts=not replaced)
@@ -391,11 +394,10 @@ class TablePersistence:
         stored = {**selection.description(described), "rows": report.rows}
         selected = ids.counted(selection.rows_of(snapshot, LoadReport()))
         with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
-            base = snapshot.name if selection.is_whole and self.life is None else None
-            by = "load" if running is not None else "open" if self.unsettled else "recovery"
-            to = None if base is None else (snapshot, by, together)
-            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, to, verified=verified)
-            if self.folder is not None and self._scratch:
+            whole = snapshot.manifest.id if selection.is_whole else None
+            source = contextlib.nullcontext(selected)
+            table = self._restore(optimizer, stored, source, running, whole, verified=verified)
+            if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.note_step(table.step)
         if running is not None:
             log.info(
@@ -423,7 +425,7 @@ class TablePersistence:
             chunks = ids.counted(checked_rows(given.chunks(), self.spec.num_tables))
             table = self._restore(optimizer, given.stored(), contextlib.nullcontext(chunks), running)
             self._remark(ids.remarks("the state", False, None))
-            if self.folder is not None and self._scratch:
+            if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.note_step(table.step)
             return table
 
@@ -443,14 +445,14 @@ class TablePersistence:
         stored: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
         running: OpenTable | None = None,
-        base: tuple[Snapshot, str, Instant | None] | None = None,
+        whole: str | None = None,
         same_rows: bool = False,
         verified: Callable[[], None] | None = None,
     ) -> OpenTable:
         """A table with the rows of `source`, built next to the live rows; closes `running` when all are read.
 
-        same_rows: whether the rows are the live rows of the folder, in another form. base: the new recovery snapshot,
-        what loads it, and the instant to which others go; None to keep the recovery snapshot.
+        same_rows: whether the rows are the live rows of the folder, in another form. whole: the id of the snapshot that
+        has these rows; None if none has.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -471,34 +473,28 @@ class TablePersistence:
             raise
         with uninterrupted():
             try:
-                if not same_rows:
-                    self._begin_writing(written=base is None and self.life is None)
-                if folder is not None and base is not None:
-                    self._set_base(folder, *base)
-                elif self.membership is not None and not same_rows:
-                    self.membership.versions.writes += 1
+                if running is not None:
+                    self._replace(running, whole)
             except BaseException:
                 _drop(table, place)
                 raise
-            if running is not None:
-                running.close()
-                self.unsettled, self.is_untouched = "", False
             if place is None or folder is None:
                 return table
             marker = self._clean_marker_of(table)
             table.close()
             folder.replace_live(place, marker)
-            self._scratch = self._is_written = False
+            self._is_noted = False
             return self._build(optimizer, marker, folder.live)
 
-    def _set_base(self, folder: StoreFolder, snapshot: Snapshot, by: str, together: Instant | None) -> None:
-        if self.membership is None:
-            folder.set_recovery_snapshot(snapshot.name)
-            return
-        folder.set_recovery_snapshot(snapshot.name, **self.membership.loaded(rows_of(snapshot), by, together))
-        self._is_written = False
-        if by != "open":
-            self.unsettled = ""
+    def _replace(self, running: OpenTable, whole: str | None) -> None:
+        """Close a table whose rows are replaced. whole: the id of the snapshot that has the new ones, if one has."""
+        member = self.member if self.life is None else None  # ranks have noted it together
+        with loading({member: whole}) if whole and member is not None else contextlib.nullcontext():
+            self.begin_change(notes=whole is None and self.life is None, replaces=True)
+            running.close()
+            self._unsettled, self.is_untouched = "", False
+            if member is not None:
+                member.replaced(whole)
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, with room for the optimizer's state if they were put without one. Returns how many."""
@@ -546,29 +542,31 @@ class TablePersistence:
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: if it fails, the live rows keep their clean marker
         if self.folder is not None:
-            if not self._is_written:
-                self.before_first_write()
-                self._begin_writing(written=True)
-            if self.membership is not None:
-                self.membership.versions.writes += 1
+            if not self._is_noted:
+                self.begin_change()
+                self._is_noted = True
+            if self.life is None:
+                self.count_change()
             self.folder.note_step(step)
 
-    def _begin_writing(self, written: bool) -> None:
-        """Clear the clean marker of the folder, whose live rows are not the table's from the first write on.
+    def count_change(self) -> None:
+        """The rows change: they are of a later moment."""
+        if self.member is not None:
+            self.member.write()
 
-        written: whether rows are about to be written, and not only replaced by those of a snapshot.
+    def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
+        """Note that the rows change, then clear the clean marker, whose rows are not the table's from here on.
+
+        notes: whether the record is to say it; a load of a whole snapshot has written what it says (`loading`).
+        replaces: as of `Member.begin_change`.
         """
         if self.folder is None:
             return
-        notes = written and self.membership is not None and (self.membership.is_at or self.membership.torn)
-        if self._scratch and self._unmarked and not notes:
-            self._is_written = written
-            return
         with uninterrupted():
-            record = self.membership.first_write() if written and self.membership is not None else None
-            self.folder.clear_clean_marker(**({} if record is None else {"group": record, "at": None}))
-            self._scratch = self._unmarked = True
-            self._is_written = written
+            if self.member is not None and notes:
+                self.member.begin_change(replaces)
+            if self.folder.clean_marker is not None:
+                self.folder.clear_clean_marker()
         if not self._on_disk:
             self.folder.discard_live()  # this frees space: rows in memory are written again at the close
 
@@ -581,7 +579,7 @@ class TablePersistence:
         counts = table.counts.known_by_table
         known = {} if counts is None else {FIELD: counts.tolist()}
         share = {} if self.life is None else {SHARE: self.life.described()}
-        version = {} if self.membership is None else self.membership.live()
+        version = {} if self.member is None or self.life is not None else {LIVE: self.member.version}
         return {**table.describe(), **live, "rows": table.counts.rows, **known, **share, **version}
 
 

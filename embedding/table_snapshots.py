@@ -12,12 +12,14 @@ from ..engine.store.rocksdb import RocksDB
 from ..engine.table.background_save import SaveHandle
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import HashShard, check_name
-from ..snapshots.files.reader import Snapshot, list_snapshots
-from ..snapshots.files.versions import EMPTY, Instant
-from ..snapshots.files.writer import NewSnapshots, ProgressCallback, Together
+from ..snapshots.files.reader import Snapshot, list_snapshots, name_of
+from ..snapshots.files.writer import NewSnapshots, ProgressCallback
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState
+from ..snapshots.store.group import Capture, Member
+from ..snapshots.store.group_file import GroupFile
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
+from ..snapshots.store.record import EMPTY, NO_RECORD
 from ..snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ..snapshots.store.save import (
     SaveSource,
@@ -25,7 +27,6 @@ from ..snapshots.store.save import (
     check_kind,
     check_save,
     clear_leftovers,
-    note_state,
 )
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
@@ -40,21 +41,21 @@ from .saving import (
     write_and_commit,
 )
 from .table_persistence import TablePersistence
-from .training_group import Membership
+from .training_group import TrainingGroup
 
 
 class TableSnapshots:
     """The part of a `TableHandle` that saves and loads snapshots, as far as one process and ranks do the same.
 
     All ranks of `world` make each call, unless it is local. Of rows over ranks, rank 0 alone has `store` and
-    `membership`; rows without a folder have none.
+    `member`; rows without a folder have none.
     """
 
     name: str
     world: World
     place: Path | None  # the folder of the snapshots, which all ranks of `world` see
     store: StoreFolder | None  # the store folder that has them
-    membership: Membership | None  # what the store notes of those that it is trained together with
+    group: TrainingGroup | None  # the embeddings that it is trained together with
 
     @property
     def local_table(self) -> OpenTable:
@@ -62,9 +63,22 @@ class TableSnapshots:
         raise NotImplementedError
 
     @property
+    def member(self) -> Member | None:
+        """The store in its group; None for rows without a folder, and for shards of ranks other than rank 0."""
+        raise NotImplementedError
+
+    @property
     def base(self) -> str | None:
         """The snapshot that was saved or loaded last, if any. Local."""
-        return None if self.place is None else FolderState(self.place.parent).parent_snapshot or None
+        if self.place is None:
+            return None
+        if self.member is not None:
+            record, store = self.member.group.record, self.member.id
+        else:
+            file = GroupFile(FolderState(self.place.parent))
+            record, store = file.record, file.store
+        id = record.parents.get(store, EMPTY)
+        return None if id == EMPTY else name_of(self.place, id)
 
     @property
     def folder(self) -> Path:
@@ -85,8 +99,8 @@ class TableSnapshots:
         """Wait for a snapshot in the background, which may be the one to load. Its error was logged."""
         raise NotImplementedError
 
-    def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
-        """Replace all rows by those of a snapshot. together: on rank 0, the instant to which a load of several goes."""
+    def load_from(self, snapshot: Snapshot) -> LoadReport:
+        """Replace all rows by those of a snapshot."""
         raise NotImplementedError
 
     def before_save(self, background: bool) -> None:
@@ -99,8 +113,14 @@ class TableSnapshots:
         _, error = catch(lambda: self._check_arguments(name, kind, background))
         same = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
         self.world.handshake(op, error, same if error is None else None)
+
+        def check(store: StoreFolder) -> None:
+            if self.member is not None:
+                self.member.lock()  # a recovery frees the names of what it has undone
+            check_save(store, name, kind, self._source(), overwrite)
+
         with self.local_table.lock:
-            self._on_rank_0(op, lambda store: check_save(store, name, kind, self._source(), overwrite))
+            self._on_rank_0(op, check)
 
     def _check_arguments(self, name: str, kind: str, background: bool) -> None:
         check_kind(kind)
@@ -141,9 +161,13 @@ class TableSnapshots:
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
         """Begin a snapshot of the rows as they are now. All ranks call it, with the table's lock."""
 
+        capture: Capture | None = None
+
         def ready() -> SaveSource:
+            nonlocal capture
             self.check_not_saving()
-            return self._source(self._group_fields(new))
+            capture = None if self.member is None else self.member.capture()
+            return self._source(new.new_id())
 
         source: SaveSource = self.world.call_on_all_ranks(op, ready)
         parent: Snapshot | None = None
@@ -152,7 +176,6 @@ class TableSnapshots:
             nonlocal parent
             store = self.checked_store()
             _, parent = begin_save(store, name, kind, source, overwrite, new)
-            self._when_saved(store, new)
             return None if parent is None else parent.name
 
         over = self.world.call_on_rank_0(f"{op}: begun", begin)
@@ -161,20 +184,41 @@ class TableSnapshots:
                 op, lambda: self._part_of(parent or open_snapshot(self.folder / over))
             )
         its_kind = "full" if kind == "incremental" and parent is None else kind
-        return TableSave(self.local_table, self.membership, self.folder / name, its_kind, source, parent, self._shard)
+        return TableSave(
+            self.local_table,
+            capture,
+            self.folder / name,
+            its_kind,
+            source,
+            parent,
+            self._shard,
+            False,
+            self.when_saved(),
+        )
 
-    def begin_at(self, op: str, place: Path, source: SaveSource, new: NewSnapshots, kind: str = "full") -> TableSave:
-        """Begin the snapshot `place` of the rows as they are now, which is not the one to recover from."""
-        self.world.call_on_rank_0(f"{op}: begun", lambda: str(new.begin(place, source.description)))
-        return TableSave(self.local_table, self.membership, place, kind, source, None, self._shard)
+    def begin_at(
+        self,
+        op: str,
+        place: Path,
+        source: SaveSource,
+        new: NewSnapshots,
+        kind: str = "full",
+        member: Member | None = None,
+    ) -> TableSave:
+        """Begin the snapshot `place` of the rows as they are now. member: if a state_dict makes it in the store."""
+        capture: Capture | None = None
 
-    def _group_fields(self, new: NewSnapshots) -> Together:
-        """What the manifest of a new snapshot has beside the rows."""
-        id = new.new_id()
-        return Together(id, None) if self.membership is None else self.membership.saved(id)
+        def begin() -> None:
+            nonlocal capture
+            capture = None if member is None else member.capture()
+            new.begin(place, source.description)
 
-    def _when_saved(self, store: StoreFolder, new: NewSnapshots) -> None:
-        """Let rank 0 note which rows the snapshot has, once it has its name."""
+        self.world.call_on_rank_0(f"{op}: begun", begin)
+        return TableSave(self.local_table, capture, place, kind, source, None, self._shard, True, self.when_saved())
+
+    def when_saved(self) -> Callable[[str], None]:
+        """What each rank does when a snapshot of the rows as they are now has its name. It takes the id."""
+        return lambda id: None
 
     @property
     def _shard(self) -> HashShard | None:
@@ -190,7 +234,7 @@ class TableSnapshots:
         op = self.op(f"saving rows as {place.name!r}")
         with ExitStack() as locks, NewSnapshots() as new:
             locks.enter_context(locked([self], waits=self.world.size == 1))
-            source = self.world.call_on_all_ranks(op, lambda: self._source(Together(new.new_id(), None)))
+            source = self.world.call_on_all_ranks(op, lambda: self._source(new.new_id()))
             save = self.begin_at(op, place, source, new)
             write_and_commit(self.world, op, [save], new, locks)
 
@@ -237,7 +281,7 @@ class TableSnapshots:
     def go_to(self, awaited: RowsReference) -> bool:
         """Load the snapshot that a state_dict names, unless the rows are those already.
 
-        Returns whether they are. Others that are trained together go to its instant as well. Raises what a load does.
+        Returns whether they are. Raises what a load does.
         """
         op = f"loading the state of embedding {self.name!r}"
         self.world.handshake(op, same={"state_dict": awaited._asdict()})
@@ -245,12 +289,11 @@ class TableSnapshots:
 
         def is_found() -> bool | None:
             self.local_table.check()  # ClosedError
-            found = is_at(awaited, self.rows_reference(), there)
-            return None if found and self.membership is not None and not self.membership.has_come() else found
+            return is_at(awaited, self.rows_reference(), there)
 
         found: bool | None = self.world.all_gather_object(op, is_found)[0]
         if found is None and awaited.snapshot is not None:
-            self._load_for_state(awaited.snapshot, awaited.instant)
+            self._load_for_state(awaited.snapshot)
         return found is not False
 
     def rows_reference(self) -> RowsReference:
@@ -260,8 +303,8 @@ class TableSnapshots:
         """
         raise NotImplementedError
 
-    def _load_for_state(self, name: str, instant: str | None) -> None:
-        """Load a snapshot that a state_dict names. instant: as of `RowsReference`."""
+    def _load_for_state(self, name: str) -> None:
+        """Load a snapshot that a state_dict names."""
         raise NotImplementedError
 
     def drop_rows(self, saved: Snapshot) -> None:
@@ -328,15 +371,15 @@ class TableSnapshots:
         """The snapshot as this process reads it: its own rows alone. Local."""
         return snapshot
 
-    def _source(self, together: Together | None = None) -> SaveSource:
+    def _source(self, id: str | None = None) -> SaveSource:
         table = self.local_table
         table.require_open()
         assert table.stack is not None
         bottom = table.stack.bottom
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
-        record = None if self.membership is None else self.membership.record
+        record, store = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
         return SaveSource(
-            table.describe(), table.counts.rows, table.scan, rocksdb, table.observers.changed, together, record
+            table.describe(), table.counts.rows, table.scan, record, store, rocksdb, table.observers.changed, id
         )
 
 
@@ -374,13 +417,7 @@ class LocalSnapshots(TableSnapshots):
 
     def _of_step(self, step: int) -> RowsReference:
         """The name of the rows of a step."""
-        membership = self.membership
-        found = reference_at(
-            step, self.place, self.base, None if membership is None else membership.version_for_state()
-        )
-        if found.snapshot is None or membership is None or membership.record is None:
-            return found
-        return found._replace(instant=membership.seen().digest)
+        return reference_at(step, self.place, self.base, None if self.member is None else self.member.version)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
         """The name of the rows as they are, saved as a snapshot that no incremental one of the user is based on.
@@ -389,25 +426,22 @@ class LocalSnapshots(TableSnapshots):
         """
         folder = self.checked_store()
         self.local_table.flush_ahead()
-        assert self.membership is not None
+        assert self.member is not None
         with locked([self], waits=True), NewSnapshots() as new:
-            table = self.local_table
+            table, at = self.local_table, self.member.now
             table.check()
-            now, together = self.membership.versions.rows.now, self._group_fields(new)
-            if now == EMPTY:  # which needs no snapshot, and a user may replace one of it
-                return RowsReference(table.step, version=self.membership.version_for_state())
-            place = state_snapshot(folder, now, keep)
+            if at.snapshot == EMPTY:  # which needs no snapshot, and a user may replace one of it
+                return RowsReference(table.step, version=self.member.version)
+            place = state_snapshot(folder, at.snapshot, keep)
             if place is None:
-                source, place = self._source(together), folder.snapshots / (OF_STATE + together.id)
+                source = self._source(new.new_id())
+                place = folder.snapshots / f"{OF_STATE}{source.id}"
                 kind = "full" if source.rocksdb is None else "checkpoint"  # no parent, which nobody could replace
-                save = self.begin_at("saving rows for a state_dict", place, source, new, kind)
+                save = self.begin_at("saving rows for a state_dict", place, source, new, kind, self.member)
                 save.write()
-                (made,) = commit(self.world, "saving rows for a state_dict", [save], new, None)
-                self.membership.saved_as(made)
-            note_state(folder, place)
-            self.membership.version_for_state()
-            instant = None if together.saved is None else together.saved.instant.digest
-            return (saved_as(self.place, place.name) or self._of_step(table.step))._replace(instant=instant)
+                commit(self.world, "saving rows for a state_dict", [save], new, None)
+            found = saved_as(self.place, place.name) or self._of_step(table.step)
+            return found._replace(version=self.member.version)
 
     def finish_saving(self) -> None:
         self.local_table.observers.finish_saving()
@@ -417,8 +451,8 @@ class LocalSnapshots(TableSnapshots):
         self.finish_saving()
         return self.load_part(self.snapshot(name), selection, strict)
 
-    def load_from(self, snapshot: Snapshot, together: Instant | None = None) -> LoadReport:
-        return self.load_part(snapshot, ALL, True, together=together)
+    def load_from(self, snapshot: Snapshot) -> LoadReport:
+        return self.load_part(snapshot, ALL, True)
 
     def load_part(
         self,
@@ -426,30 +460,24 @@ class LocalSnapshots(TableSnapshots):
         selection: Selection,
         strict: bool,
         verified: Callable[[], None] | None = None,
-        together: Instant | None = None,
     ) -> LoadReport:
-        """Load the rows of a snapshot that this process has. verified, together: as of `TablePersistence.load`."""
+        """Load the rows of a snapshot that this process has. verified: as of `TablePersistence.load`."""
         reports: list[LoadReport] = []
 
         def build(before: OpenTable) -> OpenTable:
             what = f"snapshot {snapshot.name!r}"
             spec = self._persistence.spec.with_stored_seed(snapshot.description)
             fit, remarks = fitting(spec, snapshot.description, before.optimizer, selection, strict, what)
-            table, report = self._persistence.load(before.optimizer, snapshot, before, fit, verified, together)
+            table, report = self._persistence.load(before.optimizer, snapshot, before, fit, verified)
             report.remarks += remarks
             reports.append(report)
             return table
 
         self._replace(build)
-        if self.membership is not None:
-            self.membership.reformed()
         return reports[0]
 
-    def _load_for_state(self, name: str, instant: str | None) -> None:
-        snapshot = self.snapshot(name)
-        together = None if self.membership is None else self.membership.instant_with(snapshot, instant)
-        self.load_from(snapshot, together)
-        self.rows_reference()  # the next run knows the rows by their version as well
+    def _load_for_state(self, name: str) -> None:
+        self.load_from(self.snapshot(name))
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Replace the rows by those of the snapshot `place`, which `check_rows` has checked.

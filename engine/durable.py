@@ -59,7 +59,7 @@ def temporary_path(path: Path) -> Path:
 class NewFolder:
     """A folder that is written under a temporary name next to `path`, and then gets that name.
 
-    The writer makes durable what it puts into `temporary`. It ends with `put_in_place` or `drop`.
+    The writer makes durable what it puts into `temporary`, and ends with `drop`.
     """
 
     def __init__(self, path: Path, overwrite: bool = False) -> None:
@@ -74,10 +74,20 @@ class NewFolder:
             raise
 
     def put_in_place(self) -> None:
-        """Give the folder its name, durably. Raises as the function `put_in_place`."""
-        with uninterrupted():  # between the swap and its sync the old one must not be removed
-            put_in_place(self.temporary, self.path, self._overwrite)
-        self.drop()  # the old folder
+        """Give the folder its name, durably. An old one has the temporary name until `drop`.
+
+        Raises as the function `put_in_place`.
+        """
+        put_in_place(self.temporary, self.path, self._overwrite)
+
+    def take_back(self) -> None:
+        """Undo `put_in_place`, as far as possible."""
+        with contextlib.suppress(OSError):
+            if self.temporary.is_dir():
+                swap_folders(self.temporary, self.path)
+            else:
+                self.path.rename(self.temporary)
+            fsync_dir(self.path.parent)
 
     def drop(self) -> None:
         """Remove what has the temporary name, as far as possible: the next call for this path removes the rest."""
@@ -98,12 +108,14 @@ def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield new.temporary
         fsync_dir(new.temporary)
-        new.put_in_place()
+        with uninterrupted():  # between the swap and its sync the old one must not be removed
+            new.put_in_place()
     except UnsyncedError:  # a power loss may restore the old folder, so keep it
         raise
     except BaseException:
         new.drop()
         raise
+    new.drop()  # the old folder
 
 
 def remove_leftovers(folder: Path) -> None:

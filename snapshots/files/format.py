@@ -23,7 +23,6 @@ from ...engine.optim.past_rates import is_past
 from ...engine.options.table_names import FIELD, are_names
 from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowArray, RowForm
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
-from .versions import AT, GROUP, LIVE, Saved
 
 _HEADER_STEP = 256  # bytes
 MAX_SHARDS = 1024
@@ -43,8 +42,10 @@ LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for its other fields
-INSTANT = "instant"  # the field of a manifest for `Saved`
-FOLDER_FIELDS = ("base", "place", "ranks", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
+LIVE = "version"  # the field of a clean marker with the version of the live rows
+OLD_GROUP = "group"  # the field of MARK by which an earlier version noted which stores are trained together
+# fields of MARK beside the clean marker
+FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", "base", OLD_GROUP, "at")
 SHARE = "share"  # the field of MARK that names the rank of a shard
 FILES = "live_files"  # the field of MARK that identifies the files of its live rows
 # fields of MARK in addition to the description of a snapshot
@@ -191,8 +192,8 @@ class Manifest:
     `rows`: the number of rows of the table once the snapshot is loaded. `deleted`: the number of keys of deleted rows
     in the snapshot's own files. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
     the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: the number of shards, each with its
-    own files; None for a snapshot of one writer. `instant`: the versions of the rows and of the stores that are trained
-    together with theirs; None for a store that trains alone.
+    own files; None for a snapshot of one writer. `moment`: what snapshots by an earlier
+    version have alike if they are of the same rows of all stores that were trained together; None for others.
     """
 
     kind: Kind
@@ -206,7 +207,7 @@ class Manifest:
     created: int
     sequence: int
     parts: int | None = None
-    instant: Saved | None = None
+    moment: str | None = None
 
     def __repr__(self) -> str:
         rocksdb = {} if self.rocksdb is None else self.rocksdb.files
@@ -232,12 +233,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
-        fields = dataclasses.asdict(dataclasses.replace(self, instant=None))
-        del fields[INSTANT]
+        fields = dataclasses.asdict(self)
+        del fields["moment"]
         format = FORMAT
-        if self.instant is not None:
-            format, fields[INSTANT] = GROUP_FORMAT, self.instant.plain()
-        elif self.parts is None and not self.form.is_narrow:
+        if self.parts is None and not self.form.is_narrow:
             format = FORMAT - 1
             del fields["parts"]
         data = seal({"format": format, **fields})
@@ -254,9 +253,10 @@ class Manifest:
             FORMAT - 1 <= format <= GROUP_FORMAT,
             f"its format is {format}, and this tierbed reads {FORMAT - 1} to {GROUP_FORMAT}: use the one that wrote it",
         )
-        lacking = {FORMAT - 1: {"parts", INSTANT}, FORMAT: {INSTANT}}.get(format, set())
-        fields = {field.name for field in dataclasses.fields(Manifest)} - lacking
-        _require(value.keys() == fields | {"format"}, "fields are missing or foreign")
+        fields = {field.name for field in dataclasses.fields(Manifest)} - {"moment"}
+        fields -= {"parts"} if format < FORMAT else set()
+        of_group = {"instant"} if format == GROUP_FORMAT else set()
+        _require(value.keys() == fields | of_group | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
         form, parts = RowForm.described(value["description"]), value.get("parts")
         needs_parts = format == FORMAT and not form.is_narrow
@@ -265,8 +265,9 @@ class Manifest:
             f"its parts are {parts!r}, and a snapshot has 1 to {MAX_SHARDS}",
         )
         _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
-        instant = Saved.parse(value.get(INSTANT))
-        _require(format < GROUP_FORMAT or instant is not None, f"{INSTANT} is invalid")
+        versions = value["instant"].get("versions") if of_group and type(value["instant"]) is dict else None
+        _require(not of_group or type(versions) is dict, "instant has no versions")
+        moment = None if versions is None else repr(sorted(versions.items()))
         kind = value["kind"]
         _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "id is not 32 hex digits")
@@ -289,7 +290,7 @@ class Manifest:
             _require(rows == value["rows"], "rows is not the sum over the files")
         else:
             _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
-        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, INSTANT: instant}
+        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "moment": moment}
         return Manifest(**{field: value[field] for field in fields} | decoded)
 
 

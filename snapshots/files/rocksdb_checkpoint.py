@@ -16,7 +16,7 @@ from ...engine.errors import SnapshotError
 from ...engine.store.rocksdb import LiveFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .rocksdb_files import checksum_of, pieces_of
-from .writer import ProgressCallback, Together, finish, new_snapshot
+from .writer import ProgressCallback, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
 
@@ -30,7 +30,7 @@ def write_checkpoint(
     tier: RocksDB,
     progress: ProgressCallback | None = None,
     overwrite: bool = False,
-    together: Together | None = None,
+    id: str | None = None,
 ) -> Manifest:
     """Write all `rows` rows of `tier` as the snapshot `folder`, as `write_snapshot` does.
 
@@ -41,7 +41,7 @@ def write_checkpoint(
     folder = Path(folder)
     with new_snapshot(folder, description, overwrite) as place:
         rocksdb = write_rocksdb(place, folder.name, rows, tier, progress)
-        return finish(place, description, rows, rocksdb=rocksdb, together=together)
+        return finish(place, description, rows, rocksdb=rocksdb, id=id)
 
 
 def write_rocksdb(

@@ -18,7 +18,7 @@ from copy import copy
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +51,6 @@ from .format import (
 from .pipeline import TaskThread
 from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
-from .versions import Saved
 
 Files = dict[str, RowFile]
 
@@ -189,19 +188,11 @@ def children_of(folder: Path) -> list[str]:
     return [name for name, one in parents if one and one.name == folder.name and own_id in ("", one.id)]
 
 
-class Together(NamedTuple):
-    """The id of a snapshot, and what its manifest has for its group: None for a store that trains alone."""
-
-    id: str
-    saved: Saved | None
-
-
 class NewSnapshots:
     """The snapshots of one save. All are durable under temporary names before the first of them gets its name.
 
     So a save that raises leaves none of them, unless its error says so. A kill between two of the renames leaves some,
-    which recovery uses only if every store has the rows of their moment. Use it as a block: what has no name at its end
-    is removed.
+    which recovery does not use, since no record names them. Use it as a block: what has no name at its end is removed.
     """
 
     def __init__(self) -> None:
@@ -238,7 +229,7 @@ class NewSnapshots:
         return self._new[-1].temporary
 
     def then(self, call: Callable[[], object]) -> None:
-        """Do `call` once all of them have their names."""
+        """Do `call` once all of them have their names. If it raises, they lose these, and old ones are back."""
         self._then.append(call)
 
     def put_in_place(self) -> None:
@@ -246,25 +237,31 @@ class NewSnapshots:
         for new in self._new:
             with write_errors(new.path):
                 fsync_dir(new.temporary)
-        placed: list[Path] = []
-        with uninterrupted():  # Ctrl-C leaves none of them, or all
+        placed: list[NewFolder] = []
+        with uninterrupted(), ExitStack() as dropping:  # Ctrl-C leaves none of them, or all
             while self._new:
                 new = self._new[0]
                 try:
                     new.put_in_place()
                 except UnsyncedError as error:  # it exists, and a power loss may restore the old one: keep that
                     del self._new[0]
-                    raise self._error(new.path, "was", error, [*placed, new.path]) from error
+                    raise self._error(new.path, "was", error, [*placed, new]) from error
                 except OSError as error:
                     raise self._error(new.path, "was not", error, placed) from error
-                placed.append(self._new.pop(0).path)
-            for call in self._then:
-                call()
+                placed.append(self._new.pop(0))
+                dropping.callback(new.drop)  # the old one
+            try:
+                for call in self._then:
+                    call()
+            except BaseException:
+                for new in placed:
+                    new.take_back()
+                raise
 
-    def _error(self, folder: Path, was: str, error: OSError, placed: list[Path]) -> SnapshotError:
+    def _error(self, folder: Path, was: str, error: OSError, placed: list[NewFolder]) -> SnapshotError:
         text = f"snapshot {folder.name!r} {was} written to {str(folder.parent)!r}: {error}"
         if placed and self._new:
-            there = ", ".join(repr(str(path.parent)) for path in placed)
+            there = ", ".join(repr(str(new.path.parent)) for new in placed)
             missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
             text += f". It is saved in {there}, and not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
@@ -286,7 +283,7 @@ def write_snapshot(
     chunks: Iterable[tuple[int, RowArray]],
     progress: ProgressCallback | None = None,
     overwrite: bool = False,
-    together: Together | None = None,
+    id: str | None = None,
 ) -> Manifest:
     """Write the full snapshot `folder`, and create its parent folders. One writer at a time in a parent folder.
 
@@ -294,7 +291,7 @@ def write_snapshot(
     as `Tier.scan` yields them; a few are in memory while they are written. `progress` is called with the number of rows
     of each chunk. When this returns, the snapshot is durable. When it raises, it leaves no files behind, or the error
     says that the snapshot exists and may be lost in a power loss. With `overwrite` it atomically replaces a snapshot of
-    that name once it is durable. together: of a store in a group.
+    that name once it is durable.
 
     Raises SnapshotError if the name is invalid or taken, if what has it cannot be replaced, if the description or a
     chunk is invalid, or if the device fails; and what `chunks` raises.
@@ -302,7 +299,7 @@ def write_snapshot(
     with new_snapshot(folder, description, overwrite) as place:
         files = write_rows(place, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
-        return finish(place, description, rows, files=files, together=together)
+        return finish(place, description, rows, files=files, id=id)
 
 
 def write_incremental(
@@ -313,7 +310,7 @@ def write_incremental(
     changes: Iterable[Change],
     progress: ProgressCallback | None = None,
     overwrite: bool = False,
-    together: Together | None = None,
+    id: str | None = None,
 ) -> Manifest:
     """Write what changed since `parent`, a snapshot next to `folder`, as `write_snapshot`. rows: of the whole table.
 
@@ -324,7 +321,7 @@ def write_incremental(
     check_parent(folder, parent, description)
     with new_snapshot(folder, description, overwrite) as place:
         files = write_changes(place, description, changes, progress)
-        return finish(place, description, rows, files=files, parent=parent, together=together)
+        return finish(place, description, rows, files=files, parent=parent, id=id)
 
 
 def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
@@ -376,7 +373,7 @@ def finish(
     rocksdb: RocksDBFiles | None = None,
     parent: Snapshot | None = None,
     parts: int | None = None,
-    together: Together | None = None,
+    id: str | None = None,
 ) -> Manifest:
     """Write the manifest of the files in `place`, which must be durable. Raises OSError, SnapshotError.
 
@@ -392,13 +389,11 @@ def finish(
             f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it: "
             f"tierbed did not write it. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
-    identity, instant = (secrets.token_hex(16), None) if together is None else (together.id, together.saved)
+    identity = id or secrets.token_hex(16)
     created = time.time_ns()
     of = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
-    manifest = Manifest(
-        kind, identity, of, description, rows, deleted, files, rocksdb, created, sequence, parts, instant
-    )
+    manifest = Manifest(kind, identity, of, description, rows, deleted, files, rocksdb, created, sequence, parts)
     try:
         data = manifest.encode()
     except ValueError as error:

@@ -13,6 +13,7 @@ from ...engine.errors import SnapshotError
 from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
 from .folder_state import FolderState
+from .group_file import GroupFile, needed_ids
 
 REPLACED = "replaced-"  # prefix of a snapshot that a save has replaced, but recovery may need
 OF_STATE = "state_dict-"  # prefix of a snapshot that a `state_dict()` has made
@@ -53,7 +54,7 @@ def linked(place: Path, store: FolderState) -> Iterator[Snapshot]:
     try:
         yield Snapshot.open(folder)
     except Exception:
-        if new and store.recovery_snapshot != place.name:
+        if new and snapshot.manifest.id not in needed_ids(GroupFile(store)):
             remove_snapshot(folder)
         raise
 

@@ -14,13 +14,11 @@ from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
 from ..files.format import KINDS, HashShard, Manifest, RocksDBFiles, snapshot_id
 from ..files.merging import changes_between
-from ..files.reader import MAX_CHAIN, Snapshot, latest_snapshot, list_snapshots
-from ..files.versions import GroupRecord
+from ..files.reader import MAX_CHAIN, Snapshot, list_snapshots, snapshot_by_id
 from ..files.writer import (
     Files,
     NewSnapshots,
     ProgressCallback,
-    Together,
     check_free,
     check_parent,
     children_of,
@@ -30,9 +28,9 @@ from ..files.writer import (
     write_rows,
 )
 from .folder import StoreFolder
-from .instants import left_behind, needed_snapshots
 from .linked import remove_snapshot
-from .retention import drop_replaced, is_of_state, keep_replaced
+from .record import EMPTY, Record, needed
+from .retention import drop_replaced, is_of_state, keep_replaced, undone_names
 
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
@@ -44,17 +42,23 @@ class SaveSource(NamedTuple):
     """Rows to save.
 
     `scan`: yields all rows. `rocksdb`: the database that has all rows after `flush`, or None. `changes`: returns the
-    changes since the snapshot with a given id, None if they are unknown. `together`, `record`: for a store that is
-    trained together with others, what the snapshot and MARK store about them.
+    changes since the snapshot with a given id, None if they are unknown. `id`: of the new snapshot. `record`, `store`:
+    the record of the store's group, and its id there.
     """
 
     description: dict[str, Any]
     rows: int
     scan: Callable[[], Chunks]
+    record: Record
+    store: str
     rocksdb: RocksDB | None = None
     changes: Callable[[str], Iterator[Change] | None] = lambda since: None
-    together: Together | None = None
-    record: GroupRecord | None = None
+    id: str | None = None
+
+    @property
+    def parent(self) -> str:
+        """The id of the parent of an incremental snapshot; EMPTY for none."""
+        return self.record.parents.get(self.store, EMPTY)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
@@ -64,8 +68,9 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
     and with `overwrite` for a snapshot that cannot be replaced.
     """
     check_kind(kind)
+    drop_replaced(store)  # they may be children of the snapshot that this one replaces
     place = store.snapshots / name
-    left = left_behind(store.path)
+    left = undone_names(store.snapshots, source.record, source.store)
     if name not in left or not left.issuperset(children_of(place)):
         check_free(place, overwrite or name in left)
     if kind == "checkpoint" and source.rocksdb is None:
@@ -75,24 +80,22 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
 def begin_save(
     store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool, new: NewSnapshots
 ) -> tuple[Path, Snapshot | None]:
-    """Begin a snapshot that `check_save` has checked. It becomes the recovery snapshot once it has its name.
+    """Begin a snapshot that `check_save` has checked.
 
     Returns its folder, still under a temporary name, and the parent of an incremental one. If its chain would be too
     long to read, it is full, and a warning is logged. Raises SnapshotError, StoreError.
     """
     place = store.snapshots / name
-    parent = parent_for(store, name) if kind == "incremental" else None
+    parent = parent_for(store, name, source) if kind == "incremental" else None
     if parent is not None:
         check_parent(place, parent, source.description)
     clear_leftovers(store)
-    drop_replaced(store)
-    if name in left_behind(store.path):
+    if name in undone_names(store.snapshots, source.record, source.store):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(one.name == name for one in other.chain[:-1]):
                 remove_snapshot(other.folder)  # its parent was left behind, so it was as well
-    if os.path.lexists(place) and name in needed_snapshots(store.path):
+    if os.path.lexists(place) and snapshot_id(place) in needed(source.record, {}, source.store):
         keep_replaced(place)
-    store.expect_recovery_snapshot(name, source.record)
     new.begin(place, source.description, overwrite or os.path.lexists(place))
     return place, parent
 
@@ -156,8 +159,6 @@ def save_snapshot_of(
     check_save(store, name, kind, source, overwrite)
     folder, parent = begin_save(store, name, kind, source, overwrite, new)
     part = write_part(folder, kind, source, parent, progress)
-    if source.record is not None:
-        new.then(lambda: drop_replaced(store))
     return finish(
         temporary_path(folder),
         source.description,
@@ -165,7 +166,7 @@ def save_snapshot_of(
         files=part.files,
         rocksdb=part.rocksdb,
         parent=parent,
-        together=source.together,
+        id=source.id,
     )
 
 
@@ -174,32 +175,12 @@ def check_kind(kind: str) -> None:
     choice_option("kind", kind, KINDS)
 
 
-def recovery_snapshot_of(store: StoreFolder) -> Snapshot | None:
-    """The recovery snapshot. Raises SnapshotError."""
-    return _snapshot_of(store, store.recovery_snapshot)
-
-
-def _snapshot_of(store: StoreFolder, name: str | None) -> Snapshot | None:
-    if name:
-        return Snapshot.open(store.snapshots / name)
-    return None if name == "" else latest_snapshot(store.snapshots)
-
-
-def note_state(store: StoreFolder, place: Path) -> bool:
-    """Let recovery load the rows of a state from here on, and return True; False if its snapshot has these rows."""
-    found = store.recovery_snapshot
-    if found and snapshot_id(store.snapshots / found) == snapshot_id(place):
-        return False
-    store.note_state(place.name)
-    return True
-
-
-def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
+def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
     """The parent of the incremental snapshot `name`. Raises as `parent_of`.
 
     None, with a warning, if the chain would be too long or if a `state_dict()` made that parent.
     """
-    parent = parent_of(store)
+    parent = parent_of(store, source.parent)
     if is_of_state(parent):
         why = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:
@@ -210,15 +191,14 @@ def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
     return None
 
 
-def parent_of(store: StoreFolder) -> Snapshot:
-    """The parent of the next incremental snapshot: the one saved or loaded last. Raises SnapshotError, StoreError."""
-    parent = _snapshot_of(store, store.parent_snapshot)
-    if parent is None:
+def parent_of(store: StoreFolder, parent: str) -> Snapshot:
+    """The parent of the next incremental snapshot, by its id: the one saved or loaded last. Raises SnapshotError."""
+    if parent == EMPTY:
         raise SnapshotError(
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
             "kind='full' first"
         )
-    return parent
+    return snapshot_by_id(store.snapshots, parent)
 
 
 def clear_leftovers(store: StoreFolder) -> None:

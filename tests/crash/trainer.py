@@ -19,6 +19,7 @@ from tierbed import TierbedError, cli
 from tierbed.engine.table.background_save import SaveHandle
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.retention import is_replaced
 
 from .history import History, in_order
 from .plan import WEIGHTS, draw_store
@@ -224,7 +225,7 @@ class Trainer:
 
     def any_name(self, parent: str | None) -> str:
         """A new one, or that of a snapshot which one over `parent` may replace."""
-        snapshots = list_snapshots(self.store_path / "snapshots").snapshots
+        snapshots = self.snapshots()
         over = {parent, *(s.manifest.parent.name for s in snapshots if s.manifest.parent)}
         free = [snapshot.name for snapshot in snapshots if snapshot.name not in over]
         return self.chance.choice(free) if free and self.chance.random() < 0.3 else self.new_name()
@@ -237,8 +238,13 @@ class Trainer:
     def any_rule(self) -> dict[str, Any]:
         return {"keep_last": self.chance.randint(1, 3), "keep_every": self.chance.choice([None, 3, 10])}
 
+    def snapshots(self) -> list[Snapshot]:
+        """Those with a name of the user's. Others come and go with the save of rank 0."""
+        found = list_snapshots(self.store_path / "snapshots").snapshots
+        return [snapshot for snapshot in found if not is_replaced(snapshot.folder)]
+
     def any_snapshot(self) -> Snapshot | None:
-        snapshots = list_snapshots(self.store_path / "snapshots").snapshots
+        snapshots = self.snapshots()
         return self.chance.choice(snapshots) if snapshots else None
 
     @contextlib.contextmanager

@@ -20,8 +20,11 @@ from tierbed import GroupError, StoreError
 from tierbed.distributed import World
 from tierbed.embedding.shared_folder import SharedFolder
 from tierbed.engine._core import owners
+from tierbed.snapshots.files.reader import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
+from tierbed.snapshots.store.group_file import GroupFile
+from tierbed.snapshots.store.record import EMPTY, Entry
 
 
 def test_ranks_without_snapshot_path_find_where_the_snapshots_are(tmp_path: Path) -> None:
@@ -236,14 +239,16 @@ def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
 
     def watched(folder: StoreFolder, **fields: Any) -> None:
         write(folder, **fields)
-        state = FolderState(tmp_path / "rows")  # as a kill here would leave it
-        seen.append((state.recovery_snapshot, state.mark.ranks is not None))
+        file = GroupFile(FolderState(tmp_path / "rows"))  # as a kill here would leave it
+        seen.append(file.target()[file.store])
 
     monkeypatch.setattr(StoreFolder, "change", watched)
     with opened(None, tmp_path, open="fresh") as embedding:
         assert embedding.size() == 0
-    assert ("", True) not in seen
-    assert ("", False) in seen
+    last = Snapshot.open(tmp_path / "rows" / "snapshots" / "s1").manifest.id
+    began = seen.index(Entry(EMPTY))
+    assert {*seen[:began]} <= {Entry(last)}
+    assert {entry.snapshot for entry in seen[began:]} == {EMPTY}
 
 
 def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

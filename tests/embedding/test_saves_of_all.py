@@ -73,22 +73,23 @@ def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, name: str,
             assert of_name == [3] * done + before[done:]
             model = Model(path, stores)
             steps = model.at()
-            assert steps == [3 if done == members else 1] * members
+            assert steps in ([1] * members, [3] * members)  # all have their names, and the record does not say it
+            assert done == members or steps[0] == 1
             assert saved(path, name) == of_name
             assert not list(path.glob("*/snapshots/.tmp-*"))
             if 0 < done < members:
                 with pytest.raises(SnapshotError, match=r"not saved together|there is no snapshot"):
                     model.load_snapshot(name)
-            if done < members:
+            if steps[0] == 1:
                 model.save_snapshot(name, overwrite=name == "latest")
                 assert saved(path, name) == steps
             model.close()
             shutil.rmtree(path)
-            found.add(done)
+            found.add((done, steps[0]))
         if said == "done":
             break
-    assert number > 2 * members
-    assert (found, steps[0]) == ({*range(members + 1)}, 3)
+    assert number > members
+    assert found >= {(0, 1), (1, 1), (members, 3)}
 
 
 def test_rocksdb_checkpoints_of_all_need_rocksdb_in_all(tmp_path: Path) -> None:

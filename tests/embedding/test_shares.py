@@ -39,7 +39,7 @@ def open_shard(
 
 
 def write(handle: LocalTableHandle, keys: int) -> None:
-    handle.begin_write()
+    handle.table.before_write(handle.table.step)
     handle.count_write()
     ids = torch.arange(keys)
     handle.table.put(Lookup(ids, torch.zeros(keys, dtype=torch.int64)), np.ones((keys, 5), np.float32))
@@ -86,7 +86,7 @@ def test_a_write_without_rows_of_the_share_takes_its_mark_as_well(tmp_path: Path
     write(share, 3)
     share.close()
     share = open_shard(options(store, tmp_path), decide)
-    share.begin_write()
+    share.table.before_write(share.table.step)
     share.count_write()
     folder = share._persistence.folder
     assert folder.clean_marker is None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from support.embeddings import DIM, contents, make, train
 from support.examples import examples
+from support.records import last_snapshot
 from support.small_snapshots import TYPES, description, form_of, make_rows, save
 from support.stores import STORES, options
 from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError
@@ -248,7 +249,7 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
             load_into_store(closed, snapshot)
         live, report = load_into_store(closed, snapshot, selection=Selection(convert=True))
         assert (live.form.dtype, report.rows) == (form_like(DTYPES[0]).dtype, 20)
-    assert closed.recovery_folder.recovery_snapshot == "narrow"
+    assert last_snapshot(closed.path) == "narrow"
     live, _ = load_into_store(
         closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(state=False, convert=True)
     )
