@@ -144,7 +144,10 @@ def keep_replaced(folder: Path) -> None:
 
 def drop_replaced(store: StoreFolder) -> None:
     """Remove snapshots of `keep_replaced` that recovery does not need any more. Raises SnapshotError."""
-    kept = [place for place in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(place)]
+    try:
+        kept = [place for place in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(place)]
+    except OSError as error:
+        raise SnapshotError(f"the snapshots in {str(store.snapshots)!r} cannot be listed: {error}") from error
     if kept:
         needed_now = needed_names(store)
         for place in kept:
