@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -276,6 +276,16 @@ def _collective(what: str) -> Callable[[Method], Method]:
     return with_name
 
 
+class Requests(Protocol):
+    """What other processes want of all ranks."""
+
+    def is_wanted(self) -> bool:
+        """Whether this rank has a request that can be served now."""
+
+    def serve(self) -> None:
+        """Serve it, on all ranks."""
+
+
 class ShardedTable:
     """All rows of an embedding. Each rank has those that it owns, in its local table."""
 
@@ -286,24 +296,27 @@ class ShardedTable:
         open_table: Callable[[], OpenTable | None],
         count_write: Callable[[], None],
         capacity: int | None,
+        before_step: Callable[[], None],
+        requests: Requests,
     ) -> None:
         """local_table: returns the table with the rows of this rank, or raises ClosedError.
 
         open_table: returns it, or None if it is closed. count_write: called when every rank is about to write.
-        capacity: the most rows of all ranks; None if each rank limits its own.
+        capacity: the most rows of all ranks; None if each rank limits its own. before_step: what all ranks do before a
+        step. requests: of other processes.
         """
-        self.world, self.capacity = world, capacity
+        self.world, self.capacity, self._before_step, self._requests = world, capacity, before_step, requests
         self._local_table, self._open_table, self.count_write = local_table, open_table, count_write
         self.name = local_table().spec.name
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
         self._diverged = ""  # the update that this rank's rows lack, and why
-        self.before_step: Callable[[], None] = lambda: None  # what all ranks do before a step
-        self.is_save_requested: Callable[[], bool] = lambda: False  # by another process
-        self.serve_requests: Callable[[], None] = lambda: None
         self.id_prefetcher = IdPrefetcher(
             world, self.name, self.traffic, lambda requested: self.own.announce(requested)
         )
+
+    def rename(self, name: str) -> None:
+        self.name = name
 
     @property
     def own(self) -> OpenTable:
@@ -323,7 +336,7 @@ class ShardedTable:
         """
         op = f"embedding {self.name!r}, step {self.own.step + 1}"
         self.release()
-        self.before_step()
+        self._before_step()
         local, requested, pools = self._request(op, lookups, dedup_from, dtype)
         own_dedup_from = None if dedup_from is None else dedup_from.own
         own, error = catch(lambda: self._pin_own(requested, own_dedup_from))
@@ -374,7 +387,7 @@ class ShardedTable:
         local, error = catch(prepare)
         counts = [0] * world.size if local is None else local.counts
         try:
-            wants_more = self.is_save_requested()
+            wants_more = self._requests.is_wanted()
             answer = world.handshake(op, error, same, counts, note=2 * number + pools, wants_more=wants_more)
         finally:
             world.step_collectives += 1
@@ -382,7 +395,7 @@ class ShardedTable:
         if is_step:
             self.id_prefetcher.advance()  # only here: a rank that failed makes the handshake of a step alone
         if answer.wants_more:
-            self.serve_requests()
+            self._requests.serve()
         pools = any(note & 1 for note in answer.notes)
         if dedup_from is not None:
             self.id_prefetcher.skip(number)

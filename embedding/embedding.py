@@ -37,8 +37,8 @@ from .names import provisional_name
 from .rows_reference import UNKNOWN, RowsReference
 from .saved_rows import EXTRA, ROWS
 from .shadow import adopt
-from .sharded_handle import ShardedTableHandle, TableHandle
-from .table_handle import LocalTableHandle
+from .sharded_handle import ShardedTableHandle
+from .table_handle import TableHandle
 
 log = logging.getLogger("tierbed")
 
@@ -410,7 +410,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 except OptimizerError as error:
                     self._refused = error  # the rows can still be read
                     self._handle = self._hold(None, device, for_load)
-                self._handle.awaited = self._awaited
                 weakref.finalize(self, self._handle.finish)
                 if self._handle.own.unsettled:
                     self._awaited[:] = self._awaited or [UNKNOWN]
@@ -438,10 +437,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:
         if self.world is None:
             warn_alone(self.name)
-            return LocalTableHandle(
-                self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load
-            )
-        return ShardedTableHandle(self.world, self.spec, self.store_options, optimizer, device, self.group, for_load)
+            return TableHandle(self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited)
+        return ShardedTableHandle(
+            self.world, self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited
+        )
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):

@@ -15,9 +15,9 @@ from ..engine.errors import OptionError, SnapshotError
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .conversion import converter
-from .group_snapshots import load_rows_together, load_together
 from .saved_rows import SavedRows, rows_stay
-from .saving import save_together
+from .snapshots import Snapshots
+from .together import load_rows_together, load_together, save_together
 
 
 class ModelSnapshots:
@@ -39,7 +39,7 @@ class ModelSnapshots:
         SnapshotError, also if an embedding has no persistent_path;
         StoreError, OptionError.
         """
-        tables, world = self._handles(), _world_of(self._stored())
+        tables, world = self._opened(), _world_of(self._stored())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -48,7 +48,7 @@ class ModelSnapshots:
         All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
         OptimizerError.
         """
-        tables, world = self._handles(for_load=True), _world_of(self._stored())
+        tables, world = self._opened(for_load=True), _world_of(self._stored())
         reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
@@ -79,14 +79,14 @@ class ModelSnapshots:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return found
 
-    def _handles(self, for_load: bool = False) -> list[Any]:
-        return [embedding.table_handle(for_load) for embedding in self._stored()]
+    def _opened(self, for_load: bool = False) -> list[Snapshots]:
+        return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
 
 
 def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
     """Save the rows of embeddings as the snapshots `places`, from the same step."""
     world = _world_of(embeddings)
-    tables: list[Any] = [embedding.table_handle() for embedding in embeddings]
+    tables = [embedding.table_handle().snapshots for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(stored):
         save_together(world, [*compress(tables, stored)], places[0].name)
@@ -97,7 +97,7 @@ def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
 def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of embeddings, or a selection of what they have, from the snapshots `places`."""
     world = _world_of(embeddings)
-    tables: list[Any] = [embedding.table_handle(for_load=True) for embedding in embeddings]
+    tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
     stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
     for table, is_stored, place in zip(tables, stored, places, strict=True):
         if not is_stored:

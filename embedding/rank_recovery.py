@@ -65,12 +65,11 @@ class RecoveryDecision:
         self._counted = False  # whether the ranks read all of them
         self.member: Member | None = None
         self.base: str | None = None  # the id of the snapshot that they open with, EMPTY for no rows; None for live
-        self.is_live, self.version = False, ""  # of the rows, as all ranks know it
+        self.is_live = False  # whether the ranks open with their live rows
         self._last: dict[str, str | None] = {}  # on rank 0, by path of a store the version that the record names
         first = world.call_on_rank_0(f"{op}: its store folder", self._introduced)
-        self._token: str = first["token"]
+        self._token: str = first["token"]  # and the id of a run that begins here
         self._stores: list[tuple[str, int]] = [(path, ranks) for path, ranks in first["stores"]]
-        self.run = self._token  # the id of a run that begins here
 
     def _introduced(self) -> dict[str, Any]:
         """On rank 0: the stores of the group whose rows ranks share, by their paths from this one, and their ranks."""
@@ -91,16 +90,15 @@ class RecoveryDecision:
         self._has_reported = True
         reports = self._world.all_gather_object(self._op, lambda: self._report(found))
         decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
-        self._agreed, self.version = True, decision.live or ""
-        if decision.id is not None:
-            self.version = f"{decision.id}:0"
+        self._agreed = True
+        version = decision.live or "" if decision.id is None else f"{decision.id}:0"
         log_entry = (decision.level, decision.text) if decision.text else None
         if decision.live is not None:
-            self.run, _, writes = decision.live.rpartition(":")
+            run, _, writes = decision.live.rpartition(":")
             self.is_live = True
-            return OpenPlan(found.clean_marker, run=self.run, writes=int(writes), unsettled=decision.unsettled)
+            return OpenPlan(found.clean_marker, None, run, int(writes), version, decision.unsettled)
         self.base = decision.id
-        plan = OpenPlan(run=self.run, unsettled=decision.unsettled, log_entry=log_entry)
+        plan = OpenPlan(run=self._token, version=version, unsettled=decision.unsettled, log_entry=log_entry)
         if self.base == EMPTY:
             return plan
         whole = Snapshot.open(self._home.snapshots / decision.name)

@@ -56,15 +56,16 @@ class RecoveryPoint(NamedTuple):
 class OpenPlan(NamedTuple):
     """The rows that a table opens with: the live rows that `clean_marker` describes, or those of `snapshot`, or none.
 
-    `run`, `writes`: of a shard, as `WriteEpoch` has them. `unsettled`: why ranks may not use the rows before a load.
-    `log_entry`: the level and the text to log once it is open. `verified`: called once the rows of `snapshot` are
-    verified, as of `TablePersistence.load`.
+    `run`, `writes`, `version`: of a shard, as `WriteEpoch` has them. `unsettled`: why ranks may not use the rows before
+    a load. `log_entry`: the level and the text to log once it is open. `verified`: called once the rows of `snapshot`
+    are verified, as of `TablePersistence.load`.
     """
 
     clean_marker: dict[str, Any] | None = None
     snapshot: Snapshot | None = None
     run: str = ""
     writes: int = 0
+    version: str = ""
     unsettled: str = ""
     log_entry: tuple[int, str] | None = None
     verified: Callable[[], None] | None = None
@@ -211,18 +212,35 @@ class RankShard:
         return dataclasses.replace(options, capacity=-(-options.capacity // self.ranks))
 
 
-@dataclasses.dataclass
 class WriteEpoch:
     """Which rows a shard has, for comparison with those of the other ranks.
 
     `run`: the id of the run in which these rows began, empty or from a snapshot. `writes`: how many operations of all
-    ranks wrote since.
+    ranks wrote since. `version`: names them as all ranks do, and the next run.
     """
 
-    share: RankShard
-    run: str = ""
-    writes: int = 0
+    def __init__(self, shard: RankShard) -> None:
+        self._shard = shard
+        self.begin("", 0, "")
+
+    def begin(self, run: str, writes: int, version: str) -> None:
+        self.run, self.writes = run, writes
+        self._came_as = writes, version
+
+    def count(self, before: int | None = None) -> None:
+        """Count a write. before: how many there were, if this shard may have missed some."""
+        self.writes = 1 + (self.writes if before is None else before)
+
+    def came_as(self, snapshot: str, writes: int) -> None:
+        """The rows after that many writes are those of a snapshot."""
+        if self.writes == writes:
+            self._came_as = writes, f"{snapshot}:0"
+
+    @property
+    def version(self) -> str:
+        writes, version = self._came_as
+        return version if self.writes == writes else f"{self.run}:{self.writes}"
 
     def described(self) -> dict[str, Any]:
         """The field `share` of the clean marker of the shard's live rows."""
-        return {"rank": self.share.rank, "ranks": self.share.ranks, "run": self.run, "writes": self.writes}
+        return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run, "writes": self.writes}

@@ -35,7 +35,8 @@ from ..snapshots.store.selection import LoadReport, Selection, Where
 from .names import next_seed
 from .rows_in_tensors import FIELDS, RowTensors
 from .rows_reference import NO_ROWS, UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
-from .sharded_handle import TableHandle
+from .table_handle import TableHandle
+from .together import save_together
 from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
@@ -132,7 +133,7 @@ class SavedRows(EmbeddingBase):
             _check_flag("background", background)
             _check_flag("overwrite", overwrite)
             handle = self.table_handle()
-        return handle.save_snapshot(snapshot_name, kind, overwrite, background=background)
+        return save_together(handle.world, [handle.snapshots], snapshot_name, kind, overwrite, background)
 
     def load_snapshot(
         self,
@@ -162,7 +163,7 @@ class SavedRows(EmbeddingBase):
                     raise InputError(f"{argument}={value!r}: give True or False")
             handle = self.table_handle(for_load=True)
         selection = Selection(tables, where, not weights_only, convert=convert)
-        report = handle.load_snapshot(snapshot_name, selection, strict)
+        report = handle.snapshots.load_snapshot(snapshot_name, selection, strict)
         self.keep_rows()
         return report
 
@@ -175,7 +176,7 @@ class SavedRows(EmbeddingBase):
         with self.raise_on_all_ranks():
             _check_flag("overwrite", overwrite)
             handle = self.table_handle()
-        handle.check_save(snapshot_name, kind, overwrite)
+        handle.snapshots.check_save(snapshot_name, kind, overwrite)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
@@ -185,12 +186,12 @@ class SavedRows(EmbeddingBase):
         """
         with self.raise_on_all_ranks():
             handle = self.table_handle()
-        return handle.prune_snapshots(keep_last, keep_every)
+        return handle.snapshots.prune(keep_last, keep_every)
 
     @property
     def last_snapshot(self) -> str | None:
         """The snapshot that was saved or loaded last, or None. After a kill, recovery loads it."""
-        return None if self._handle is None else self._handle.base
+        return None if self._handle is None else self._handle.snapshots.last
 
     def keep_rows(self) -> None:
         """Keep the rows as they are, though a loaded state_dict is of others, or the dense part of none."""
@@ -214,7 +215,7 @@ class SavedRows(EmbeddingBase):
             return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
         kept = self.store_options.state_dict_snapshots
         if not are_apart() and kept and detect_fake_mode() is None:
-            return self.table_handle().save_for_state(None if kept is True else kept)
+            return self.table_handle().snapshots.save_for_state(None if kept is True else kept)
         if not are_apart() and self.store_options.persistent_path is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -224,7 +225,7 @@ class SavedRows(EmbeddingBase):
                 self.name,
             )
         if self._handle is not None:
-            return self._handle.rows_reference()
+            return self._handle.snapshots.rows_reference()
         place = self.store_options.persistent_path
         options = self.store_options
         if place is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
@@ -279,7 +280,7 @@ class SavedRows(EmbeddingBase):
     def _load_awaited(self, awaited: RowsReference) -> None:
         handle = self.table_handle(for_load=True)
         try:
-            found, said = handle.go_to(awaited) or self._emptied(handle, awaited), ""
+            found, said = handle.snapshots.go_to(awaited) or self._emptied(handle, awaited), ""
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
             if _mode.get() != STAY or isinstance(error, ClosedError):
                 raise
@@ -292,7 +293,7 @@ class SavedRows(EmbeddingBase):
             raise StoreError(handle.own.unsettled)
         said = said or unlike(
             self.name,
-            handle.rows_reference(),
+            handle.snapshots.rows_reference(),
             awaited,
             bool(self.store_options.state_dict_snapshots),
             self.store_options.persistent_path is None,

@@ -7,8 +7,8 @@ write of the record makes all of them count. If a rank fails, all of them are re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
@@ -17,10 +17,10 @@ from typing import Any
 
 from ..distributed.world import World, catch
 from ..engine.durable import temporary_path
-from ..engine.errors import OptionError, SnapshotError, StoreError
+from ..engine.errors import StoreError
 from ..engine.row_format import Chunks
 from ..engine.store.image import MAX_BEFORE_IMAGE_BYTES
-from ..engine.table.background_save import BackgroundSave, ForegroundSave, SaveHandle
+from ..engine.table.background_save import BackgroundSave, ForegroundSave
 from ..engine.table.table import OpenTable
 from ..engine.threads import POLL_SECONDS
 from ..snapshots.files.format import HashShard, RowFile
@@ -29,11 +29,8 @@ from ..snapshots.files.writer import NewSnapshots, ProgressCallback, finish
 from ..snapshots.store.group import Capture, saved
 from ..snapshots.store.retention import drop_replaced
 from ..snapshots.store.save import Part, SaveSource, write_part
-from .training_group import between_steps
 
 log = logging.getLogger("tierbed")
-
-Tables = Sequence[Any]  # of LocalTableHandle or ShardedTableHandle, whose files import this one
 
 
 class TableSave:
@@ -116,58 +113,6 @@ class TableSave:
             self._when_saved(id)
             if self.capture is not None and self._shard is None:
                 drop_replaced(self.capture.member.store.snapshot_store)
-
-
-def save_together(
-    world: World,
-    tables: Tables,
-    name: str,
-    kind: str = "full",
-    overwrite: bool = False,
-    background: bool = False,
-    progress: ProgressCallback | None = None,
-) -> SaveHandle | None:
-    """Save the rows of all as snapshot `name`, in each store folder, between two steps.
-
-    If it raises, none of the snapshots exists, unless the error says so. An incremental one of several is full in a
-    store that has no snapshot to be based on. background: return at once, while threads save the rows as they are now.
-    progress: called with the rows of each chunk that this process writes. Raises SnapshotError, StoreError,
-    OptionError. All ranks call it.
-    """
-    op, *others = [table.op(f"saving snapshot {name!r}") for table in tables]
-    several = f"{len(tables)} embeddings" if others else ""
-    op = f"saving snapshot {name!r} of {several}" if others else op
-    for table in tables:
-        table.before_save(background)  # a save in the background that completes now may be the parent
-    with ExitStack() as locks, NewSnapshots() as new:
-        locks.enter_context(locked(tables, waits=world.size == 1))
-        kinds = [kind] * len(tables)
-        if several and kind == "incremental" and not background:
-            kinds = world.call_on_rank_0(op, lambda: [_kind_of(table) for table in tables])
-        for table, its_kind in zip(tables, kinds, strict=True):
-            try:
-                table.check_save(name, its_kind, overwrite, background)
-            except (OptionError, SnapshotError) as error:
-                if several and world.size == 1:
-                    raise type(error)(f"embedding {table.name!r}: {error}") from error
-                raise
-        saves = [table.begin_save(op, name, of, overwrite, new) for table, of in zip(tables, kinds, strict=True)]
-        if background:
-            what = f"snapshot {name!r}" + (f" of {several}" if several else "")
-            saving = BackgroundSaving(world, op, what, saves, new.pop_all())
-            for table in tables:
-                table.note_saving(saving)
-            return saving
-        write_and_commit(world, op, saves, new, locks, progress)
-    return None
-
-
-def _kind_of(table: Any) -> str:
-    """The kind of an incremental snapshot of a table that is saved with others."""
-    if table.base:
-        return "incremental"
-    log.info("embedding %r has no snapshot to be based on, and is saved full", table.name)
-    return "full"
 
 
 def write_and_commit(
@@ -354,13 +299,3 @@ class BackgroundSaving:
             for save in self._saves:
                 save.table.observers.finish_saving()
         log.error("%s", self._error)
-
-
-@contextmanager
-def locked(tables: Tables, waits: bool = False) -> Iterator[None]:
-    """A block in which no other thread of this process writes to these tables, or prunes what is being read.
-
-    waits: for steps of other threads.
-    """
-    with between_steps(tables, waits):
-        yield

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -20,30 +17,27 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import RowForm
-from ..engine.table.table import OpenTable
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import HashShard
 from ..snapshots.store.folder_state import remove_other_shares
-from ..snapshots.store.group import Member
+from .local_table import LocalTable
 from .rank_recovery import RecoveryDecision
 from .recovery import RankShard
 from .rows_in_tensors import NOT_WHOLE, RowTensors
 from .rows_reference import RowsReference
-from .save_requests import SaveRequests
-from .sharded_snapshots import ShardedSnapshots
+from .save_requests import RankRequests
 from .shared_folder import SharedFolder
-from .table_handle import LocalTableHandle, check_not_open, open_handle
+from .snapshots import Snapshots
+from .table_handle import TableHandle, claimed_folder, open_handle
 from .training_group import TrainingGroup
 
-_by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakValueDictionary()
 
+class ShardedTableHandle(TableHandle):
+    """The open rows of an embedding that ranks share. `own` are those of this rank, with its own tiers and folder.
 
-class ShardedTableHandle(ShardedSnapshots):
-    """A `TableHandle` of rows of all ranks. `own` holds the rows of this rank, in its own tiers and store folder.
-
-    `home` is the store folder of all of them, None if they are not on a disk. Methods are those of `LocalTableHandle`:
-    every rank calls them, or they are about the rows of this rank. A second handle of a folder closes the first.
+    home: the store folder of all of them; None for rows in memory. Every rank makes each call, or it is about the rows
+    of this rank. Raises what `LocalTable` raises, on every rank, and GroupError.
     """
 
     def __init__(
@@ -55,39 +49,44 @@ class ShardedTableHandle(ShardedSnapshots):
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
+        awaited: Sequence[RowsReference] = (),
     ) -> None:
-        """Open the rows on all ranks. Raises what `LocalTableHandle` raises, on every rank, and GroupError."""
-        self.world, self.name = world, spec.name
-        self.awaited: Sequence[RowsReference] = ()
+        self.world, self.awaited = world, awaited
         self.home: SharedFolder | None = None
-        self.place = self.store = None
-        self.group = group
         op = f"opening embedding {spec.name!r}"
         described, error = catch(lambda: _described(world, spec, options, optimizer))
         world.handshake(op, error, described)
         folder = None
         if options.persistent_path is not None:
-            folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
-            self.home = world.call_on_all_ranks(f"{op}: folder", lambda: self._take(str(folder), options))
-            self.place = self.home.snapshots
-            self.store = None if self.home.folder is None else self.home.snapshot_store
+            folder = world.call_on_all_ranks(f"{op}: folder", lambda: self._take(spec, options))
         try:
-            self.own = self._open(op, spec, options, optimizer, device, for_load)
+            self.own = self._open(op, spec, options, optimizer, device, group, for_load)
         except BaseException:
             if self.home is not None:
                 self.home.release()
             raise
-        if folder is not None:
-            _by_folder[folder] = self
+        self.register(folder)
+        store = None if self.home is None or self.home.folder is None else self.home.snapshot_store
+        place, shard = None if self.home is None else self.home.snapshots, HashShard(world.rank, world.size)
+        self.snapshots = Snapshots(self.own, world, place, store, shard, self.close)
+        self.requests = requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(
-            world, lambda: self.own.table, lambda: self.own.own_open, self.own.count_write, capacity
+        self._table = ShardedTable(
+            world,
+            lambda: self.own.table,
+            lambda: self.own.own_open,
+            self.own.count_write,
+            capacity,
+            self.snapshots.at_step,
+            requests,
         )
-        self._requests = SaveRequests(world, self, partial(open_handle, _by_folder))
-        self.table.before_step = self.at_step
-        self.table.is_save_requested, self.table.serve_requests = self._requests.is_wanted, self._requests.serve
         self._service = Service()
         self._serve()
+
+    def _take(self, spec: TableSpec, options: StoreOptions) -> str | None:
+        folder = claimed_folder(spec, options)
+        self.home = SharedFolder(self.world.rank, spec.name, options)
+        return folder
 
     def _open(
         self,
@@ -96,69 +95,42 @@ class ShardedTableHandle(ShardedSnapshots):
         options: StoreOptions,
         optimizer: RowOptimizer | None,
         device: torch.device,
+        group: TrainingGroup | None,
         for_load: bool,
-    ) -> LocalTableHandle:
-        world = self.world
-        share = RankShard(world.rank, world.size, world.on_host)
-        rows = None if self.home is None else RecoveryDecision(world, op, self.home, options.open, for_load, self.group)
+    ) -> LocalTable:
+        world, home = self.world, self.home
+        shard = RankShard(world.rank, world.size, world.on_host)
+        rows = None if home is None else RecoveryDecision(world, op, home, options.open, for_load, group)
         decide = None if rows is None else rows.decide
-        own, error = catch(lambda: LocalTableHandle(spec, options, optimizer, device, share, decide))
+        own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
         try:
             if rows is not None:
                 rows.finish(error)
             world.handshake(f"{op}: done", error)
             assert own is not None
-            if rows is not None and self.home is not None and not rows.is_live:
-                world.call_on_all_ranks(f"{op}: begun", lambda: self._begin(rows.member))
-                remove_other_shares(self.home.path, world.size)  # not while a restart would search for them
+            if rows is not None and home is not None and not rows.is_live:
+                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
+                remove_other_shares(home.path, world.size)  # not while a restart would search for them
         except BaseException:
             if own is not None:
                 own.close()
             if rows is not None and rows.member is not None:
                 rows.member.leave()
             raise
-        if rows is not None:
-            if rows.member is not None:
-                own.share(rows.member, self._partners)
-            self._came_as = own.life.writes, rows.version
+        if rows is not None and rows.member is not None:
+            own.share(rows.member)
         return own
 
     @property
-    def member(self) -> Member | None:
-        return self.own.member
-
-    def _partners(self) -> list[Member]:
-        return [] if self.group is None else self.group.members()
-
-    def _take(self, folder: str, options: StoreOptions) -> SharedFolder:
-        check_not_open(_by_folder, folder, self.name)
-        return SharedFolder(self.world.rank, self.name, options)
-
-    def _begin(self, member: Member | None) -> None:
-        """Record on rank 0 whose the live rows are, once every rank has those that it opens with."""
-        if self.home is not None and member is not None:
-            self.home.begin(self.world.size, member)
-
-    @property
-    def device(self) -> torch.device:
-        return self.own.device
-
-    @property
-    def local_table(self) -> OpenTable:
-        return self.own.table
+    def table(self) -> ShardedTable:
+        return self._table
 
     def rename(self, name: str) -> None:
-        """As `LocalTableHandle.rename`."""
-        self.name = self.table.name = name
         self.own.rename(name)
+        self._table.rename(name)
 
     def keep_rows(self) -> None:
         """Keep the rows, whatever state was loaded into others."""
-
-    def join(self, group: TrainingGroup) -> None:
-        """As `LocalTableHandle.join`. Local."""
-        self.group = group
-        self.own.join(group)
 
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
@@ -170,7 +142,7 @@ class ShardedTableHandle(ShardedSnapshots):
         return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, parts)), parts)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
-        """As `LocalTableHandle.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
+        """Replace all rows: each rank takes its part. Every rank calls it, with the same rows."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
         def parsed() -> RowTensors:
@@ -190,7 +162,7 @@ class ShardedTableHandle(ShardedSnapshots):
         mine = [part.rows(rows) for _, rows in given.chunks()]
         own = RowTensors.filled(given.description, sum(map(len, mine)), mine)
         try:
-            self.world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_rows_of(own))
+            self.world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_tensors(own))
         except BaseException:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
@@ -198,10 +170,10 @@ class ShardedTableHandle(ShardedSnapshots):
     @property
     def exchanged(self) -> dict[str, dict[str, int]]:
         """The metrics `ranks`: what this rank exchanged with the others since it opened the rows."""
-        return {"ranks": asdict(self.table.traffic)}
+        return {"ranks": asdict(self._table.traffic)}
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """As `LocalTableHandle.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
+        """As `LocalTable.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
         self.world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows accepts any
         with self.world.collective_block(op):
@@ -211,16 +183,16 @@ class ShardedTableHandle(ShardedSnapshots):
             self.world.handshake(f"{op}: done", error)
 
     def forget_announced(self) -> None:
-        """As `LocalTableHandle.forget_announced`. Other ranks learn of it at the next step."""
-        self.table.id_prefetcher.forget()
+        """As `LocalTable.forget_announced`. Other ranks learn of it at the next step."""
+        self._table.id_prefetcher.forget()
         self.own.forget_announced()
 
     def release(self) -> None:
-        self.table.release()
+        self._table.release()
 
     def close(self) -> None:
-        """As `LocalTableHandle.close`, for the rows of this rank. Waits for no other rank."""
-        self.drop_saving()
+        """As `LocalTable.close`, for the rows of this rank. Waits for no other rank."""
+        self.snapshots.drop_saving()
         self._service.stop()
         try:
             self.own.close()
@@ -233,8 +205,8 @@ class ShardedTableHandle(ShardedSnapshots):
                 self._release_folder()
 
     def finish(self) -> None:
-        """Close at the end of the embedding or the process, as `LocalTableHandle.finish`. Waits for no other rank."""
-        self.drop_saving()
+        """Close at the end of the embedding or the process, as `LocalTable.finish`. Waits for no other rank."""
+        self.snapshots.drop_saving()
         self._service.stop()
         self.own.finish()
         self._release_folder()
@@ -242,16 +214,13 @@ class ShardedTableHandle(ShardedSnapshots):
     def _serve(self) -> None:
         """Answer other processes that ask for snapshots, on rank 0."""
         if self.home is not None and self.home.folder is not None:
-            self._service.start(self.home.path, self._requests)
+            self._service.start(self.home.path, self.requests)
 
     def _release_folder(self) -> None:
         if self.member is not None:
             self.member.leave()
         if self.home is not None:
             self.home.release()
-
-
-TableHandle = LocalTableHandle | ShardedTableHandle
 
 
 def _described(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:

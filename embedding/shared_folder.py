@@ -61,9 +61,13 @@ class SharedFolder:
             with contextlib.suppress(OSError):
                 token.unlink()
 
-    def begin(self, ranks: int, member: Member) -> None:
-        """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError."""
-        assert self.folder is not None
+    def begin(self, ranks: int, member: Member | None) -> None:
+        """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError.
+
+        member: the store; None on other ranks, which do nothing.
+        """
+        if self.folder is None or member is None:
+            return
         if self.folder.live.exists() or self.folder.clean_marker is not None:
             self.folder.discard_live()
         member.move_to(self.snapshot_store, RanksRecord(ranks))

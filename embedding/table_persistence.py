@@ -10,6 +10,8 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,39 +67,49 @@ from .rows_in_tensors import RowTensors
 log = logging.getLogger("tierbed")
 
 
-class TablePersistence:
-    """The store folder of an embedding, locked while this object lives, or nothing if the options name no path.
+class LiveRows(Enum):
+    """What the record of the store's group says of the present rows, while the table is open."""
 
-    share: the shard of this process; None for all rows.
-    """
+    RECORDED = auto()  # what they are: a change is noted before it is made
+    CHANGED = auto()  # that they have changed
+    PLACEHOLDER = auto()  # what a load that converts is about to bring: the folder stays new until then
+
+
+class TablePersistence:
+    """The store folder of an embedding, locked while this object lives, or nothing if the options name no path."""
 
     def __init__(
         self,
         spec: TableSpec,
         options: StoreOptions,
         device: torch.device,
-        share: RankShard | None = None,
+        shard: RankShard | None = None,
+        partners: Callable[[], Iterable[Member]] = tuple,
+        beside: Sequence[Path] = (),
     ) -> None:
+        """shard: of this process; None for all rows.
+
+        partners: returns the stores that this process trains together with it. beside: their folders, of those that are
+        not open as well.
+        """
         self.spec = spec
-        self.options = options = options if share is None else share.options(options)
-        self.life = None if share is None else WriteEpoch(share)
+        self.options = options = options if shard is None else shard.options(options)
+        self.life = None if shard is None else WriteEpoch(shard)
         self._processor = processor_of(device, options)
-        self._budgets = AutoBudgets(spec.name, options, ranks=1 if share is None else share.on_host)
+        self._budgets = AutoBudgets(spec.name, options, ranks=1 if shard is None else shard.on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
-            if share is None:
+            if shard is None:
                 self.folder = StoreFolder(path, user, snapshot_folder_of(options.snapshot_path, spec.name))
             else:
-                self.folder = StoreFolder(share.folder(path), user)
+                self.folder = StoreFolder(shard.folder(path), user)
         self.member: Member | None = None  # of rows that this process has alone
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._mode = options.open
         self._unsettled = ""  # of a shard without a member
-        self._is_noted = False  # whether the next change of rows needs no note
-        self.is_untouched = False  # whether that is since the folder is new, and its snapshot is to be converted
-        self.partners: Callable[[], Iterable[Member]] = tuple  # the stores that this process trains together with it
-        self.beside: Callable[[], Sequence[Path]] = tuple  # their folders, of those that are not open as well
+        self._live = LiveRows.RECORDED
+        self._partners, self._beside = partners, beside
         self._run = ""  # the id of the run in which the rows began
         self.source = (logging.INFO, "new, in memory")  # the level and the text to log of where the rows come from
         self.resumed_step = 0  # of the rows of an earlier run; 0 for rows that begin here, or that a user brought
@@ -111,13 +123,13 @@ class TablePersistence:
         if self.folder is None:
             return self._build(optimizer, None, None)
         try:
-            self._is_noted = self.is_untouched = False
+            self._live = LiveRows.RECORDED
             found = contents_of(self.folder)
             is_new = self.life is None and found.clean_marker is None and not found.was_open
             if decide is not None:
                 opening = decide(found)
             elif self.life is not None:  # once more, for another optimizer or device
-                opening = OpenPlan(found.clean_marker, run=self.life.run, writes=self.life.writes)
+                opening = OpenPlan(found.clean_marker, None, self.life.run, self.life.writes, self.life.version)
             else:
                 opening = self._open_member(self.folder, found, for_load)
             self._unsettled = opening.unsettled
@@ -136,7 +148,7 @@ class TablePersistence:
         check_shards_unlocked(folder.path, folder.ranks)
         if self._mode == "fresh" and found.clean_marker is None:
             folder.discard_live()  # frees space for the record: no run uses these rows again
-        member = open_store(folder, self._mode, for_load, beside=self.beside())
+        member = open_store(folder, self._mode, for_load, beside=self._beside)
         self.share(member)
         plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, found, member)
         if member.home is not folder:
@@ -148,16 +160,28 @@ class TablePersistence:
         """Why the rows may not be used before a load; "" if they may."""
         return self._unsettled if self.member is None else self.member.broken
 
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether the rows stand for those that a load is about to bring."""
+        return self._live is LiveRows.PLACEHOLDER
+
+    @property
+    def version(self) -> str | None:
+        """The version of the rows, which the next run knows; None without a folder."""
+        if self.life is not None:
+            return None if self.folder is None else self.life.version
+        return None if self.member is None else self.member.version
+
     def share(self, member: Member) -> None:
         """Note changes of the rows in the record of the store's group."""
         self.member = member
-        member.expect_change, member.partners = self.expect_first_write, self.partners
+        member.attach(self.expect_change, self._partners)
 
     def _open_with(
         self, optimizer: RowOptimizer | None, opening: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
     ) -> OpenTable:
         if self.life is not None:
-            self.life.run, self.life.writes = opening.run, opening.writes
+            self.life.begin(opening.run, opening.writes, opening.version)
         if opening.clean_marker is not None:
             self.source = logging.INFO, f"live rows of the last close of store folder {folder.path}"
             table = self._resume(optimizer, opening.clean_marker, folder, for_load)
@@ -179,8 +203,8 @@ class TablePersistence:
                 fitting = converted_description(stored, (spec.dtype, spec.state_dtype))
                 check_stored(spec, fitting, optimizer, StoreError, what)
                 assert self.member is not None
-                self.member.broken = str(error)
-                self.is_untouched = True  # a load that converts brings the rows
+                self.member.tear(str(error))
+                self._live = LiveRows.PLACEHOLDER
                 opening = OpenPlan()
         if opening.snapshot is None:
             table = self._start_empty(optimizer, folder)
@@ -214,7 +238,7 @@ class TablePersistence:
                     raise
             self._leave()
             table.close()
-            if self.folder is not None and self.is_untouched:
+            if self.folder is not None and self.is_placeholder:
                 self.folder.discard_live()
 
     def _leave(self) -> None:
@@ -229,9 +253,10 @@ class TablePersistence:
         live = live_version(self.folder.clean_marker)
         return live is None or (self.member is not None and self.member.group.record.now[self.member.id].live != live)
 
-    def expect_first_write(self) -> None:
-        """Let the next write be a first one, which is noted before it."""
-        self._is_noted = False
+    def expect_change(self) -> None:
+        """Let the next change of the rows be noted before it."""
+        if self._live is LiveRows.CHANGED:
+            self._live = LiveRows.RECORDED
 
     def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
         """Make the table's rows the live rows, durably, with a clean marker."""
@@ -313,7 +338,7 @@ class TablePersistence:
             if new:
                 folder.forget()
             raise
-        if not self.is_untouched:
+        if not self.is_placeholder:
             folder.note_step(0)
         if self._mode == "fresh":
             self._mode = "resume"
@@ -338,7 +363,7 @@ class TablePersistence:
             for _ in ids.counted(checked_rows(table.scan(), self.spec.num_tables)):
                 pass
             if not self._remark(ids.remarks(where, False, None)):
-                table.reach = own
+                table.use_own_reach()
         return table
 
     def _live_table(
@@ -386,7 +411,7 @@ class TablePersistence:
         report, ids = LoadReport(), LoadedIds(self.spec, counts=not replaced)
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.shard is None:
-            report.rows = snapshot.manifest.rows
+            report = LoadReport(snapshot.manifest.rows)
         else:
             chunks = ids.stored(snapshot.chunks())
             for _ in selection.chunks(chunks, described, report):  # counted first, for `capacity`
@@ -408,9 +433,8 @@ class TablePersistence:
                 snapshot.name,
             )
         untrained = not described["states"] and not described["step"]
-        report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"])
-        self._remark(report.remarks)
-        return table, report
+        remarks = self._remark(ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"]))
+        return table, replace(report, remarks=report.remarks + remarks)
 
     def _remark(self, remarks: list[str]) -> list[str]:
         for remark in remarks:
@@ -483,7 +507,7 @@ class TablePersistence:
             marker = self._clean_marker_of(table)
             table.close()
             folder.replace_live(place, marker)
-            self._is_noted = False
+            self.expect_change()
             return self._build(optimizer, marker, folder.live)
 
     def _replace(self, running: OpenTable, whole: str | None) -> None:
@@ -492,7 +516,7 @@ class TablePersistence:
         with loading({member: whole}) if whole and member is not None else contextlib.nullcontext():
             self.begin_change(notes=whole is None and self.life is None, replaces=True)
             running.close()
-            self._unsettled, self.is_untouched = "", False
+            self._unsettled, self._live = "", LiveRows.CHANGED
             if member is not None:
                 member.replaced(whole)
 
@@ -503,8 +527,9 @@ class TablePersistence:
             chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
         checked = checked_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.note_loaded(checked)
-        table.counts.stored = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
-        return int(table.counts.stored.sum())
+        counts = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
+        table.counts.note_stored(counts)
+        return int(counts.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
@@ -519,19 +544,15 @@ class TablePersistence:
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
-        table.optimizer = optimizer
         known = "" if stored is None else str(stored.get(RUN, "")) or self._run
-        self._run = table.run = known or (self.life and self.life.run) or secrets.token_hex(8)
-        if stored is not None:
-            table.reach = self.spec.reach(stored)
-            table.counts.stored_rows, table.step = rows, stored["step"]
-            table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
+        self._run = known or (self.life and self.life.run) or secrets.token_hex(8)
+        table.begin(optimizer, self._run, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
-            table.counts.stored = counts_in(stored, self.spec.num_tables)
+            table.counts.note_stored(counts_in(stored, self.spec.num_tables))
             if lifecycle.has_ledger:
                 try:
                     remembered = lifecycle.note_loaded(checked_rows(table.scan(), self.spec.num_tables))
-                    table.counts.stored = counted_chunks(remembered, self.spec.num_tables)
+                    table.counts.note_stored(counted_chunks(remembered, self.spec.num_tables))
                 except BaseException:
                     table.close()
                     raise
@@ -542,17 +563,39 @@ class TablePersistence:
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: if it fails, the live rows keep their clean marker
         if self.folder is not None:
-            if not self._is_noted:
+            if self._live is not LiveRows.CHANGED:
                 self.begin_change()
-                self._is_noted = True
-            if self.life is None:
-                self.count_change()
+                self._live = LiveRows.CHANGED
+            if self.life is None and self.member is not None:
+                self.member.write()
             self.folder.note_step(step)
 
-    def count_change(self) -> None:
-        """The rows change: they are of a later moment."""
+    def begin_load(self, notes: bool) -> int:
+        """Note that a load of all ranks replaces the rows, as `begin_change`. Returns how many writes were counted."""
+        assert self.life is not None
+        self.begin_change(notes, replaces=True)
+        return self.life.writes
+
+    def count_write(self, before: int | None = None) -> None:
+        """Count a write of all ranks. before: how many there were, if this shard may have missed some."""
+        assert self.life is not None
+        self.life.count(before)
         if self.member is not None:
             self.member.write()
+
+    def came_as(self, snapshot: str) -> None:
+        """A load of all ranks has brought the rows of a whole snapshot."""
+        assert self.life is not None
+        self.life.came_as(snapshot, self.life.writes)
+
+    def when_saved(self) -> Callable[[str], None]:
+        """What to call with the id of a snapshot of the rows as they are now, when it has its name."""
+        if self.life is None:
+            return lambda id: None
+        return partial(self.life.came_as, writes=self.life.writes)
+
+    def rename(self, name: str) -> None:
+        self.spec = replace(self.spec, name=name)
 
     def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
         """Note that the rows change, then clear the clean marker, whose rows are not the table's from here on.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from threading import RLock
 from time import sleep
 from typing import Any
@@ -172,6 +173,33 @@ class OpenTable:
     def rule(self) -> str:
         """The rule of the next update. Raises OptimizerError."""
         return self.check_optimizer().rule
+
+    def begin(self, optimizer: RowOptimizer | None, run: str, stored: Mapping[str, Any] | None) -> None:
+        """Let the optimizer train the rows, of a run, and begin with the step and the counts of stored ones."""
+        self.optimizer, self.run = optimizer, run
+        if stored is not None:
+            self.reach, self.step = self.spec.reach(stored), stored["step"]
+            self.counts.begin(stored["rows"])
+            self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
+
+    def use_optimizer(self, optimizer: RowOptimizer, state: RowState) -> None:
+        """Let another optimizer train the rows, which have room for its state."""
+        self.optimizer, self.state = optimizer, state
+
+    def use_own_reach(self) -> None:
+        """Let rows have the reach of the spec, which their ids allow."""
+        self.reach = self.spec.reach(None)
+
+    def rename(self, name: str) -> None:
+        self.spec = replace(self.spec, name=name)
+
+    def share_gate(self, gate: StepGate) -> None:
+        """Let steps wait for readers of all tables that are trained together."""
+        self.step_gate = gate
+
+    def replaced(self) -> None:
+        """Another table of the embedding has taken this one's place."""
+        self.is_replaced = True
 
     def describe(self) -> dict[str, Any]:
         reach = {} if self.spec.last_ids is None else {REACH: self.reach}

@@ -317,7 +317,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
         if not is_complete and all(snapshot.name != name for snapshot in _rows_in(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # the first error is the one to raise
-                    embedding.table_handle().discard_rows(name)
+                    embedding.table_handle().snapshots.discard_rows(name)
     _drop_replaced(embeddings, replaced)
 
 
@@ -392,7 +392,7 @@ def load(
     try:
         saving.each("state", lambda: check(state))
         for embedding, path in zip(embeddings.values(), rows, strict=True):
-            embedding.table_handle(for_load=True).check_rows(path, selection)
+            embedding.table_handle(for_load=True).snapshots.check_rows(path, selection)
         before = copied(now())
         try:
             saving.each("loading its state", put_state)
@@ -528,7 +528,7 @@ def _drop_replaced(embeddings: Mapping[str, SavedRows], replaced: Mapping[str, S
     for path, snapshot in replaced.items():
         try:
             if path in embeddings:
-                embeddings[path].table_handle().drop_rows(snapshot)
+                embeddings[path].table_handle().snapshots.drop_rows(snapshot)
         except TierbedError as error:
             log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 

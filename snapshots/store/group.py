@@ -91,6 +91,15 @@ class Member:
         self._came_as = 0, entry.live or f"{entry.snapshot}:0"
         self._run = secrets.token_hex(8)  # names the writes among those of all processes, and of each time it is open
 
+    def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
+        """Call these from here on, as the class says."""
+        self.expect_change, self.partners = expect_change, partners
+
+    def tear(self, why: str) -> None:
+        """Let the rows neither be written nor saved before a load."""
+        self.broken = why
+        self.expect_change()
+
     @property
     def version(self) -> str:
         """The version of the rows, which is known again in the next run."""

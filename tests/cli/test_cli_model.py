@@ -21,7 +21,7 @@ from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.cli import main
 from tierbed.distributed import World
-from tierbed.embedding.saving import save_together
+from tierbed.embedding.together import save_together
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots
@@ -216,7 +216,7 @@ def two_models(path: Path) -> None:
         for number in range(saves):
             for member in members:
                 step(member)
-            save_together(World.of_one(), [member.table_handle() for member in members], f"s{number}")
+            save_together(World.of_one(), [member.table_handle().snapshots for member in members], f"s{number}")
         for member in members:
             step(member)
             member.close()

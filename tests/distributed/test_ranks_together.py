@@ -234,7 +234,7 @@ def reopened(world: World, path: Path) -> list[list[Any]]:
             model.save_snapshot("one")
             model.steps(1)
             model.load_snapshot("one")
-        found.append([member.table_handle().rows_reference().version for member in model.members])
+        found.append([member.table_handle().snapshots.rows_reference().version for member in model.members])
         model.close()
     return found
 

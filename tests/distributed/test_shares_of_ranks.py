@@ -18,6 +18,7 @@ from support.ranks import answer, run_ranks, started
 from support.shell import Cli
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
+from tierbed.embedding.model_snapshots import save_rows
 from tierbed.embedding.shared_folder import SharedFolder
 from tierbed.engine._core import owners
 from tierbed.snapshots.files.reader import Snapshot
@@ -114,8 +115,8 @@ def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
         step(embedding, 0)
         embedding.save_snapshot("a")
         embedding.put([7], torch.full((1, 5), 2.0), 0)
-        embedding.table_handle().save_rows(folder / "checkpoint" / "b")
-        embedding.table_handle().discard_rows("b")  # as where the checkpoint fails after that
+        save_rows([embedding], [folder / "checkpoint" / "b"])
+        embedding.table_handle().snapshots.discard_rows("b")  # as where the checkpoint fails after that
 
 
 def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def load_killed(path: Path) -> None:
     """Killed in a load of all, once the record says it: the rows of neither are replaced."""
     model = Model(path, TWO)
     model.counts()
-    handle = model.members[0].table_handle()
-    handle.load_from = lambda snapshot: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
+    table = model.members[0].table_handle().snapshots
+    table.load = lambda snapshot: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
     model.load_snapshot("s3")
 
 
@@ -270,8 +270,8 @@ def test_a_kill_after_a_load_of_one_loses_no_step_that_the_other_was_closed_at(t
 def shell_amid_load(path: Path) -> str:
     model = Model(path, TWO)
     model.counts()
-    second = model.members[1].table_handle()
-    load = second.load_from  # type: ignore[attr-defined]
+    second = model.members[1].table_handle().snapshots
+    load = second.load  # type: ignore[attr-defined]
     said = []
 
     def slow(*given: Any, **named: Any) -> Any:
@@ -279,7 +279,7 @@ def shell_amid_load(path: Path) -> str:
         said.append(fails(ask, StoreError))
         return load(*given, **named)
 
-    second.load_from = slow  # type: ignore[attr-defined]
+    second.load = slow  # type: ignore[attr-defined]
     model.load_snapshot("two")
     return said[0]
 

@@ -14,7 +14,7 @@ from support.embeddings import DIM, ask_to_leave, make, rows_by_key
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.distributed.world import World
-from tierbed.embedding.saving import save_together
+from tierbed.embedding.together import save_together
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.table.row_step import row_step
@@ -34,7 +34,7 @@ def pair(path: Path) -> list[MultiTableEmbedding]:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path: Path, background: bool) -> None:
     both, amid = pair(tmp_path), Event()
-    tables = [rows.table_handle() for rows in both]
+    tables = [rows.table_handle().snapshots for rows in both]
 
     def save() -> None:
         amid.wait()
@@ -68,19 +68,20 @@ def test_a_save_for_another_process_waits_for_a_save_of_the_group(tmp_path: Path
 
     def progress(count: int) -> None:
         if not asked:
-            save = handles[0].save_between_steps
+            save = handles[0].requests.save_between_steps
             asked.append(Thread(target=save, args=("other", "full", lambda _: None, lambda: False), daemon=True))
             asked[0].start()
             asked[0].join(FEW)
 
-    saving = Thread(target=save_together, args=(World.of_one(), handles, "kept"), kwargs={"progress": progress})
+    tables = [handle.snapshots for handle in handles]
+    saving = Thread(target=save_together, args=(World.of_one(), tables, "kept"), kwargs={"progress": progress})
     saving.daemon = True  # a deadlock fails this test alone
     saving.start()
     saving.join(30)
     assert not saving.is_alive()
     asked[0].join(30)
     assert not asked[0].is_alive()
-    assert handles[0].snapshot("other").description["step"] == 0
+    assert tables[0].snapshot("other").description["step"] == 0
     for rows in both:
         rows.close()
 

@@ -309,7 +309,7 @@ def test_a_snapshot_that_is_replaced_while_all_are_loaded_is_not_loaded(tmp_path
     model.save_snapshot("one")
     model.steps(2)
     model.members[0].save_snapshot("later")
-    last = model.members[1].table_handle()
+    last = model.members[1].table_handle().snapshots
     check, place = last.check_snapshot, tmp_path / "a" / "snapshots"
 
     def replaced_meanwhile(snapshot: Snapshot) -> None:
@@ -340,15 +340,15 @@ def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path: P
     model.steps(1)
     model.save_snapshot("one")
     model.steps(1)
-    handle = model.members[1].table_handle()
+    table = model.members[1].table_handle().snapshots
 
     def fails(snapshot: Snapshot) -> None:
         raise StoreError("the disk is full")
 
-    handle.load_from = fails  # type: ignore[method-assign]
+    table.load = fails  # type: ignore[method-assign]
     with pytest.raises(StoreError, match="the disk is full"):
         model.load_snapshot("one")
-    del handle.load_from
+    del table.load
     for call in (
         lambda: model.save_snapshot("two"),
         lambda: model.steps(1),

@@ -107,7 +107,7 @@ def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.
 
     def save() -> None:
         for name in ("one", "two"):  # the second is of what changed since the first
-            recorded.rows.table_handle().save_between_steps(name, "incremental", lambda _: None, lambda: False)
+            recorded.rows.table_handle().requests.save_between_steps(name, "incremental", lambda _: None, lambda: False)
 
     visitor = Thread(target=save)
     torch.manual_seed(5)

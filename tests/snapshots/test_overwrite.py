@@ -18,6 +18,8 @@ from support.stores import STORES, options
 from support.together import Model
 from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding, OptionError, SnapshotError, StoreError
+from tierbed.distributed.world import World
+from tierbed.embedding.together import save_together
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.store.group import Group
@@ -111,9 +113,9 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back
         def stop(rows: int) -> None:
             raise OSError(errno.ENOSPC, "no space left")
 
-        handle = embedding.table_handle()
+        tables = [embedding.table_handle().snapshots]
         with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
-            handle.save_snapshot("final", overwrite=True, progress=stop)
+            save_together(World.of_one(), tables, "final", overwrite=True, progress=stop)
         assert embedding.last_snapshot == "monday"
         assert (step_of(tmp_path, "final"), names(tmp_path)) == (1, {"final", "monday"})
         assert embedding.prune_snapshots(2) == []
