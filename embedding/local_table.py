@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,7 +26,7 @@ from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.group import Member
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fitting
-from .recovery import Decide, RankShard
+from .recovery import Decide, RankShard, WriteEpoch
 from .rows_in_tensors import RowTensors
 from .table_persistence import TablePersistence
 from .training_group import TrainingGroup, between_steps
@@ -270,7 +271,8 @@ class LocalTable:
         notes: as of `TablePersistence.begin_change`. StoreError.
         """
         with self.table.lock:
-            return self._persistence.begin_load(notes)
+            self._persistence.begin_change(notes, replaces=True)
+            return self.life.writes
 
     def count_write(self) -> None:
         """Count a write of all ranks that is about to begin, whether or not a row of this shard is in it."""
@@ -280,11 +282,18 @@ class LocalTable:
         """Count a load of all ranks, which have counted that many writes, of a whole snapshot or of other rows."""
         self._persistence.count_write(writes)
         if snapshot is not None:
-            self._persistence.came_as(snapshot)
+            self.life.came_as(snapshot, self.life.writes)
+
+    @property
+    def life(self) -> WriteEpoch:
+        """Which rows a shard has."""
+        assert self._persistence.life is not None
+        return self._persistence.life
 
     def when_saved(self) -> Callable[[str], None]:
         """What this process does when a snapshot of the rows as they are now has its name. It takes the id."""
-        return self._persistence.when_saved()
+        life = self._persistence.life
+        return (lambda id: None) if life is None else partial(life.came_as, writes=life.writes)
 
     def lose(self, error: StoreError) -> None:
         """Let the rows close without a clean marker."""

@@ -161,6 +161,21 @@ def lost_steps_text(base: RecoveryPoint | None, reached: int | None) -> str:
     return f"what was written since, steps {kept + 1} to {reached}, is lost"
 
 
+def what_is_lost(folder: FolderState, member: Member | None, step: int) -> str:
+    """What the next run would find if this run ended now, without a clean marker of its rows of a step, for the log."""
+    if member is None:
+        return "all ranks recover from the last snapshot in the next run"
+    try:
+        commit = member.group.record.commit[member.id]
+        base = RecoveryPoint.of(None if commit == EMPTY else snapshot_by_id(folder.snapshots, commit))
+    except TierbedError as error:
+        return f"the last snapshot, which the next run needs, cannot be read: {error}"
+    if base is None:
+        return "the next run starts empty: it has no snapshot of its own"
+    lost = lost_steps_text(base, step)
+    return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost}"
+
+
 def lacks_space(error: TierbedError) -> bool:
     """Whether the disk has no room for what was tried."""
     cause = os_error_in(error)

@@ -25,7 +25,7 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.store_options import CachedSsdOptions, StoreOptions
 from ..engine.options.table_spec import RUN, TableSpec
-from ..engine.row_format import Chunks, Field, RowForm
+from ..engine.row_format import Chunks, RowForm
 from ..engine.signals import uninterrupted
 from ..engine.store.contract import InMemoryTier
 from ..engine.store.rocksdb import RocksDB
@@ -36,7 +36,7 @@ from ..engine.table.stack import build_stack, processor_of
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import FILES, LIVE, SHARE, check_description
 from ..snapshots.files.read_errors import os_error_in
-from ..snapshots.files.reader import Snapshot, snapshot_by_id
+from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.writer import write_snapshot
 from ..snapshots.store.closed_store import check_live, scan_live_rows
 from ..snapshots.store.folder import StoreFolder
@@ -44,7 +44,6 @@ from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
 from ..snapshots.store.group import Member, loading, open_store
 from ..snapshots.store.group_file import GroupFile
 from ..snapshots.store.mark import live_version
-from ..snapshots.store.record import EMPTY
 from ..snapshots.store.selection import ALL, LoadReport, Selection, converted_description
 from .compatible import LoadedIds, check_stored
 from .recovery import (
@@ -52,15 +51,14 @@ from .recovery import (
     FolderContents,
     OpenPlan,
     RankShard,
-    RecoveryPoint,
     WriteEpoch,
     check_shards_unlocked,
     contents_of,
     lacks_space,
-    lost_steps_text,
     no_space_to_open,
     plan_open,
     take_over_from_ranks,
+    what_is_lost,
 )
 from .rows_in_tensors import RowTensors
 
@@ -275,18 +273,7 @@ class TablePersistence:
         """What the next run would find if this run ended now, for the log."""
         if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"
-        if self.member is None:
-            return "all ranks recover from the last snapshot in the next run"
-        try:
-            commit = self.member.group.record.commit[self.member.id]
-            snapshot = None if commit == EMPTY else snapshot_by_id(self.folder.snapshots, commit)
-        except TierbedError as error:
-            return f"the last snapshot, which the next run needs, cannot be read: {error}"
-        if snapshot is None:
-            return "the next run starts empty: it has no snapshot of its own"
-        base = RecoveryPoint(snapshot.name, snapshot.description["step"], snapshot.manifest.rows)
-        lost = lost_steps_text(base, table.step)
-        return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost}"
+        return what_is_lost(self.folder, self.member, table.step)
 
     def release(self) -> None:
         """Unlock the folder as it is, and release the memory that was promised."""
@@ -298,10 +285,6 @@ class TablePersistence:
     def check_row(self, optimizer: RowOptimizer) -> None:
         """Raises OptionError if the options name another row size than the optimizer needs."""
         self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
-
-    def _fields(self, optimizer: RowOptimizer) -> tuple[Field, ...]:
-        """The fields of a row under an optimizer."""
-        return self.spec.form(self.spec.state_of(optimizer)).fields
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
         """A table of the same rows, with room for the optimizer's state, on the device that is wanted now."""
@@ -370,7 +353,8 @@ class TablePersistence:
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
     ) -> OpenTable:
         """A table of the live rows that a clean marker describes."""
-        same_lines = optimizer is None or self._fields(optimizer) == RowForm.described(marker).fields
+        wanted = None if optimizer is None else self.spec.form(self.spec.state_of(optimizer)).fields
+        same_lines = wanted in (None, RowForm.described(marker).fields)
         try:
             if self._on_disk and marker["live"] == "rocksdb" and same_lines:
                 table = self._build(optimizer, marker, folder.live)
@@ -507,7 +491,6 @@ class TablePersistence:
             marker = self._clean_marker_of(table)
             table.close()
             folder.replace_live(place, marker)
-            self.expect_change()
             return self._build(optimizer, marker, folder.live)
 
     def _replace(self, running: OpenTable, whole: str | None) -> None:
@@ -516,7 +499,7 @@ class TablePersistence:
         with loading({member: whole}) if whole and member is not None else contextlib.nullcontext():
             self.begin_change(notes=whole is None and self.life is None, replaces=True)
             running.close()
-            self._unsettled, self._live = "", LiveRows.CHANGED
+            self._unsettled, self._live = "", LiveRows.RECORDED  # the next write is noted, whatever came before
             if member is not None:
                 member.replaced(whole)
 
@@ -570,29 +553,12 @@ class TablePersistence:
                 self.member.write()
             self.folder.note_step(step)
 
-    def begin_load(self, notes: bool) -> int:
-        """Note that a load of all ranks replaces the rows, as `begin_change`. Returns how many writes were counted."""
-        assert self.life is not None
-        self.begin_change(notes, replaces=True)
-        return self.life.writes
-
     def count_write(self, before: int | None = None) -> None:
         """Count a write of all ranks. before: how many there were, if this shard may have missed some."""
         assert self.life is not None
         self.life.count(before)
         if self.member is not None:
             self.member.write()
-
-    def came_as(self, snapshot: str) -> None:
-        """A load of all ranks has brought the rows of a whole snapshot."""
-        assert self.life is not None
-        self.life.came_as(snapshot, self.life.writes)
-
-    def when_saved(self) -> Callable[[str], None]:
-        """What to call with the id of a snapshot of the rows as they are now, when it has its name."""
-        if self.life is None:
-            return lambda id: None
-        return partial(self.life.came_as, writes=self.life.writes)
 
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
