@@ -143,7 +143,7 @@ class RankRequests:
             case ["get", table, key]:
                 rows = self._world.all_gather_object(op, lambda: row_of(self._handle.own, table, key))
                 if request is not None:
-                    request.row = next((row for row in rows if row), {})
+                    request.answer(next((row for row in rows if row), {}))
 
     def save_between_steps(
         self,
@@ -198,10 +198,7 @@ class RankRequests:
             request, self._request = self._request, None
             if request is None:
                 return None
-            request.is_begun = begin and not request.give_up()
-            if not request.is_begun:
-                request.done.set()
-            return request if request.is_begun else None
+            return request if request.begin(begin) else None
 
 
 class _SaveRequest:
@@ -220,6 +217,16 @@ class _SaveRequest:
         self.done = Event()
         self.error: TierbedError | None = None
         self.row: dict[str, Any] = {}
+
+    def begin(self, is_served: bool) -> bool:
+        """Let the ranks serve it, unless the client has given up: then it is done. Returns whether they do."""
+        self.is_begun = is_served and not self.give_up()
+        if not self.is_begun:
+            self.done.set()
+        return self.is_begun
+
+    def answer(self, row: dict[str, Any]) -> None:
+        self.row = row
 
     def end(self, error: BaseException | None) -> None:
         """The ranks have served it, or failed."""

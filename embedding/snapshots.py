@@ -301,7 +301,9 @@ class Snapshots:
 
     def load_snapshot(self, name: str, selection: Selection = ALL, strict: bool = True) -> LoadReport:
         """Replace the rows by those of a snapshot in the store folder. The report is of the rows of all ranks."""
-        return self._open_and_load(name, lambda: self.snapshot(name), selection, strict)
+        self.finish_saving()
+        snapshot = self.world.call_on_all_ranks(self._loading(name), lambda: self.snapshot(name))
+        return self.load(snapshot, selection, strict)
 
     def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Replace the rows by those of the snapshot `place`, which `check_rows` has checked.
@@ -309,16 +311,13 @@ class Snapshots:
         A store folder gets the snapshot as well, as its recovery snapshot. Without state, or converted, it gets none,
         since recovery would load the state, or other numbers.
         """
+        self.finish_saving()
         with between_steps([self]), ExitStack() as linking:
             read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
-            self._open_and_load(place.name, lambda: open_snapshot(read), selection, True)
-
-    def _open_and_load(self, name: str, find: Callable[[], Snapshot], selection: Selection, strict: bool) -> LoadReport:
-        self.finish_saving()
-        snapshot = self.world.call_on_all_ranks(self._loading(name), find)  # also if a rank is at another step
-        return self.load(snapshot, selection, strict)
+            self.load(self.world.call_on_all_ranks(self._loading(place.name), lambda: open_snapshot(read)), selection)
 
     def _loading(self, name: str) -> str:
+        """A load by all ranks, of which one may be at another step, for messages."""
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
