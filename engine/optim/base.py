@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -93,14 +93,6 @@ class OwnOptimizer(torch.optim.Optimizer):
         return loss
 
 
-class Moments(NamedTuple):
-    """Adam's numbers for a dense parameter after its gradient: those of `hyper`, the first moment, and its divisor."""
-
-    x: dict[str, float]
-    m: Tensor
-    root: Tensor
-
-
 class OwnAdam(OwnOptimizer):
     """Adam's settings. A subclass may override `second_moment_input`, and updates a parameter in `move`.
 
@@ -127,8 +119,10 @@ class OwnAdam(OwnOptimizer):
         """What is averaged in the second moment, from the squares of gradients."""
         return squares
 
-    def moments(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> Moments:
-        """Count a step of a parameter, and update its moments."""
+    def moments(
+        self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group
+    ) -> tuple[dict[str, float], Tensor, Tensor]:
+        """Count a step of a parameter: the numbers of `hyper`, the first moment, and its divisor."""
         if not state:
             state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
         count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
@@ -137,7 +131,7 @@ class OwnAdam(OwnOptimizer):
         g = -g if x["maximize"] else g
         m.lerp_(g, x["one_minus_beta1"])
         v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.second_moment_input(g.square()))
-        return Moments(x, m, v.sqrt() / x["sqrt_correction2"] + x["eps"])
+        return x, m, v.sqrt() / x["sqrt_correction2"] + x["eps"]
 
 
 def row_mean(squares: Tensor) -> Tensor:
@@ -146,8 +140,7 @@ def row_mean(squares: Tensor) -> Tensor:
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:
-    """The numbers of `adam.hyper` for a group whose settings are checked. Raises OptimizerError."""
+    """The numbers of `adam.hyper` and the settings of a group, checked. Raises OptimizerError."""
     betas(group)
-    for name in ("lr", "eps", "weight_decay"):
-        number(group, name)
-    return adam.hyper(group, step)
+    settings = {name: number(group, name) for name in ("lr", "eps", "weight_decay", "maximize")}
+    return {**settings, **adam.hyper(group, step)}

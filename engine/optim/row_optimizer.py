@@ -68,7 +68,7 @@ class RowOptimizer:
         settings = {name: value for name, value in group.items() if name != "params"}
         if settings != self._checked:
             self._check(group, settings)
-        values = self._rule.hyper(group, step)
+        values = {**group, **self._rule.hyper(group, step)}
         value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
