@@ -94,7 +94,7 @@ class LocalRequests:
 
 
 class RankRequests:
-    """The requests that a `StoreServer` of rank 0 receives for all ranks. The other ranks have one that stays empty.
+    """The requests that a `Service` of rank 0 receives for all ranks. The other ranks have one that stays empty.
 
     A thread of the server leaves a request, which the ranks serve in the thread of their steps: rank 0 sets a flag in
     the headers of the next collective.

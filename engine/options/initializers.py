@@ -53,7 +53,8 @@ class Initializer(PlainDict):
     @property
     def reach(self) -> float:
         """The largest possible absolute value."""
-        raise NotImplementedError
+        _, parameters, _ = self.entry()
+        return max(map(abs, parameters))
 
 
 @options_class
@@ -76,10 +77,6 @@ class UniformInitializer(Initializer):
     def entry(self) -> Entry:
         return UNIFORM, (self.low, self.high), (0.0, 1.0)
 
-    @property
-    def reach(self) -> float:
-        return max(abs(self.low), abs(self.high))
-
 
 @options_class
 class ConstantInitializer(Initializer):
@@ -90,10 +87,6 @@ class ConstantInitializer(Initializer):
 
     def entry(self) -> Entry:
         return CONSTANT, (self.value, 0.0), (0.0, 1.0)
-
-    @property
-    def reach(self) -> float:
-        return abs(self.value)
 
 
 @options_class
@@ -185,10 +178,7 @@ make_constant_initializer = ConstantInitializer
 make_trunc_normal_initializer = TruncNormalInitializer
 
 _INITIALIZERS: dict[str, type[Initializer]] = {
-    "uniform": UniformInitializer,
-    "normal": NormalInitializer,
-    "constant": ConstantInitializer,
-    "trunc_normal": TruncNormalInitializer,
+    one.type: one for one in (UniformInitializer, NormalInitializer, ConstantInitializer, TruncNormalInitializer)
 }
 for _name, _class in _INITIALIZERS.items():
     _class.maker = f"make_{_name}_initializer"

@@ -239,7 +239,6 @@ class StoreOptions(_Stored):
 class DeviceMemOptions(StoreOptions):
     """All rows in device memory (host memory if there is no device): the fastest store, bounded by that memory."""
 
-    maker = "make_device_mem_store_options"
     store: str = field(default="device_mem", init=False)
 
 
@@ -247,7 +246,6 @@ class DeviceMemOptions(StoreOptions):
 class HostMemOptions(StoreOptions):
     """All rows in host memory."""
 
-    maker = "make_host_mem_store_options"
     store: str = field(default="host_mem", init=False)
 
 
@@ -265,7 +263,6 @@ class CachedHostMemOptions(StoreOptions, _Cached):
     192, and at least two batches.
     """
 
-    maker = "make_cached_host_mem_store_options"
     store: str = field(default="cached_host_mem", init=False)
     cache_policy: str = field(default="lru", kw_only=True)
     overflow_mb: float | None = field(default=None, kw_only=True)
@@ -310,7 +307,6 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
     {"block_based_table_factory": {...}}.
     """
 
-    maker = "make_cached_ssd_store_options"
     store: str = field(default="cached_ssd", init=False)
     persistent_path: Path_ = field()
     shards: int | None = field(default=None, kw_only=True)
@@ -376,11 +372,10 @@ make_cached_host_mem_store_options = CachedHostMemOptions
 make_cached_ssd_store_options = CachedSsdOptions
 
 STORES: dict[str, type[StoreOptions]] = {
-    "device_mem": DeviceMemOptions,
-    "host_mem": HostMemOptions,
-    "cached_host_mem": CachedHostMemOptions,
-    "cached_ssd": CachedSsdOptions,
+    one.store: one for one in (DeviceMemOptions, HostMemOptions, CachedHostMemOptions, CachedSsdOptions)
 }
+for _name, _class in STORES.items():
+    _class.maker = f"make_{_name}_store_options"
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import closing, suppress
+from math import inf
 from threading import Condition, Event, current_thread, get_native_id, main_thread
 from time import monotonic, perf_counter
 from typing import Any, Protocol, TypeVar
@@ -14,7 +15,7 @@ from .. import _core
 from ..errors import StoreError
 from ..row_format import Chunks
 from ..store.image import Image
-from ..threads import POLL_SECONDS, Thread, wait_for
+from ..threads import POLL_SECONDS, Thread
 
 NICENESS = 10  # in addition to that of the threads that train
 PAUSE = 5.0  # seconds of pause for each second of work: memory and disk are shared, whatever the priority
@@ -97,7 +98,11 @@ class BackgroundSave:
         """Whether the save has ended, successfully or not."""
         alive = self._thread.is_alive()  # read first: a thread sets its result before it ends
         if not alive and not self._ended.is_set() and self._process == os.getpid():
-            self._note_death()
+            death = MemoryError(f"{self.what}: the thread that saves it died without raising an error")
+            self._error = self._error or death
+            self.image.close()
+            self._ended.set()
+            log.error("%s was not saved: %s", self.what, self._error)
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -108,15 +113,7 @@ class BackgroundSave:
         """
         if not self.done and self._process != os.getpid():
             raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
-        self._hurry.set()
-        if self._changed._is_owned():  # type: ignore[attr-defined]  # by a step that a signal interrupted, whose handler waits
-            with self._changed:
-                wait_for(self._changed, self._ended.is_set, self._thread, timeout)
-        else:
-            end = None if timeout is None else monotonic() + timeout
-            while not self.done and (end is None or monotonic() < end):  # not for the lock: a step may hold it for long
-                self._ended.wait(POLL_SECONDS if end is None else min(POLL_SECONDS, end - monotonic()))
-        done = self.done  # also notes the death of the thread
+        done = self._wait_for_end(timeout)
         if self._error is not None:
             self._error_was_raised = True
             raise self._error
@@ -128,14 +125,21 @@ class BackgroundSave:
 
     def finish(self) -> BaseException | None:
         """Wait until the save ends, unless its own thread calls this. Returns its error once, if it was not raised."""
-        if not self.done and self._process == os.getpid() and current_thread() is not self._thread:
-            self._hurry.set()
-            with self._changed:
-                wait_for(self._changed, self._ended.is_set, self._thread)
+        if self._process == os.getpid() and current_thread() is not self._thread:
+            self._wait_for_end()
         if not self.done or self._error_was_raised:
             return None
         self._error_was_raised = True
         return self._error
+
+    def _wait_for_end(self, timeout: float | None = None) -> bool:
+        self._hurry.set()
+        end = inf if timeout is None else monotonic() + timeout
+        # a thread that has the lock releases it: a signal's handler waits in the middle of a step. Others need no lock
+        is_owned = self._changed._is_owned()  # type: ignore[attr-defined]
+        while not self.done and monotonic() < end:
+            (self._changed if is_owned else self._ended).wait(min(POLL_SECONDS, end - monotonic()))
+        return self.done
 
     def _paced(self, image: Image) -> Chunks:
         """The rows of the image, read with pauses, so that steps are hardly slower meanwhile."""
@@ -146,13 +150,6 @@ class BackgroundSave:
                 if not image.is_urgent and main_thread().is_alive():  # otherwise steps or the exit of the process wait
                     self._hurry.wait(PAUSE * (perf_counter() - begin))
                 begin = perf_counter()
-
-    def _note_death(self) -> None:
-        """Note that the thread of the save died without a result."""
-        self._error = self._error or MemoryError(f"{self.what}: the thread that saves it died without raising an error")
-        self.image.close()
-        self._ended.set()
-        log.error("%s was not saved: %s", self.what, self._error)
 
     def _run(self, write: Callable[[Chunks], object]) -> None:
         try:

@@ -105,7 +105,7 @@ class _Client:
     """A connection to the process at the socket of a store folder, for one request."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self.pid = peer_of(connection).pid
+        self.pid, _ = peer_of(connection)
         self._connection = connection
         self._timeout = timeout
         self._waits = False  # whether the server has received the request
