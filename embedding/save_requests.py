@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ..distributed.world import World
 from ..engine.errors import GroupError, TierbedError
 from ..engine.table.table import OpenTable
+from ..snapshots.control.server import RequestedSave
 from ..snapshots.files.format import Manifest
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.inspection.row import plain_row, read_row, row_key_of
@@ -43,27 +44,19 @@ class LocalRequests:
         """find: returns the handle of a store, by its real path."""
         self._handle, self._find = handle, find
 
-    def save_between_steps(
-        self,
-        name: str,
-        kind: str,
-        progress: Callable[[int], None],
-        give_up: Callable[[], bool],
-        overwrite: bool = False,
-        stores: Sequence[str] = (),
-    ) -> Manifest | None:
-        others = [self._find(store) for store in stores]
+    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+        others = [self._find(store) for store in save.stores]
         saved = others if len(others) > 1 else [self._handle]
 
-        def save() -> Manifest:
+        def made() -> Manifest:
             for one in others or saved:
                 check_not_awaiting(one.name, one.awaited)
-            progress(0)
+            save.progress(0)
             tables = [one.snapshots for one in saved]
-            save_together(self._handle.world, tables, name, kind, overwrite, progress=progress)
-            return tables[0].snapshot(name).manifest
+            save_together(self._handle.world, tables, save.name, save.kind, save.overwrite, progress=save.progress)
+            return tables[0].snapshot(save.name).manifest
 
-        return self._visit(save, give_up, others)
+        return self._visit(made, save.is_given_up, others)
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         snapshots = self._handle.snapshots
@@ -145,22 +138,15 @@ class RankRequests:
                 if request is not None:
                     request.answer(next((row for row in rows if row), {}))
 
-    def save_between_steps(
-        self,
-        name: str,
-        kind: str,
-        progress: Callable[[int], None],
-        give_up: Callable[[], bool],
-        overwrite: bool = False,
-        stores: Sequence[str] = (),
-    ) -> Manifest | None:
-        several = list(stores) if len(stores) > 1 else []
+    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+        several = list(save.stores) if len(save.stores) > 1 else []
         tables = [self._find(store) for store in several] or [self._handle]
         for one in tables:
             check_not_awaiting(one.name, one.awaited)
-        if self._served(_SaveRequest(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
+        call = ["save", save.name, save.kind, save.overwrite, several]
+        if self._served(_SaveRequest(call, tables, save.is_given_up, save.progress)) is None:
             return None
-        return Snapshot.open(self._handle.snapshots.folder / name).manifest
+        return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         snapshots = self._handle.snapshots

@@ -32,13 +32,15 @@ def remedy_for(error: OSError, otherwise: str) -> str:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the content of a file durable."""
-    _fsync(path, os.O_RDONLY)
+    """Make the content of a file durable, or the names in a folder: files created, renamed or removed in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def fsync_dir(path: Path) -> None:
-    """Make the names in a folder durable: files created, renamed or removed in it."""
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+fsync_dir = fsync_file
 
 
 def make_folder(path: Path) -> None:
@@ -191,14 +193,6 @@ def remove_folder(path: Path) -> None:
     """Remove a folder with its contents, if it exists. Of a link to a folder, only the link is removed."""
     with uninterrupted(), contextlib.suppress(FileNotFoundError):  # otherwise shutil leaks descriptors
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

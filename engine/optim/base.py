@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,12 +67,8 @@ class OwnOptimizer(torch.optim.Optimizer):
         """Update a parameter in place, given its gradient; `state` is empty at first."""
         raise NotImplementedError
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient. Returns the result of `closure`, which computes the gradients.
 
         Raises OptimizerError for a sparse gradient, and no parameter has changed.

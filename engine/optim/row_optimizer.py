@@ -122,7 +122,18 @@ class RowOptimizer:
                 " and ".join(changed),
                 type(self._optimizer).__name__,
             )
-        _check(self._optimizer, group)
+        for name in _NUMBERS:
+            if name in group:
+                number(group, name)
+        if "betas" in group:
+            betas(group)
+        known = (*self._optimizer.defaults, *LIMITS, *_LABELS)
+        unknown = next((name for name in group if name not in known), None)
+        if unknown is not None:  # torch never checks for them
+            raise OptimizerError(
+                f"param group: {unknown}={group[unknown]!r}; {type(self._optimizer).__name__} has no such setting, and "
+                f"rows ignore it: leave it out of the embedding's group (rows are limited by {', '.join(LIMITS)})"
+            )
         self._limits = [positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
         self._checked = None if changes_inside else settings
@@ -213,19 +224,3 @@ def _name(kind: type) -> str:
     modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     exports = (m for m in modules if getattr(sys.modules.get(m), kind.__qualname__, None) is kind)
     return f"{next(exports, kind.__module__)}.{kind.__qualname__}"
-
-
-def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
-    """Check a group. Torch does so only when it makes an optimizer, and never checks for unknown keys."""
-    for name in _NUMBERS:
-        if name in group:
-            number(group, name)
-    if "betas" in group:
-        betas(group)
-    known = (*optimizer.defaults, *LIMITS, *_LABELS)
-    unknown = next((name for name in group if name not in known), None)
-    if unknown is not None:
-        raise OptimizerError(
-            f"param group: {unknown}={group[unknown]!r}; {type(optimizer).__name__} has no such setting, and rows "
-            f"ignore it: leave it out of the embedding's group (rows are limited by {', '.join(LIMITS)})"
-        )

@@ -228,9 +228,6 @@ class NamedOptions(PlainDict):
     def __iter__(self) -> Iterator[str]:
         return (item for item in super().__iter__() if item not in TABLE_FACTS or getattr(self, item) != _DEFAULT[item])
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
 
 @options_class
 class TableOptions(NamedOptions):

@@ -83,14 +83,16 @@ def check_lookup(
         raise InputError(f"{where}: got {type(ids).__name__}; {remedy}")
     _refuse_nested(where, "ids", ids)
     if ids.dtype != spec.key_type:
-        if not _fits(ids.dtype, spec.key_type):
+        keys, given = torch.iinfo(spec.key_type), torch.iinfo(ids.dtype) if ids.dtype in _NARROW else None
+        if given is None or given.min < keys.min or given.max > keys.max:
             raise InputError(f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; {_conversion(ids, spec)}")
         ids = ids.to(spec.key_type)
     _check_device(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
     lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
-    if features is not None and _are_in_order(spec, lookup, table_ids):
-        return lookup
+    has_all = features is not None and isinstance(table_ids, list) and lookup.shape[-1] == spec.num_tables
+    if has_all and set(map(type, table_ids)) == {int} and table_ids == [*range(spec.num_tables)]:
+        return lookup  # the tables in order need no ids
     table_ids = _table_ids_from(spec, table_ids, ids.device)
     if table_ids is None:
         _check_tables_in_order(spec, lookup)
@@ -257,12 +259,6 @@ def _check_device(where: str, name: str, values: Tensor, ids: Tensor) -> None:
         raise InputError(f"{where} are {values.layout}; give {name}.to_dense()")
 
 
-def _fits(dtype: torch.dtype, key_type: torch.dtype) -> bool:
-    """True for an integer dtype whose values `key_type` all has."""
-    keys = torch.iinfo(key_type)
-    return dtype in _NARROW and keys.min <= torch.iinfo(dtype).min and torch.iinfo(dtype).max <= keys.max
-
-
 def _conversion(ids: Tensor, spec: TableSpec) -> str:
     """How to convert ids to the key type, or what to do where ids of their dtype would become other ids."""
     if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
@@ -291,16 +287,6 @@ def keys_from(spec: TableSpec, keys: Any) -> Tensor:
     return torch.from_numpy(expected)
 
 
-def _are_in_order(spec: TableSpec, lookup: Lookup, table_ids: Any) -> bool:
-    """Whether the columns of a lookup of features are all tables in order, which needs no table ids."""
-    return (
-        isinstance(table_ids, list)
-        and lookup.shape[-1] == spec.num_tables
-        and set(map(type, table_ids)) == {int}
-        and table_ids == [*range(spec.num_tables)]
-    )
-
-
 def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:
     """Table ids, given as an array or nested lists, as a tensor."""
     if table_ids is None or isinstance(table_ids, Tensor):
@@ -308,7 +294,12 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     error = f"table_ids of embedding {spec.name!r}: give whole numbers, or names of tables"
     given = _array(table_ids, error, "iuU")
     if given.dtype.kind == "U":
-        given = _numbers_of(spec, np.asarray(table_ids, object), error)
+        names = np.asarray(table_ids, object)
+        numbers = [table_number(name, spec.table_names) for name in names.flat]
+        if None in numbers:
+            unknown = names.flat[numbers.index(None)]
+            raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not one")
+        given = np.array(numbers, np.int64).reshape(names.shape)
     if given.dtype.kind not in "iu" or (given.astype(np.int64) != given).any():
         raise InputError(error)
     values = given.astype(np.int64)
@@ -316,15 +307,6 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
         return _number(int(values), device)
     with _disable_current_modes():  # a constant of a traced step, so that no step copies it to the device
         return torch.from_numpy(values).to(device, non_blocking=True)
-
-
-def _numbers_of(spec: TableSpec, tables: NDArray[np.object_], error: str) -> NDArray[np.int64]:
-    """The numbers of tables; some of `tables` are names."""
-    numbers = [table_number(table, spec.table_names) for table in tables.flat]
-    if None in numbers:
-        unknown = tables.flat[numbers.index(None)]
-        raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not one")
-    return np.array(numbers, np.int64).reshape(tables.shape)
 
 
 @cache

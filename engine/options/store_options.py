@@ -76,7 +76,7 @@ class PlainDict(Mapping[str, Any]):
         return (field.name for field in fields(self))
 
     def __len__(self) -> int:
-        return len(fields(self))
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         return repr(dict(self))

@@ -56,12 +56,8 @@ class CudaProcessor:
         self.layout = spec.layout(state)
         self._spec, self._capacity, self._on = spec, capacity, device
         self.capturer: Capturer | None = device
-        self.side_stream, self.record_event, self.wait_event = (
-            device.side_stream,
-            device.record_event,
-            device.wait_event,
-        )
-        self.wait = device.wait
+        self.side_stream, self.wait = device.side_stream, device.wait
+        self.record_event, self.wait_event = device.record_event, device.wait_event
         self._layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)

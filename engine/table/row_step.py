@@ -46,7 +46,12 @@ def row_step(
                         embedding.use_optimizer(rows)  # another owner trained the embedding since
                 return step(*arguments)
             except BaseException as error:
-                _undo([embedding for embedding, _ in trained], error)
+                embeddings = [embedding for embedding, _ in trained]
+                groups = {id(one.group): one.group for one in embeddings if one.group is not None}
+                for group in groups.values():  # first: the pins show which rows have no update
+                    group.note_failed_step(embeddings, error)
+                for embedding in embeddings:
+                    embedding.release()
                 raise
         finally:
             for handle in locked:
@@ -57,14 +62,6 @@ def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:
     """Whether another thread is in a step of one of them."""
     threads = [_training[one.handle][0] for one in embeddings if one.handle in _training]
     return any(thread is not current_thread() for thread in threads)
-
-
-def _undo(embeddings: list[EmbeddingBase], error: BaseException) -> None:
-    """End the pins of a step that raised. Their group looks first: the pins show which rows have no update."""
-    for group in {id(one.group): one.group for one in embeddings if one.group is not None}.values():
-        group.note_failed_step(embeddings, error)
-    for embedding in embeddings:
-        embedding.release()
 
 
 def _is_trained_twice(embedding: EmbeddingBase, mine: tuple[Thread, str], other: tuple[Thread, str]) -> GraphError:

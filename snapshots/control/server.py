@@ -28,35 +28,19 @@ _MAX_ERROR = 8000  # characters
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
 
-
-def _close_in_child() -> None:
-    # a forked child that outlives its parent must not keep the socket open
-    for service in list(_services):
-        service._close_descriptors()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+# a forked child that outlives its parent must not keep the socket open
+os.register_at_fork(after_in_child=lambda: [service._close_descriptors() for service in list(_services)])
 
 
 class SaveTarget(Protocol):
     """What the server needs of an open table."""
 
-    def save_between_steps(
-        self,
-        name: str,
-        kind: str,
-        progress: Callable[[int], None],
-        give_up: Callable[[], bool],
-        overwrite: bool = False,
-        stores: Sequence[str] = (),
-    ) -> Manifest | None:
+    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
         """Save a snapshot between two steps. Called in a thread of the server.
 
-        stores: the real paths of stores to save, all or none.
-
-        Returns None and saves nothing if `give_up` returns True before the save starts. `progress` is called with 0
-        when the save starts, then with the rows of each chunk of each store; an exception that it raises undoes the
-        save. Raises TierbedError.
+        Returns None and saves nothing if `save.is_given_up` returns True before the save starts. `save.progress` is
+        called with 0 when the save starts, then with the rows of each chunk of each store; an exception that it raises
+        undoes the save. Raises TierbedError.
         """
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
@@ -79,7 +63,7 @@ class Service:
     def __init__(self) -> None:
         self._is_running = False
         self._saving = Lock()
-        self._save: _Save | None = None  # the running save
+        self._save: RequestedSave | None = None  # the running save
         self._clients: dict[Thread, socket.socket] = {}
 
     def start(self, folder: Path, target: SaveTarget) -> None:
@@ -200,10 +184,9 @@ class Service:
                 saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
                 return {"status": {**self._target.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
-                return self._save_for(client, pid, name, kind, more.get("overwrite") is True)
+                return self._save_for(client, pid, name, kind, more)
             case {"do": "save all", "name": str(name), "kind": str(kind), "stores": list(stores), **more}:
-                overwrite = more.get("overwrite") is True
-                return self._save_for(client, pid, name, kind, overwrite, [str(store) for store in stores])
+                return self._save_for(client, pid, name, kind, more, [str(store) for store in stores])
             case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
                 removed, kept = self._target.prune_between_steps(keep_last, keep_every)
                 return {"done": {"removed": removed, "kept": kept}}
@@ -215,9 +198,10 @@ class Service:
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, which does not know this request")
 
     def _save_for(
-        self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
+        self, client: socket.socket, pid: int, name: str, kind: str, more: Message, stores: Sequence[str] = ()
     ) -> Message:
-        save = _Save(client, self._stopping, self._target, name, kind == "full" and not stores)
+        overwrite = more.get("overwrite") is True
+        save = RequestedSave(client, self._stopping, self._target, name, kind, overwrite, stores)
         if (given_up := save.is_given_up()) or not self._saving.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
             if given_up:  # while this process was stopped: another save may be running
@@ -227,7 +211,7 @@ class Service:
         self._save = save
         try:
             save.send({"waiting": "for the end of a step"})
-            manifest = self._target.save_between_steps(name, kind, save.progress, save.is_given_up, overwrite, stores)
+            manifest = self._target.save_between_steps(save)
             if manifest is None:
                 raise save.undone()
             log.info("store folder %s: snapshot %r was saved for process %d", self._path, name, pid)
@@ -242,18 +226,26 @@ class Service:
         return {"done": {**done, "step": manifest.description["step"]}}
 
 
-class _Save:
-    """A save for a client, which gets messages of progress as long as it receives them."""
+class RequestedSave:
+    """A save for a client, which gets messages of progress as long as it receives them.
 
-    def __init__(self, client: socket.socket, stopping: Event, target: SaveTarget, name: str, is_whole: bool) -> None:
-        """is_whole: whether it saves all rows of exactly this store."""
-        self.name = name
+    stores: the real paths of stores to save, all or none; empty for the target's own.
+    """
+
+    def __init__(
+        self,
+        client: socket.socket,
+        stopping: Event,
+        target: SaveTarget,
+        name: str,
+        kind: str,
+        overwrite: bool,
+        stores: Sequence[str],
+    ) -> None:
+        self.name, self.kind, self.overwrite, self.stores = name, kind, overwrite, stores
         self.rows = 0
-        self.of: int | None = None  # total; unknown before the save starts, and if it is not of all rows
-        self._client = client
-        self._stopping = stopping
-        self._target = target
-        self._is_whole = is_whole
+        self.of: int | None = None  # total; unknown before the save starts, and if it is not of all rows of the target
+        self._client, self._stopping, self._target = client, stopping, target
         self._due = 0.0
         client.setblocking(False)
 
@@ -279,7 +271,7 @@ class _Save:
     def progress(self, count: int) -> None:
         if self._stopping.is_set():
             raise self.undone()
-        if self._is_whole and self.of is None:
+        if self.of is None and self.kind == "full" and not self.stores:
             self.of = self._target.status()["rows"]
         self.rows += count
         if monotonic() >= self._due:

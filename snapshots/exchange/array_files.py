@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
@@ -104,24 +105,15 @@ def spilled_columns(place: Path, columns: Columns, chunks: Iterable[NDArray[np.v
 
 def write_npz(path: Path, columns: Spilled, metadata: str) -> None:
     """Write columns as the arrays of an uncompressed `.npz`, and the metadata as a 0-d array of text."""
+    text = np.array(metadata)
+    arrays = {**columns, METADATA: SpilledColumn(BytesIO(text.tobytes()), text.dtype, text.shape)}
     with ZipFile(path, "x", ZIP_STORED) as archive:
-        for name, column in columns.items():
-            with _member(archive, name) as file:
-                _write_header(file, column.dtype, column.shape)
+        for name, column in arrays.items():
+            header = {"descr": npy.dtype_to_descr(column.dtype), "fortran_order": False, "shape": column.shape}
+            member = ZipInfo(name + _SUFFIX)  # of a fixed date: equal rows make equal bytes
+            with archive.open(member, "w", force_zip64=True) as file:
+                npy.write_array_header_1_0(file, header)
                 shutil.copyfileobj(column.file, file, _COPY_BYTES)
-        text = np.array(metadata)
-        with _member(archive, METADATA) as file:
-            _write_header(file, text.dtype, text.shape)
-            file.write(text.tobytes())
-
-
-def _member(archive: ZipFile, name: str) -> IO[bytes]:
-    return archive.open(ZipInfo(name + _SUFFIX), "w", force_zip64=True)  # a fixed date: equal rows make equal bytes
-
-
-def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    npy.write_array_header_1_0(file, header)
 
 
 @contextmanager
@@ -131,19 +123,16 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
         columns: dict[str, Column] = {}
         metadata = None
         for member in archive.namelist():
-            if member == METADATA + _SUFFIX:
-                metadata = _text(_NpyColumn(archive.open(member), METADATA))
-            elif member.endswith(_SUFFIX):
+            if member.endswith(_SUFFIX):
                 name = member.removesuffix(_SUFFIX)
                 array = _NpyColumn(archive.open(member), name)
-                columns[name] = Column(str(array.dtype), array.shape, array.read)
+                if name != METADATA:
+                    columns[name] = Column(str(array.dtype), array.shape, array.read)
+                elif array.dtype.kind != "U" or array.shape != () or array.dtype.itemsize > MAX_SEALED:
+                    raise ValueError(f"its array {METADATA!r} is not the description of an export")
+                else:
+                    metadata = str(array.read_items(1)[0])
         yield NamedArrays(columns, metadata)
-
-
-def _text(column: _NpyColumn) -> str:
-    if column.dtype.kind != "U" or column.shape != () or column.dtype.itemsize > MAX_SEALED:
-        raise ValueError(f"its array {METADATA!r} is not the description of an export")
-    return str(column.read_items(1)[0])
 
 
 class _NpyColumn:

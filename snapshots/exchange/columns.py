@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError, SnapshotError
-from ...engine.options.table_names import choices, names_in, table_number
+from ...engine.options.table_names import choices, names_in
 from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowForm, overflows
 
@@ -95,12 +95,16 @@ class Columns:
         count = len(keys)
         for name, width in ({VALUES: self.storage_dim} if VALUES in arrays else self.form.counts).items():
             _check(arrays[name], np.dtype(np.float32), (count, width), f"{where}: {name}")
-        arrays = self._in_fields(arrays)
+        if VALUES in arrays:
+            ends = np.cumsum(list(self.form.counts.values())).tolist()
+            fields = np.split(arrays[VALUES], ends[:-1], axis=1)
+            arrays = {**arrays, **dict(zip(self.form.counts, fields, strict=True))}
         self._check_range(keys, arrays, where)
         padding = self.description["padding_idx"]
         if padding is not None and (keys == padding).any():
             raise InputError(f"{where}: keys hold padding_idx={padding}, which is never a row; leave that key out")
-        arrays = self._numbered(arrays)
+        if isinstance(table := arrays.get(TABLE), str) and table in self.table_names:
+            arrays = {**arrays, TABLE: self.table_names.index(table)}
         self._check_tables(arrays.get(TABLE), count, where)
         self._check_records(arrays, count, where)
         return self._packed(arrays)
@@ -120,13 +124,6 @@ class Columns:
                 rows[name] = value[chosen] if isinstance(value, np.ndarray) else value
             yield rows
 
-    def _in_fields(self, arrays: Arrays) -> Arrays:
-        """The arrays, with one for each field instead of one for all numbers."""
-        if VALUES not in arrays:
-            return arrays
-        ends = np.cumsum(list(self.form.counts.values())).tolist()
-        return {**arrays, **dict(zip(self.form.counts, np.split(arrays[VALUES], ends[:-1], axis=1), strict=True))}
-
     def _check_range(self, keys: NDArray[Any], arrays: Arrays, where: str) -> None:
         for field in self.form.fields if self.form.is_narrow else ():
             flags = overflows(arrays[field.name], field.type)
@@ -136,12 +133,6 @@ class Columns:
                     f"{where}: {field.name} holds {arrays[field.name][row, column]!s} for key {keys[row]}, which "
                     f"overflows {field.type}; give smaller numbers, or dtype=torch.float32"
                 )
-
-    def _numbered(self, arrays: Arrays) -> Arrays:
-        """The arrays, with the number of a table that is given by name. An unknown name is kept, and refused later."""
-        given = arrays.get(TABLE)
-        number = table_number(given, self.table_names) if isinstance(given, str) else None
-        return arrays if number is None else {**arrays, TABLE: number}
 
     def _check_tables(self, tables: Any, count: int, where: str) -> None:
         number = len(self.table_names)

@@ -67,18 +67,16 @@ class Source:
     `nn.Embedding`; `states` that were given for dense tables, by name.
     """
 
-    states: frozenset[str] = frozenset()
-
     def __init__(
         self,
         what: str,
         opener: FileOpener,
         parts: Callable[[Mapping[str, Shape]], list[SourceTable]],
+        states: Iterable[str] = (),
         padding_idx: int | None = None,
     ) -> None:
         """parts: chooses the tables among the arrays of the file. Raises InputError, SnapshotError, OptionError."""
-        self.what = what
-        self.padding_idx = padding_idx
+        self.what, self.states, self.padding_idx = what, frozenset(states), padding_idx
         self._opener = opener
         with _reading(what), opener() as file:
             shapes, metadata = file.shapes, file.metadata
@@ -145,12 +143,7 @@ def open_source(
     """The rows that `importing.import_snapshot` imports with these arguments."""
     if isinstance(source, Source):
         return source
-    opened = _source_of(source, keys, table_ids, tensor, states or {})
-    opened.states = frozenset(states or ())
-    return opened
-
-
-def _source_of(source: Any, keys: Any, table_ids: Any, tensor: Any, states: Mapping[str, Any]) -> Source:
+    states = states or {}
     one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # the name of a table
     given = ((KEY, keys), (TABLE, None if one_table else table_ids))
     extra = {name: _array(value) for name, value in given if _is_array(value)}
@@ -164,9 +157,9 @@ def _source_of(source: Any, keys: Any, table_ids: Any, tensor: Any, states: Mapp
         raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
     if isinstance(source, nn.Embedding):
         opener = _memory("weight", source.weight, extra)
-        return Source("nn.Embedding", opener, _dense("weight", extra, table), source.padding_idx)
+        return Source("nn.Embedding", opener, _dense("weight", extra, table), states, source.padding_idx)
     if isinstance(source, (Tensor, np.ndarray)):
-        return Source(type(source).__name__, _memory("values", source, extra), _dense("values", extra, table))
+        return Source(type(source).__name__, _memory("values", source, extra), _dense("values", extra, table), states)
     if not isinstance(source, (str, os.PathLike)):
         raise InputError(
             f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
@@ -175,16 +168,16 @@ def _source_of(source: Any, keys: Any, table_ids: Any, tensor: Any, states: Mapp
     if path.suffix == ".npy":
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave it out")
-        return Source(repr(str(path)), _memory("values", _npy(path), extra), _dense("values", extra, table))
+        return Source(repr(str(path)), _memory("values", _npy(path), extra), _dense("values", extra, table), states)
     opener = _opener_of(path)
     if tensor is not None:
-        return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table, states))
+        return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table, states), states)
     if extra or table is not None:
         raise InputError(
             f"keys and table_ids need a dense tensor, which tensor= names; other files have their own columns {KEY!r} "
             f"and {TABLE!r}"
         )
-    return Source(repr(str(path)), opener, _by_name)
+    return Source(repr(str(path)), opener, _by_name, states)
 
 
 def _opener_of(path: Path) -> FileOpener:
@@ -230,16 +223,15 @@ def _dense(
         for name in (*names, *(name for given in of_states.values() for name in given)):
             if name not in shapes:
                 raise InputError(f"tensor={name!r} does not exist; there are {', '.join(sorted(shapes))}")
-        own = {name: name for name in extra}
-        if isinstance(tensor, str):
-            only = {state: name for state, (name,) in of_states.items()}
-            return [SourceTable({EMBEDDING: tensor, **own, **only}, table)]
-        if extra or table is not None or not names:
-            raise InputError(f"tensor={tensor!r}: a list has one name a table, and no keys or table_ids")
-        return [
-            SourceTable({EMBEDDING: name, **{state: given[index] for state, given in of_states.items()}}, index)
+        tables = [
+            {EMBEDDING: name, **{state: given[index] for state, given in of_states.items()}}
             for index, name in enumerate(names)
         ]
+        if isinstance(tensor, str):
+            return [SourceTable({**tables[0], **{name: name for name in extra}}, table)]
+        if extra or table is not None or not names:
+            raise InputError(f"tensor={tensor!r}: a list has one name a table, and no keys or table_ids")
+        return [SourceTable(columns, index) for index, columns in enumerate(tables)]
 
     return parts
 

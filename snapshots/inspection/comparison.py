@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +30,6 @@ class RowDiff(NamedTuple):
     largest: float | None
 
 
-@dataclass
 class Comparison:
     """The differences from one snapshot to another.
 
@@ -42,19 +40,52 @@ class Comparison:
     with both values; of `hyper` the differing numbers. `names`: of the tables. `first`: the first rows that differ.
     """
 
-    fields: dict[str, tuple[Any, Any]]
-    names: Names
-    added: Counter[int] = field(default_factory=Counter)
-    changed: Counter[int] = field(default_factory=Counter)
-    gone: Counter[int] = field(default_factory=Counter)
-    same: int = 0
-    largest: dict[str, float] = field(default_factory=dict)
-    first: list[RowDiff] = field(default_factory=list)
+    def __init__(self, fields: dict[str, tuple[Any, Any]], names: Names, old: Columns, new: Columns, most: int) -> None:
+        """most: the number of rows to keep in `first`."""
+        self.fields, self.names = fields, names
+        self.added, self.changed, self.gone = Counter[int](), Counter[int](), Counter[int]()
+        self.same, self.first = 0, list[RowDiff]()
+        self._before, self._columns, self._most = old.form, new, most
+        self._has_same_states = not fields.keys() & {"states", "state_widths"}
+        self.largest = dict.fromkeys(new.form.counts if self._has_same_states else [EMBEDDING], 0.0)
 
     @property
     def differs(self) -> bool:
         """Whether anything differs."""
         return bool(self.fields or self.added or self.changed or self.gone)
+
+    def add(self, left: RowArray | None, right: RowArray | None) -> None:
+        """Compare the rows of one range of keys."""
+        if left is not None and right is not None:
+            left_keys, right_keys = sort_keys(left), sort_keys(right)
+            in_left, in_right = among(right_keys, left_keys), among(left_keys, right_keys)
+            self._both(left[in_right], right[in_left])
+            left, right = left[~in_right], right[~in_left]
+        if left is not None:
+            self._count("gone", left, None)
+        if right is not None:
+            self._count("added", right, None)
+
+    def _both(self, old: RowArray, new: RowArray) -> None:
+        """Compare rows [n] of the same keys."""
+        changed = (old["updates"] != new["updates"]) | (old["step"] != new["step"])
+        if not self._has_same_states:
+            changed[:] = True
+        largest = {}
+        for name in self.largest:
+            largest[name] = _largest(self._before.numbers(old, name), self._columns.form.numbers(new, name), changed)
+            self.largest[name] = max(self.largest[name], float(largest[name].max(initial=0.0)))
+        self.same += len(new) - int(changed.sum())
+        self._count("changed", new[changed], largest[EMBEDDING][changed])
+
+    def _count(self, sort: Sort, rows: RowArray, largest: NDArray[np.float64] | None) -> None:
+        counter: Counter[int] = getattr(self, sort)
+        for table, count in zip(*np.unique(rows["table"], return_counts=True), strict=True):
+            counter[int(table)] += int(count)
+        first = self.first
+        some = rows[: max(0, self._most - len(first))]
+        for i, (table, key) in enumerate(zip(some["table"], self._columns.user_keys(some["key"]), strict=True)):
+            first.append(RowDiff(sort, int(table), int(key), None if largest is None else float(largest[i])))
 
 
 def compare(
@@ -83,61 +114,17 @@ def compare(
     if isinstance(was, dict) and isinstance(now, dict):
         numbers = _differing(was, now)
         fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
-    same_state = not fields.keys() & {"states", "state_widths"}
-    counter = _Counter(Comparison(fields, names), Columns(old), Columns(new), same_state, first)
+    result = Comparison(fields, names, Columns(old), Columns(new), first)
     for _, left, right in aligned(before.chunks(), after.chunks()):
-        counter.add(left, right)
+        result.add(left, right)
         if progress is not None:
             progress(sum(len(rows) for rows in (left, right) if rows is not None))
-    return counter.result
+    return result
 
 
 def _differing(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The fields that differ, with both values."""
     return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
-
-
-class _Counter:
-    def __init__(self, result: Comparison, old: Columns, new: Columns, same_state: bool, first: int) -> None:
-        self.result = result
-        self._columns, self._before = new, old.form
-        self._same_state = same_state
-        self._names = list(new.form.counts) if same_state else [EMBEDDING]
-        self._first = first
-        result.largest = dict.fromkeys(self._names, 0.0)
-
-    def add(self, left: RowArray | None, right: RowArray | None) -> None:
-        """Compare the rows of one range of keys."""
-        if left is not None and right is not None:
-            left_keys, right_keys = sort_keys(left), sort_keys(right)
-            in_left, in_right = among(right_keys, left_keys), among(left_keys, right_keys)
-            self._both(left[in_right], right[in_left])
-            left, right = left[~in_right], right[~in_left]
-        if left is not None:
-            self._count("gone", left, None)
-        if right is not None:
-            self._count("added", right, None)
-
-    def _both(self, old: RowArray, new: RowArray) -> None:
-        """Compare rows [n] of the same keys."""
-        changed = (old["updates"] != new["updates"]) | (old["step"] != new["step"])
-        if not self._same_state:
-            changed[:] = True
-        largest = {}
-        for name in self._names:
-            largest[name] = _largest(self._before.numbers(old, name), self._columns.form.numbers(new, name), changed)
-            self.result.largest[name] = max(self.result.largest[name], float(largest[name].max(initial=0.0)))
-        self.result.same += len(new) - int(changed.sum())
-        self._count("changed", new[changed], largest[EMBEDDING][changed])
-
-    def _count(self, sort: Sort, rows: RowArray, largest: NDArray[np.float64] | None) -> None:
-        counter: Counter[int] = getattr(self.result, sort)
-        for table, count in zip(*np.unique(rows["table"], return_counts=True), strict=True):
-            counter[int(table)] += int(count)
-        first = self.result.first
-        some = rows[: max(0, self._first - len(first))]
-        for i, (table, key) in enumerate(zip(some["table"], self._columns.user_keys(some["key"]), strict=True)):
-            first.append(RowDiff(sort, int(table), int(key), None if largest is None else float(largest[i])))
 
 
 def _largest(old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]) -> NDArray[np.float64]:

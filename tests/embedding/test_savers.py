@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,8 +69,15 @@ def test_a_save_for_another_process_waits_for_a_save_of_the_group(tmp_path: Path
 
     def progress(count: int) -> None:
         if not asked:
-            save = handles[0].requests.save_between_steps
-            asked.append(Thread(target=save, args=("other", "full", lambda _: None, lambda: False), daemon=True))
+            save = SimpleNamespace(
+                name="other",
+                kind="full",
+                overwrite=False,
+                stores=(),
+                progress=lambda _: None,
+                is_given_up=lambda: False,
+            )
+            asked.append(Thread(target=handles[0].requests.save_between_steps, args=(save,), daemon=True))
             asked[0].start()
             asked[0].join(FEW)
 
