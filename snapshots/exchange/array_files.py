@@ -7,6 +7,7 @@ Layout: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,6 +58,16 @@ def _read(array: Any, begin: int, end: int) -> NDArray[Any]:
         rows = rows.detach()
         return np.asarray((rows.float() if rows.dtype is torch.bfloat16 else rows).cpu().numpy())
     return np.asarray(rows)
+
+
+def mapped_npy(path: Path) -> NDArray[Any]:
+    """The array of a `.npy`, mapped from the disk. Raises OSError, and ValueError for anything else, as an `.npz`."""
+    try:
+        return npy.open_memmap(path, "r")
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # NumPy evaluates the header, and raises what happens to it then
+        raise ValueError(f"its header is damaged: {error}") from error
 
 
 class NamedArrays:
@@ -144,7 +155,12 @@ class _NpyColumn:
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"array {name!r} is of .npy version {version}")
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        self.shape, by_columns, self.dtype = read_header(file)
+        try:
+            self.shape, by_columns, self.dtype = read_header(file)
+        except Exception as error:  # as in `mapped_npy`
+            raise ValueError(f"the header of array {name!r} is damaged: {error}") from error
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"array {name!r} has the shape {self.shape}")
         self._by_columns = by_columns and len(self.shape) > 1
         self._name = name
         self._at = 0
@@ -155,8 +171,7 @@ class _NpyColumn:
         if begin != self._at:
             raise InputError(f"array {self._name!r} is requested twice, but a .npz is read once: name another")
         self._at = end
-        row = int(np.prod(self.shape[1:], dtype=np.int64))
-        return self.read_items((end - begin) * row).reshape(end - begin, *self.shape[1:])
+        return self.read_items((end - begin) * math.prod(self.shape[1:])).reshape(end - begin, *self.shape[1:])
 
     def read_items(self, count: int) -> NDArray[Any]:
         """The next `count` numbers."""
