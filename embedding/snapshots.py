@@ -276,7 +276,8 @@ class Snapshots:
     def finish_saving(self) -> None:
         """Wait for a snapshot in the background, which may be the one to load. Its error was logged."""
         if self._saving is None:
-            self.local_table.observers.finish_saving()
+            if self.own.own_open is not None:  # a closed table is refused by what the caller does next, on all ranks
+                self.own.own_open.observers.finish_saving()
             return
         _, error = catch(self._saving.wait)
         if error is not None and self.world.failure is not None:
