@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ..checks import as_number
 from ..errors import OptimizerError
 from . import adam
-from .rule import Group
+from .rule import Group, all_rules
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of numbers that float32 holds with full precision
 
@@ -60,7 +60,22 @@ def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
     return str(value)
 
 
-class OwnOptimizer(torch.optim.Optimizer):
+class CheckedOptimizer(torch.optim.Optimizer):
+    """An optimizer that raises OptimizerError for a param group with settings that its rules do not accept."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, and check its settings."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group.get("amsgrad"):
+            raise OptimizerError(f"{type(self).__name__}: amsgrad=True is not supported; use amsgrad=False")
+        for rule in all_rules():
+            if isinstance(self, rule.optimizer):
+                rule.hyper(group, 1)
+                rule.initial(group)
+
+
+class OwnOptimizer(CheckedOptimizer):
     """An optimizer with `step()` for dense parameters. A subclass updates one parameter in `move`."""
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
@@ -107,8 +122,6 @@ class OwnAdam(OwnOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            hyper(group, 1)
 
     @staticmethod
     def second_moment_input(squares: Tensor) -> Tensor:

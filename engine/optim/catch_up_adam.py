@@ -29,10 +29,9 @@ from functools import cache
 
 import torch
 
-from ..errors import OptimizerError
 from .adam import hyper as adam_hyper
 from .adam import is_decoupled
-from .base import SMALLEST, number
+from .base import SMALLEST, CheckedOptimizer, number
 from .kernel import CatchUp, Kernel
 from .rule import Group, Rule
 
@@ -152,7 +151,7 @@ CATCH_UP_ADAMW = replace(
 )
 
 
-class CatchUpAdam(torch.optim.Adam):
+class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
     """torch.optim.Adam whose rows get the values of dense Adam, however rarely their ids occur; see above.
 
     The arguments are those of torch.optim.Adam, which it is over dense parameters. With a weight_decay (L2), a row
@@ -160,30 +159,13 @@ class CatchUpAdam(torch.optim.Adam):
     was put has moments of 0, and its missed steps would be 0 / 0.
     """
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, and check its settings."""
-        super().add_param_group(param_group)
-        _check(self)
 
-
-class CatchUpAdamW(torch.optim.AdamW):
+class CatchUpAdamW(CheckedOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW whose rows get the values of dense AdamW, however rarely their ids occur; see above.
 
     The arguments are those of torch.optim.AdamW, which it is over dense parameters. Raises OptimizerError as
     CatchUpAdam.
     """
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, and check its settings."""
-        super().add_param_group(param_group)
-        _check(self)
-
-
-def _check(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if group["amsgrad"]:
-            raise OptimizerError(f"{type(optimizer).__name__}: amsgrad=True is not supported; use amsgrad=False")
-        _hyper(group, 1)
 
 
 @cache

@@ -72,9 +72,6 @@ class Ftrl(OwnOptimizer):
             "power_sign": power_sign,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _hyper(group, 1)
-            _initial(group)
 
     @property
     def support_sparse(self) -> bool:

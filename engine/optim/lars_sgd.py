@@ -58,8 +58,6 @@ class LarsSGD(OwnOptimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "maximize": maximize}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _hyper(group, 1)
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x = _hyper(group, 1)
