@@ -45,7 +45,7 @@ def diff(
 def _plain(found: Comparison) -> dict[str, Any]:
     from ..engine.options.table_names import with_table_name
 
-    counts = {sort: dict(sorted(getattr(found, sort).items())) for sort in ("added", "changed", "gone")}
+    counts = {sort: dict(sorted(tables.items())) for sort, tables in found.counts.items()}
     named = {"table_names": list(found.names)} if any(found.names) else {}
     return {
         "differs": found.differs,
@@ -77,14 +77,14 @@ def _print(found: Comparison) -> None:
     if not found.differs:
         print(f"the same: {found.same:,} rows")
         return
-    tables = sorted({*found.added, *found.changed, *found.gone})
-    counters = found.added, found.changed, found.gone
-    lines = [["table", "added", "changed", "gone"]]
+    counters = found.counts.values()
+    tables = sorted(set().union(*counters))
+    lines = [["table", *found.counts]]
     lines += [[label_of(table, found.names), *(f"{counter[table]:,}" for counter in counters)] for table in tables]
     sums = [counter.total() for counter in counters]
     print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
     print(f"{found.same:,} rows are the same")
-    if found.changed:
+    if found.counts["changed"]:
         print("greatest absolute difference: " + ", ".join(f"{n} {v:.6g}" for n, v in found.largest.items()))
     if found.fields:
         print()

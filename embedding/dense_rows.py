@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..engine.checks import as_int
 from ..engine.errors import InputError, OptimizerError, StoreError, TierbedError
-from ..engine.options.lookup import check_range
+from ..engine.options.lookup import check_values
 from ..engine.options.table_names import choices, table_number
 from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import EMBEDDING, LAST_STEP, RowArray
@@ -196,7 +196,7 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
         raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with num_embeddings of them")
     for first in range(0, len(rows), CHUNK):
         keys = torch.arange(first, min(first + CHUNK, len(rows)))
-        check_range(spec, keys, _numbers(rows[first : first + CHUNK]))
+        check_values(spec, keys, _numbers(rows[first : first + CHUNK]), allow_nonfinite=True)
     padding = spec.padding_idx
     if padding is not None and 0 <= padding < len(rows) and rows[padding].any():
         raise InputError(

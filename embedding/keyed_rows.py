@@ -16,7 +16,7 @@ from ..distributed.sharded_table import ShardedTable
 from ..engine.checks import checked_arguments
 from ..engine.errors import InputError, StoreError
 from ..engine.ops.batch import check_legal
-from ..engine.options.lookup import Lookup, check_finite, check_lookup, check_range, check_row, keys_from, rows_from
+from ..engine.options.lookup import Lookup, check_lookup, check_row, check_values, keys_from, rows_from
 from ..engine.options.table_names import with_table_name
 from ..engine.row_format import EMBEDDING
 from ..engine.signals import uninterrupted
@@ -90,9 +90,7 @@ class KeyedRows(SavedRows):
                     f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row; leave "
                     "it out"
                 )
-            if not allow_nonfinite:
-                check_finite(self.spec, wanted.ids, values)
-            check_range(self.spec, wanted.ids, values)
+            check_values(self.spec, wanted.ids, values, allow_nonfinite)
             check_legal(self.spec, wanted)
         self._copied = ()
         self._table().put(wanted, values)

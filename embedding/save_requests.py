@@ -48,7 +48,7 @@ class LocalRequests:
         others = [self._find(store) for store in save.stores]
         saved = others if len(others) > 1 else [self._handle]
 
-        def made() -> Manifest:
+        def save_now() -> Manifest:
             for one in others or saved:
                 check_not_awaiting(one.name, one.awaited)
             save.progress(0)
@@ -56,7 +56,7 @@ class LocalRequests:
             save_together(self._handle.world, tables, save.name, save.kind, save.overwrite, progress=save.progress)
             return tables[0].snapshot(save.name).manifest
 
-        return self._visit(made, save.is_given_up, others)
+        return self._visit(save_now, save.is_given_up, others)
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         snapshots = self._handle.snapshots

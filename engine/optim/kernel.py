@@ -202,13 +202,8 @@ def _norms(kernel: Kernel, elements: dict[str, str], row: dict[str, str]) -> str
 def _catch_up(catch_up: CatchUp | None, elements: dict[str, str]) -> str:
     if catch_up is None:
         return ""
-    fields = {
-        "last": "u32",
-        "rest": "u32",
-        "is_constant": "bool",
-        **dict.fromkeys(("rate", *catch_up.doubles), "double"),
-    }
-    fields |= dict.fromkeys(catch_up.values, "float")
+    fields = {"last": "u32", "rest": "u32", "is_constant": "bool"}
+    fields |= dict.fromkeys(("rate", *catch_up.doubles), "double") | dict.fromkeys(catch_up.values, "float")
     values, states = _references({}, fields, "missed"), _references(elements, fields, "missed")
     step = "float& w, float* state, const Missed& missed"
     return "\n".join(

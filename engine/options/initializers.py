@@ -44,7 +44,7 @@ class Initializer(PlainDict):
                 finite = False
             if not finite:
                 raise OptionError(f"{self.type} initializer: {item.name}={value!r}; give a finite float32 number")
-            object.__setattr__(self, item.name, number)
+            self._set(item.name, number)
 
     def entry(self) -> Entry:
         """Kind, parameters and quantiles, for `_core.Layout`, of one column group of one table."""
@@ -216,10 +216,10 @@ class NamedOptions(PlainDict):
     bad_ids: str = field(default="raise", kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", check_table_name(self.name))
+        self._set("name", check_table_name(self.name))
         if self.ids is not None:
             expected = "how many ids the table has, from 1 to 2**64, all below it, or None for any id"
-            object.__setattr__(self, "ids", int_option("ids", self.ids, expected, 1, 2**64))
+            self._set("ids", int_option("ids", self.ids, expected, 1, 2**64))
         if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
             raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not below `ids`")
         if self.bad_ids != "raise" and self.ids is None:
@@ -320,7 +320,5 @@ def as_arrays(
                 f"tables[{index}] has {len(table.columns)} column options, but embedding_dim={list(columns)} has"
                 f" {len(columns)} columns; give one for each, or a single initializer"
             )
-    kinds = [kind for kind, _, _ in entries]
-    parameters = np.array([pair for _, pair, _ in entries], np.float32).reshape(-1, 2)
-    quantiles = np.array([pair for _, _, pair in entries], np.float64).reshape(-1, 2)
-    return kinds, parameters, quantiles
+    kinds, parameters, quantiles = zip(*entries, strict=True)
+    return list(kinds), np.array(parameters, np.float32), np.array(quantiles, np.float64)

@@ -308,27 +308,17 @@ def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float
     return given.reshape(-1, spec.dim).contiguous().numpy()
 
 
-def check_finite(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
-    """Raises InputError for a number in values [n, dim], of n keys, that is infinite or NaN."""
-    _refuse_values(
-        spec, keys, values, ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
-    )
-
-
-def check_range(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
-    """Raises InputError for a finite number in values [n, dim], of n keys, that would be infinite in stored rows."""
-    if spec.dtype != "float32":
-        remedy = f"overflows dtype=torch.{spec.dtype}; give smaller numbers, or make the embedding with torch.float32"
-        _refuse_values(spec, keys, values, overflows(values, spec.dtype), remedy)
-
-
-def _refuse_values(
-    spec: TableSpec, keys: Tensor, values: NDArray[np.float32], flags: NDArray[np.bool_], error: str
-) -> None:
+def check_values(spec: TableSpec, keys: Tensor, values: NDArray[np.float32], allow_nonfinite: bool) -> None:
+    """Raises InputError for a number in values [n, dim], of n keys, that is not finite, or not in stored rows."""
+    flags, problem = np.zeros(0, np.bool_), ""
+    if not allow_nonfinite:
+        flags, problem = ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
+    if spec.dtype != "float32" and not flags.any():
+        remedy = "give smaller numbers, or make the embedding with torch.float32"
+        flags, problem = overflows(values, spec.dtype), f"overflows dtype=torch.{spec.dtype}; {remedy}"
     if flags.any():
         row, column = np.argwhere(flags)[0].tolist()
-        key = keys.flatten()[row].item()
-        raise InputError(f"rows of embedding {spec.name!r}: {values[row, column]} for key {key} {error}")
+        raise _error(spec, "rows", f"{values[row, column]} for key {keys.flatten()[row].item()} {problem}")
 
 
 def _array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:

@@ -19,7 +19,7 @@ from ..options.table_spec import TableSpec
 from ..store.contract import Tier, TopTier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
-from .processor import ByOwner, Processor, by_owner
+from .processor import Processor
 
 FEW = 256  # ids, as in native/full_table.h
 
@@ -92,9 +92,8 @@ class CpuProcessor(Processor[_core.Batch]):
         return out
 
     def weights_grad(self, batch: _core.Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        new = (
-            torch.empty if lookup.feature_columns is None else torch.zeros
-        )  # ids of other features have weights as well
+        # ids of other features have weights as well
+        new = torch.empty if lookup.feature_columns is None else torch.zeros
         out = new(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
         _core.weights_grad(batch, self.layout, index, array_of(grad), flat(out), mean, dtype)
@@ -127,9 +126,6 @@ class CpuProcessor(Processor[_core.Batch]):
     def unique_rows(self, batch: _core.Batch) -> Lookup:
         tables = torch.from_numpy(batch.tables.astype(np.int64)) if self._spec.num_tables > 1 else None
         return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
-
-    def by_owner(self, batch: _core.Batch, ranks: int, last: int) -> ByOwner:
-        return by_owner(batch.tables, batch.keys, ranks, last)
 
     def set_lines(
         self,

@@ -250,13 +250,9 @@ class Prefetcher:
                 if self._thread is me:
                     self._busy = False
                     self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._thread is not me or (not self._paused and self._next() is not None)
-                )
-                if self._thread is not me:
+                step = self._changed.wait_for(lambda: self._thread is not me or (not self._paused and self._next()))
+                if not isinstance(step, list):  # another thread continues, or none
                     return
-                step = self._next()
-                assert step is not None
                 self._busy = True
             try:
                 with self._processor.side_stream():

@@ -77,7 +77,8 @@ class StepGate:
                     table.lock.acquire(timeout=POLL_SECONDS) and locks.callback(table.lock.release) for table in ordered
                 ):
                     continue
-                if not self.closed and not any(table.in_step or table.is_saved_by_another for table in self._tables):
+                taken = any(table.in_step or table.observers.is_saved_by_another for table in self._tables)
+                if not self.closed and not taken:
                     stack.enter_context(locks.pop_all())
                     return True
             self._step_waits.wait(POLL_SECONDS)

@@ -50,10 +50,8 @@ class PinnedBatch:
     """The unique rows of all lookups of a step, pinned in the top tier until `update` or `release`."""
 
     def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
-        self.core = core  # the processor's batch
-        self.lookups = lookups
-        self.dtype = dtype
-        self.table = table
+        """core: the processor's batch. dtype: of gathered rows."""
+        self.table, self.core, self.lookups, self.dtype = table, core, lookups, dtype
 
     def gather(self, index: int, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
@@ -149,7 +147,7 @@ class OpenTable:
         self.step_gate = StepGate()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
-        self.observers = ChangeObservers(spec.name, stack, self.form.dtype, self.lock, self.ready, self.check)
+        self.observers = ChangeObservers(self)
         # rows that are still in a tier, in whole or in part: tables, keys, how many of each table, and why they go
         self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
         self.small_caches = SmallCaches(spec.name)
@@ -164,10 +162,6 @@ class OpenTable:
     @property
     def in_step(self) -> bool:
         return self._pinned is not None
-
-    @property
-    def is_saved_by_another(self) -> bool:
-        return self.observers.is_saved_by_another
 
     @property
     def rule(self) -> str:
@@ -330,11 +324,7 @@ class OpenTable:
         return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1, None, self.hyper)
 
     def read(
-        self,
-        lookup: Lookup,
-        weights: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        trains: bool = False,
+        self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
         """Rows of ids, or pooled bags: lookup.shape + (dim,). Unknown rows have initial values and are not inserted.
 
@@ -346,8 +336,7 @@ class OpenTable:
                 rows = self.processor.gather_few(self.ready(), lookup, dtype, trains)
                 if rows is not None:
                     return rows
-            batch = self._peek(lookup, trains)
-            return self.processor.gather(batch, 0, lookup, weights, dtype)
+            return self.processor.gather(self._peek(lookup, trains), 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup, trains: bool = False) -> Tensor:
         """`read`, which also waits for deferred errors and raises them."""
@@ -359,8 +348,7 @@ class OpenTable:
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of the weights of a lookup that only reads; grad is lookup.shape + (dim,)."""
         with self.lock:
-            batch = self._peek(lookup, trains=True)
-            return self.processor.weights_grad(batch, 0, lookup, grad)
+            return self.processor.weights_grad(self._peek(lookup, trains=True), 0, lookup, grad)
 
     def pin(
         self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: PinnedBatch | None = None
@@ -497,8 +485,10 @@ class OpenTable:
     ) -> PinnedBatch:
         self._release()
         store = self.ready()  # erases pending rows before rows are counted
-        with self.announced(lookups if is_step else None) as prepared:
-            batch = self._batch(lookups, dedup_from) if prepared is None else prepared
+        with self.announced(lookups if is_step else None) as batch:
+            if batch is None:
+                self.check(wait=False)
+                batch = self.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
             step = self.step + is_step
             if self.lifecycle.has_ledger and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
@@ -528,7 +518,8 @@ class OpenTable:
         return CapacityLimit(self.spec.name, capacity, lambda: max(capacity - self.counts.rows, 0))
 
     def _peek(self, lookup: Lookup, trains: bool = False) -> Any:
-        batch = self._batch([lookup])
+        self.check(wait=False)
+        batch = self.processor.batch([lookup])
         self.ready().peek(batch, trains)
         if self.catch_up_rule:
             self.set_numbers()
@@ -602,7 +593,3 @@ class OpenTable:
             tiers = self.require_open().metrics()
             self.small_caches.judge(tiers)
             self._next_rare_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP
-
-    def _batch(self, lookups: list[Lookup], dedup_from: PinnedBatch | None = None) -> Any:
-        self.check(wait=False)
-        return self.processor.batch(lookups, None if dedup_from is None else dedup_from.core)

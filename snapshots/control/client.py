@@ -17,7 +17,7 @@ from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, s
 
 TIMEOUT = 60.0  # seconds without a message
 
-_RAISED: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError, InputError)}
+_RAISED: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
 RowsWritten = Callable[[int, int | None], None]
 
@@ -126,9 +126,11 @@ class _Client:
             with suppress(BrokenPipeError):  # the server has sent an error and closed
                 send(self._connection, request)
             deadline = monotonic() + self._timeout
+            # else it is a step's of the other process: the caller gave no such input
+            raised = {**_RAISED, InputError.__name__: InputError} if request["do"] == "get" else _RAISED
             while (answer := self._next(deadline, wish)) is not None:
                 if "error" in answer:
-                    raise _RAISED.get(str(answer.get("type")), StoreError)(str(answer["error"]))
+                    raise raised.get(str(answer.get("type")), StoreError)(str(answer["error"]))
                 if "waiting" in answer:
                     self._waits = True
                 else:

@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, current_thread
 from time import monotonic
@@ -28,8 +29,14 @@ _MAX_ERROR = 8000  # characters
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
 
-# a forked child that outlives its parent must not keep the socket open
-os.register_at_fork(after_in_child=lambda: [service._close_descriptors() for service in list(_services)])
+
+def _close_in_child() -> None:
+    # a forked child that outlives its parent must not keep the socket open
+    for service in list(_services):
+        service._close_descriptors()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SaveTarget(Protocol):
@@ -198,7 +205,7 @@ class Service:
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, which does not know this request")
 
     def _save_for(
-        self, client: socket.socket, pid: int, name: str, kind: str, more: Message, stores: Sequence[str] = ()
+        self, client: socket.socket, pid: int, name: str, kind: str, more: Mapping[Any, Any], stores: Sequence[str] = ()
     ) -> Message:
         overwrite = more.get("overwrite") is True
         save = RequestedSave(client, self._stopping, self._target, name, kind, overwrite, stores)
@@ -226,28 +233,26 @@ class Service:
         return {"done": {**done, "step": manifest.description["step"]}}
 
 
+@dataclass(eq=False)
 class RequestedSave:
     """A save for a client, which gets messages of progress as long as it receives them.
 
     stores: the real paths of stores to save, all or none; empty for the target's own.
     """
 
-    def __init__(
-        self,
-        client: socket.socket,
-        stopping: Event,
-        target: SaveTarget,
-        name: str,
-        kind: str,
-        overwrite: bool,
-        stores: Sequence[str],
-    ) -> None:
-        self.name, self.kind, self.overwrite, self.stores = name, kind, overwrite, stores
-        self.rows = 0
-        self.of: int | None = None  # total; unknown before the save starts, and if it is not of all rows of the target
-        self._client, self._stopping, self._target = client, stopping, target
-        self._due = 0.0
-        client.setblocking(False)
+    _client: socket.socket
+    _stopping: Event
+    _target: SaveTarget
+    name: str
+    kind: str
+    overwrite: bool
+    stores: Sequence[str]
+    rows: int = 0
+    of: int | None = None  # total; unknown before the save starts, and if it is not of all rows of the target
+    _due: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._client.setblocking(False)
 
     def is_given_up(self) -> bool:
         """Whether no client waits for the save, which has not started."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.checks import checked_arguments
-from ...engine.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
+from ...engine.durable import UnsyncedError, fsync_file, make_folder, put_in_place, temporary_path
 from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import Names, choices, names_in, table_number
 from ..files.reader import Snapshot
@@ -69,7 +69,7 @@ def export_snapshot(
     if format == "snapshot":
         write_snapshot(path, description, chunks)
         return report.rows
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    temporary = temporary_path(path)
     try:
         make_folder(path.parent)
         temporary.unlink(missing_ok=True)  # left by a killed export

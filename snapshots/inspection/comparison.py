@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from ..files.merging import aligned, among, sort_keys
 from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
+SORTS: tuple[Sort, ...] = get_args(Sort)
 _MUST_AGREE = ("key_type", "columns")
 
 
@@ -33,7 +34,7 @@ class RowDiff(NamedTuple):
 class Comparison:
     """The differences from one snapshot to another.
 
-    `added`, `changed`, `gone`: rows by table id. A row is changed if any of its bytes is, state, updates and step
+    `counts`: of rows by table id, for each of SORTS. A row is changed if any of its bytes is, state, updates and step
     included. `same`: the number of equal rows. `largest`: by "embedding" and state, the greatest absolute difference
     over the rows of both, infinite between a number and NaN; states are compared if both snapshots have the same
     states. Numbers of different dtypes are compared as float32. `fields`: the fields in which the descriptions differ,
@@ -43,7 +44,7 @@ class Comparison:
     def __init__(self, fields: dict[str, tuple[Any, Any]], names: Names, old: Columns, new: Columns, most: int) -> None:
         """most: the number of rows to keep in `first`."""
         self.fields, self.names = fields, names
-        self.added, self.changed, self.gone = Counter[int](), Counter[int](), Counter[int]()
+        self.counts = {sort: Counter[int]() for sort in SORTS}
         self.same, self.first = 0, list[RowDiff]()
         self._before, self._columns, self._most = old.form, new, most
         self._has_same_states = not fields.keys() & {"states", "state_widths"}
@@ -52,7 +53,7 @@ class Comparison:
     @property
     def differs(self) -> bool:
         """Whether anything differs."""
-        return bool(self.fields or self.added or self.changed or self.gone)
+        return bool(self.fields or any(self.counts.values()))
 
     def add(self, left: RowArray | None, right: RowArray | None) -> None:
         """Compare the rows of one range of keys."""
@@ -79,9 +80,8 @@ class Comparison:
         self._count("changed", new[changed], largest[EMBEDDING][changed])
 
     def _count(self, sort: Sort, rows: RowArray, largest: NDArray[np.float64] | None) -> None:
-        counter: Counter[int] = getattr(self, sort)
         for table, count in zip(*np.unique(rows["table"], return_counts=True), strict=True):
-            counter[int(table)] += int(count)
+            self.counts[sort][int(table)] += int(count)
         first = self.first
         some = rows[: max(0, self._most - len(first))]
         for i, (table, key) in enumerate(zip(some["table"], self._columns.user_keys(some["key"]), strict=True)):
@@ -96,18 +96,14 @@ def compare(
     Raises SnapshotError for snapshots of tables that cannot share rows, and for damaged snapshots.
     """
     old, new = before.description, after.description
-    for name in _MUST_AGREE:
-        if old[name] != new[name]:
-            raise SnapshotError(
-                f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {name} is {old[name]!r} and "
-                f"{new[name]!r}; compare snapshots of one embedding"
-            )
+    reasons = [f"{name} is {old[name]!r} and {new[name]!r}" for name in _MUST_AGREE if old[name] != new[name]]
     names = merged_names(names_in(old), names_in(new))
     if names is None:
-        tables = [list(labels_of(names_in(of))) for of in (old, new)]
+        reasons.append(f"tables are {list(labels_of(names_in(old)))} and {list(labels_of(names_in(new)))}")
+    if names is None or reasons:
         raise SnapshotError(
-            f"snapshots {before.name!r} and {after.name!r} cannot be compared: their tables are {tables[0]} and "
-            f"{tables[1]}; compare snapshots of one embedding"
+            f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {reasons[0]}; compare snapshots "
+            "of one embedding"
         )
     fields = _differing(with_named_hyper(old), with_named_hyper(new))
     was, now = fields.get("hyper", (None, None))
