@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -24,7 +23,6 @@ from ...embedding.training_group import train_together
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.rows_contract import NoTorchScript
-from ...engine.options.initializers import AnyTableOptions
 from ...engine.options.lookup import DEVICES
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
 from ...engine.options.table_names import choices, names_in, table_number
@@ -37,31 +35,10 @@ from .store_split import StoreRequest, stores_of, stores_text
 log = logging.getLogger("tierbed")
 
 
-class Table(Protocol):
-    """A table before its embedding is made. Tables of one dim, dtype and group share an embedding."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_embeddings(self) -> int | None: ...
-
-    @property
-    def embedding_dim(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def group(self) -> str: ...
-
-    def table_options(self) -> AnyTableOptions: ...
+T = TypeVar("T", bound=EmbeddingConfig)
 
 
-T = TypeVar("T", bound=Table)
-
-
-def embedding_name(module: str, table: Table, dtype: torch.dtype) -> str:
+def embedding_name(module: str, table: EmbeddingConfig, dtype: torch.dtype) -> str:
     """The name of the embedding that has a table, if its rows are of `dtype`."""
     width = "" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
     return f"{module}-d{table.embedding_dim}{width}{f'-{table.group}' if table.group else ''}"
@@ -75,7 +52,7 @@ def group_tables(module: str, tables: Iterable[T]) -> dict[str, list[T]]:
     return groups
 
 
-def store_requests(groups: Mapping[str, Sequence[Table]]) -> dict[str, StoreRequest]:
+def store_requests(groups: Mapping[str, Sequence[EmbeddingConfig]]) -> dict[str, StoreRequest]:
     """What each embedding requests of the store that they share."""
     requests = {}
     for group, tables in groups.items():
@@ -147,7 +124,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 
     def _make_embeddings(
         self,
-        groups: Mapping[str, Sequence[Table]],
+        groups: Mapping[str, Sequence[EmbeddingConfig]],
         stores: Mapping[str, StoreOptions],
         seed: int,
         key_type: torch.dtype = torch.int64,
@@ -181,17 +158,19 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                 self._show(table)
         train_together(self.embeddings[group] for group in groups)
 
-    def _show(self, table: Table) -> None:
+    def _show(self, table: EmbeddingConfig) -> None:
         """Add a table whose location is known to the views of `embeddings`."""
         group, number = self._locations[table.name]
         size = table.num_embeddings, table.embedding_dim, table.dtype
         self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), number)
 
-    def _seed_name(self, group: str, tables: Sequence[Table]) -> str:
+    def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
         """The text that an embedding's initial rows depend on."""
         return "\n".join([group, *(table.name for table in tables)])
 
-    def _warn_of_other_dtypes(self, group: str, tables: Sequence[Table], options: StoreOptions, used: set[str]) -> None:
+    def _warn_of_other_dtypes(
+        self, group: str, tables: Sequence[EmbeddingConfig], options: StoreOptions, used: set[str]
+    ) -> None:
         """Log that an embedding starts empty, if only rows of another dtype are stored for its tables."""
         if options.persistent_path is None or options.open == "fresh":
             return
@@ -240,6 +219,17 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
         return self._locations[self._tables[number]]
 
+    def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
+        """As `load_dense` of each embedding, by the names of tables. All are checked before one changes."""
+        loads = []
+        for embedding in self.each():
+            own = [name for name in self._tables if self.embedding_of(name) is embedding]
+            rows, of_tables = ({name: given[name] for name in own if name in given} for given in (weights, states))
+            with embedding.raise_on_all_ranks():
+                loads.append((embedding, dense_tensors(embedding, rows, of_tables, step)))
+        for embedding, tensors in loads:
+            embedding.load_tensors(tensors)
+
     def stores(self) -> None:
         """Print how the store is divided between the embeddings."""
         print(stores_text({embedding.name: embedding.store_options for embedding in self.each()}))
@@ -256,9 +246,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -350,18 +338,15 @@ class TableCollection(TableModule):
         Raises as `load_dense` of an embedding; InputError for a table without state.
         """
         with self.raise_on_all_ranks():
-            of_tables = {one.name: _state_of(self._kind, one.name, state.get("state", state)) for one in self.configs}
-        weights = {config.name: dense_rows(*self.embeddings.tables[config.name].dense()) for config in self.configs}
-        loads = []
-        for embedding in self.each():
-            own = [config.name for config in self.configs if self.embedding_of(config.name) is embedding]
+            given = {one.name: _state_of(self._kind, one.name, state.get("state", state)) for one in self.configs}
+        states = {}
+        for table, of_table in given.items():
+            embedding = self.embedding_of(table)
             with embedding.raise_on_all_ranks():
                 follow_in_backward(embedding)
                 names = embedding.table_handle().local_table.state.names
-                states = {name: {_state_name(k, names): v for k, v in of_tables[name].items()} for name in own}
-                loads.append((embedding, dense_tensors(embedding, {name: weights[name] for name in own}, states, step)))
-        for embedding, tensors in loads:
-            embedding.load_tensors(tensors)
+            states[table] = {_state_name(name, names): one for name, one in of_table.items()}
+        self._load_rows({table: dense_rows(*self.embeddings.tables[table].dense()) for table in given}, states, step)
 
     @property
     def _weight_names(self) -> dict[str, EmbeddingConfig]:

@@ -32,7 +32,7 @@ class EmbeddingCall(NamedTuple):
 
     lookup: Lookup
     weights: Tensor | None
-    counts: list[int]  # how many indices each feature has; empty if the output does not depend on it
+    counts: list[int]  # how many indices each feature of the call has; empty if the output does not depend on it
 
 
 class _FeatureGroup(NamedTuple):
@@ -50,10 +50,8 @@ class CallSplitter:
     pooling: "sum" or "mean"; None returns a row for each index.
     """
 
-    def __init__(
-        self, name: str, specs: Sequence[TableSpec], locations: Sequence[tuple[int, int]], pooling: str | None
-    ) -> None:
-        self._name, self._pooling = name, pooling
+    def __init__(self, specs: Sequence[TableSpec], locations: Sequence[tuple[int, int]], pooling: str | None) -> None:
+        self._pooling = pooling
         self._embedding_of = [embedding for embedding, _ in locations]
         self._groups = []
         for number, spec in enumerate(specs):
@@ -71,9 +69,9 @@ class CallSplitter:
     def join(self, call: TBECall, calls: Sequence[EmbeddingCall], results: Sequence[Tensor]) -> Tensor:
         """One output of the results of all embeddings."""
         if self._pooling is None:
-            return self._by_feature(results, [one.counts for one in calls])
+            return self._by_rank([[count] for count in calls[0].counts], results)
         if call.sizes is not None:
-            return self._by_rank(call.sizes, results)
+            return self._by_rank(call.sizes, [rows.flatten() for rows in results])
         return self._columns.join([rows.flatten(1) for rows in results])
 
     def _bags_of_all(self, number: int, group: _FeatureGroup, call: TBECall) -> EmbeddingCall:
@@ -95,32 +93,28 @@ class CallSplitter:
         chosen = every if len(self._groups) == 1 else every.permute(group.features)
         ids, weights, offsets = chosen.values(), chosen.weights_or_none(), chosen.offsets()
         lengths = every.length_per_key()
-        counts = [lengths[feature] for feature in group.features]
-        rows = counts if self._pooling is None else chosen.stride_per_key()
+        rows = chosen.stride_per_key() if self._pooling else [lengths[feature] for feature in group.features]
         tables = torch.tensor(group.tables, device=ids.device).repeat_interleave(
             torch.tensor(rows, device=ids.device), output_size=sum(rows)
         )
         lookup = check_lookup(group.spec, ids, tables, None if self._pooling is None else offsets, self._pooling)
         check_weights(group.spec, lookup, weights)
-        return EmbeddingCall(lookup, weights, counts)
+        return EmbeddingCall(lookup, weights, lengths)
 
-    def _by_feature(self, results: Sequence[Tensor], counts: Sequence[list[int]]) -> Tensor:
-        """Rows in the order of the features. counts: how many rows each feature of an embedding has."""
-        if len(results) == 1:
-            return results[0]
-        parts = [iter(rows.split(of_group)) for rows, of_group in zip(results, counts, strict=True)]
-        return torch.cat([next(parts[embedding]) for embedding in self._embedding_of])
+    def _by_rank(self, sizes: Sequence[Sequence[int]], results: Sequence[Tensor]) -> Tensor:
+        """The rows of all embeddings: rank by rank, and feature by feature within.
 
-    def _by_rank(self, sizes: list[list[int]], results: Sequence[Tensor]) -> Tensor:
-        """The bags [bags, dim] of each embedding in one dimension: rank by rank, and feature by feature within."""
+        sizes: how many rows each feature has for each rank. A result of one dimension has the numbers of such rows.
+        """
         ranks = len(sizes[0])
-        if len(results) == 1 and ranks == 1:
-            return results[0].flatten()
+        if len(results) == ranks == 1:
+            return results[0]
         parts: list[list[Tensor]] = [[] for _ in sizes]
         for group, rows in zip(self._groups, results, strict=True):
-            of_group = iter(rows.split([size for feature in group.features for size in sizes[feature]]))
+            width = group.spec.dim if rows.dim() == 1 else 1
+            of_group = iter(rows.split([size * width for feature in group.features for size in sizes[feature]]))
             for feature in group.features:
-                parts[feature] = [next(of_group).flatten() for _ in range(ranks)]
+                parts[feature] = [next(of_group) for _ in range(ranks)]
         return torch.cat([of_feature[rank] for rank in range(ranks) for of_feature in parts])
 
 

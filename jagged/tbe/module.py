@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...embedding.dense_rows import CHUNK, dense_states, dense_tensors
+from ...embedding.dense_rows import CHUNK, dense_states
 from ...embedding.names import next_seed
 from ...embedding.read_only import ReadOnlyCopy
 from ...engine.checks import as_number, checked_arguments, int_option
@@ -21,7 +21,8 @@ from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
 from ...engine.row_format import LAST_STEP
-from ..collections.tables import Table, TableModule, group_tables
+from ..collections.configs import EmbeddingConfig
+from ..collections.tables import TableModule, group_tables
 from ..tensors.validation import is_traced
 from .call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, idle, refuse
 from .dispatch import CallSplitter, FusedUpdater
@@ -160,7 +161,6 @@ class TableBatchedEmbeddingBags(TableModule):
                 self._updaters.append(FusedUpdater(embedding, self._rows, clip))
         places = {group: number for number, group in enumerate(groups)}
         self._splitter = CallSplitter(
-            called,
             [embedding.spec for embedding in self.each()],
             [(places[group], table) for group, table in map(self.table_location, self.features)],
             POOLING[self.pooling_mode],
@@ -169,7 +169,7 @@ class TableBatchedEmbeddingBags(TableModule):
         if unused:
             log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", called, "; ".join(unused))
 
-    def _seed_name(self, group: str, tables: Sequence[Table]) -> str:
+    def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
         return tables[0].name  # initial rows do not depend on where they live
 
     def forward(
@@ -296,15 +296,8 @@ class TableBatchedEmbeddingBags(TableModule):
                 )
             names = [*self._own_optimizer("load_dense").states, "another"] if states else []
             by_name = [dict(one if isinstance(one, Mapping) else zip(names, one, strict=False)) for one in states or ()]
-        loads = []
-        for embedding in self.each():
-            own = {at: t.name for at, t in enumerate(self.tables) if self.embedding_of(t.name) is embedding}
-            given = {name: by_name[at] for at, name in own.items() if names}
-            with embedding.raise_on_all_ranks():
-                rows = {name: weights[at] for at, name in own.items()}
-                loads.append((embedding, dense_tensors(embedding, rows, given, step)))
-        for embedding, tensors in loads:
-            embedding.load_tensors(tensors)
+        tables = [table.name for table in self.tables]
+        self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
         if self._rows is not None and (step is not None or any("step" in one for one in by_name)):
             self._rows.count_from(0)
 
@@ -315,13 +308,12 @@ class TableBatchedEmbeddingBags(TableModule):
         return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
 
     def _states(self) -> list[dict[str, Tensor]]:
-        found: dict[str, dict[str, Tensor]] = {}
-        for embedding in self.each():
-            of = [table for table in self.tables if self.embedding_of(table.name) is embedding]
-            counts = {self.table_location(table.name)[1]: table.num_embeddings for table in of}
-            states = dense_states(embedding, counts)
-            found |= {table.name: states[self.table_location(table.name)[1]] for table in of}
-        return [found[table.name] for table in self.tables]
+        places = [self.embeddings.tables[table.name].dense() for table in self.tables]
+        states = {
+            embedding: dense_states(embedding, {number: rows for of, number, rows in places if of is embedding})
+            for embedding in self.each()
+        }
+        return [states[embedding][number] for embedding, number, _ in places]
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The metrics of each embedding by its name; docs/metrics.md explains them."""
