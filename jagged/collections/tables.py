@@ -224,7 +224,8 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         loads = []
         for embedding in self.each():
             own = [name for name in self._tables if self.embedding_of(name) is embedding]
-            rows, of_tables = ({name: given[name] for name in own if name in given} for given in (weights, states))
+            rows = {name: weights[name] for name in own}
+            of_tables = {name: states[name] for name in own if name in states}
             with embedding.raise_on_all_ranks():
                 loads.append((embedding, dense_tensors(embedding, rows, of_tables, step)))
         for embedding, tensors in loads:
