@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...embedding.dense_rows import dense_rows, dense_states, dense_tensors, put_in_state
+from ...embedding.dense_rows import States, dense_rows, dense_states, dense_tensors, put_in_state
 from ...embedding.eager import follow_in_backward
 from ...embedding.embedding import MultiTableEmbedding
 from ...embedding.model_snapshots import ModelSnapshots
@@ -23,7 +23,7 @@ from ...embedding.training_group import train_together
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.rows_contract import NoTorchScript
-from ...engine.options.lookup import DEVICES
+from ...engine.options.lookup import DEVICES, Lookup
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
 from ...engine.options.table_names import choices, names_in, table_number
 from ...engine.options.table_spec import DTYPES, check_state_dtype
@@ -70,7 +70,8 @@ class TableView(NamedTuple):
     embedding_dim: int
     dtype: torch.dtype  # of stored rows
     embedding: MultiTableEmbedding
-    number: int  # of the table in it
+    group: str  # the name of the embedding in `embeddings`
+    number: int  # of the table in the embedding
 
     @property
     def weight(self) -> Tensor:
@@ -119,7 +120,6 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         self.name, self._is_named = name or self._default_name, name is not None
         self.embeddings = Embeddings()
         self._tables = list(tables)
-        self._locations: dict[str, tuple[str, int]] = {}  # of each table: its embedding, and its number in it
         self._shared: list[str] = []  # the embeddings of another collection
 
     def _make_embeddings(
@@ -154,15 +154,13 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
             for number, table in enumerate(tables):
-                self._locations[table.name] = group, number
-                self._show(table)
+                self._add(table, group, number)
         train_together(self.embeddings[group] for group in groups)
 
-    def _show(self, table: EmbeddingConfig) -> None:
-        """Add a table whose location is known to the views of `embeddings`."""
-        group, number = self._locations[table.name]
+    def _add(self, table: EmbeddingConfig, group: str, number: int) -> None:
+        """Add a table, the one of this number in an embedding that is there."""
         size = table.num_embeddings, table.embedding_dim, table.dtype
-        self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), number)
+        self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), group, number)
 
     def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
         """The text that an embedding's initial rows depend on."""
@@ -217,7 +215,17 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         number = table_number(table, self._tables)
         if number is None:
             raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
-        return self._locations[self._tables[number]]
+        view = self.embeddings.tables[self._tables[number]]
+        return view.group, view.number
+
+    def _dense_states(self) -> dict[str, States]:
+        """The optimizer's states of each table, as `dense_states` has them. InputError, StoreError."""
+        places = {name: self.embeddings.tables[name].dense() for name in self._tables}
+        states = {
+            one: dense_states(one, {number: rows for embedding, number, rows in places.values() if embedding is one})
+            for one in self.each()
+        }
+        return {name: states[embedding][number] for name, (embedding, number, _) in places.items()}
 
     def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
         """As `load_dense` of each embedding, by the names of tables. All are checked before one changes."""
@@ -282,9 +290,9 @@ class TableCollection(TableModule):
         super().__init__(name, names)
         self.configs, self.key_type, self._original_configs = configs, key_type, list(tables)
         for config in configs:
-            if share is not None and config.name in share._locations:
+            if share is not None and config.name in share.embeddings.tables:
                 self._adopt_shared(share, config, options["output_dtype"], options["state_dtype"])
-        own = [config for config in configs if config.name not in self._locations]
+        own = [config for config in configs if config.name not in self.embeddings.tables]
         if own:
             groups = group_tables(self.name, own)
             store = make_device_mem_store_options() if store_options is None else store_options
@@ -292,8 +300,6 @@ class TableCollection(TableModule):
             self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
             raise OptionError("store_options: share has every table, with its store; leave store_options out")
-        for config in configs:
-            self._show(config)
         if device is not None:
             self._move_to(device)
 
@@ -320,12 +326,11 @@ class TableCollection(TableModule):
 
         [num_embeddings, dim] each, or [num_embeddings, 1] of one number a row. InputError, StoreError.
         """
-        found = {}
+        found, states = {}, self._dense_states()
         for name, config in self._weight_names.items():
-            embedding, number, rows = self.embeddings.tables[config.name].dense()
-            states = dense_states(embedding, {number: rows})[number]
-            step = torch.tensor(float(embedding.table_handle().local_table.step))
-            found[name] = {"step": step, **{one: state.view(rows, -1) for one, state in states.items()}}
+            step = torch.tensor(float(self.embedding_of(config.name).table_handle().local_table.step))
+            of_table = {one: state.view(len(state), -1) for one, state in states[config.name].items()}
+            found[name] = {"step": step, **of_table}
         return found
 
     @checked_arguments("state")
@@ -389,6 +394,22 @@ class TableCollection(TableModule):
                 )
         self.to(wanted)
 
+    def prefetch(self, features: Any) -> None:
+        """Announce the batch of a future step of a plain loop, as `MultiTableEmbedding.prefetch`.
+
+        A graph announces its batches itself. Bags that samples share are not announced.
+        """
+        announced: dict[MultiTableEmbedding, list[Lookup]] = {}
+        with self.raise_on_all_ranks():
+            for embedding, lookup in self._lookups_of(features):
+                announced.setdefault(embedding, []).append(lookup)
+        for embedding, lookups in announced.items():
+            embedding.announce(lookups)
+
+    def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
+        """The lookups of a batch, checked."""
+        raise NotImplementedError
+
     def ids_of(self, values: Tensor) -> Tensor:
         """Ids as `key_type`. InputError for values that are not integers, or wider than `key_type`."""
         if is_empty(values):
@@ -427,10 +448,10 @@ class TableCollection(TableModule):
         ):
             if own != other:
                 raise OptionError(f"{option}={own}: the tables of share keep {option}={other}; give that")
-        self._locations[config.name] = group, number
         if group not in self._shared:
             self._shared.append(group)
             self.embeddings[group] = embedding
+        self._add(config, group, number)
 
 
 def _may_have(folder: Path, tables: set[str]) -> bool:

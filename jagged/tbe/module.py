@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...embedding.dense_rows import CHUNK, dense_states
+from ...embedding.dense_rows import CHUNK
 from ...embedding.names import next_seed
 from ...embedding.read_only import ReadOnlyCopy
 from ...engine.checks import as_number, checked_arguments, int_option
@@ -195,19 +195,16 @@ class TableBatchedEmbeddingBags(TableModule):
         with self.raise_on_all_ranks():
             call = self._call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
             if feature_requires_grad is not None:
-                call = call.with_gradients(feature_requires_grad, len(self.features))
-            calls = self._splitter.split(call)
+                call = call.with_gradients(feature_requires_grad)
+            lookups = self._splitter.split(call)
         if self._rows is None:
-            pairs = zip(self.each(), calls, strict=True)
-            results = [embedding.look_up(one.lookup, one.weights) for embedding, one in pairs]
-            if is_traced():
-                return self._splitter.join(call, calls, results)
+            results = [embedding.look_up(*one) for embedding, one in zip(self.each(), lookups, strict=True)]
         else:
             anchor = self.anchor if self.training else self.anchor.detach()
-            updaters = zip(self._updaters, calls, strict=True)
-            results = [updater.look_up(anchor, one.lookup, one.weights) for updater, one in updaters]
-        self._bounds.warn(self.each())
-        return self._splitter.join(call, calls, results)
+            results = [updater.look_up(anchor, *one) for updater, one in zip(self._updaters, lookups, strict=True)]
+        if not is_traced():
+            self._bounds.warn(self.each())
+        return self._splitter.join(call, results)
 
     def prefetch(
         self,
@@ -223,10 +220,10 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         with self.raise_on_all_ranks():
             call = self._call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
-            calls = self._splitter.split(call)
+            lookups = self._splitter.split(call)
         if self.training:
-            for embedding, one in zip(self.each(), calls, strict=True):
-                embedding.announce([one.lookup])
+            for embedding, (lookup, _) in zip(self.each(), lookups, strict=True):
+                embedding.announce([lookup])
 
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
         """Make all rows uniform over [min_val, max_val].
@@ -268,9 +265,9 @@ class TableBatchedEmbeddingBags(TableModule):
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """The states of each table by their names, copies as of `split_optimizer_states`. StoreError."""
         copies: list[dict[str, Tensor]] = []
-        for table, states in zip(self.tables, self._states(), strict=True):
+        for table, states in self._dense_states().items():
             remedy = (
-                f"split_optimizer_states of {self.name!r} copies them, so a write into that of table {table.name!r} "
+                f"split_optimizer_states of {self.name!r} copies them, so a write into that of table {table!r} "
                 "changes no row; call load_dense, or clone() it for a tensor of your own"
             )
             copies.append({name: ReadOnlyCopy.of(state, remedy) for name, state in states.items()})
@@ -306,14 +303,6 @@ class TableBatchedEmbeddingBags(TableModule):
         """How many updates there were, int64 [1], as FBGEMM counts them for ADAM's correction; a copy."""
         steps = [embedding.table_handle().local_table.step for embedding in self.each()]
         return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
-
-    def _states(self) -> list[dict[str, Tensor]]:
-        places = [self.embeddings.tables[table.name].dense() for table in self.tables]
-        states = {
-            embedding: dense_states(embedding, {number: rows for of, number, rows in places if of is embedding})
-            for embedding in self.each()
-        }
-        return [states[embedding][number] for embedding, number, _ in places]
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The metrics of each embedding by its name; docs/metrics.md explains them."""
