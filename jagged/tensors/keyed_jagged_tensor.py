@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
@@ -52,6 +52,7 @@ class KeyedJaggedTensor(Jagged):
     The other arguments are what TorchRec computes ahead, and are computed here when they are needed.
     """
 
+    _facts = ("_keys", "_batch")
     _keys: tuple[str, ...]
     _batch: int | None = None  # the number of samples, if it does not follow from the bags
 
@@ -333,7 +334,7 @@ class KeyedJaggedTensor(Jagged):
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Each feature by its key, views of one split. compute_offsets: not read, for offsets are known."""
         parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
-        features = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of checked tensors
+        features = (JaggedTensor._unflatten(part, ()) for part in parts)  # parts of checked tensors
         return dict(zip(self._keys, features, strict=True))
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
@@ -409,12 +410,6 @@ class KeyedJaggedTensor(Jagged):
     def _bags(self) -> list[str]:
         counts = zip(self._keys, self.stride_per_key(), strict=True)
         return [f"key {key!r}, sample {sample}" for key, count in counts for sample in range(count)]
-
-    def _context(self) -> tuple[tuple[str, ...], int | None]:
-        return self._keys, self._batch
-
-    def _set_context(self, context: tuple[tuple[str, ...], int | None]) -> None:
-        self._keys, self._batch = context
 
     def __str__(self) -> str:
         return printed(self, "KeyedJaggedTensor", lambda: [*map(self._entry, self._keys, pairwise(self._firsts))])
@@ -574,17 +569,12 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
     def _tensors(self) -> list[Any]:
         return [self._offsets, *self._parts]
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return self._unflatten([change(tensor) for tensor in self._tensors()], self._context())
+    def _set_tensors(self, tensors: Iterable[Any]) -> None:
+        self._offsets, *self._parts = tensors
+        for joined_parts in self._derived:
+            vars(self).pop(joined_parts, None)
 
     def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         keys = [pytree.GetAttrKey("offsets"), *map(pytree.MappingKey, self._keys)]
         keys += [pytree.MappingKey(f"weights of {key}") for key in self._keys[: len(self._parts) - len(self._keys)]]
         return list(zip(keys, self._tensors(), strict=True)), self._context()
-
-    @classmethod
-    def _unflatten(cls, tensors: Any, context: Any) -> Self:
-        made = cls.__new__(cls)
-        made._offsets, *made._parts = tensors
-        made._set_context(context)
-        return made
