@@ -234,18 +234,19 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         uniform = make_uniform_initializer(min_val, max_val)
         specs = {table.name: table for table in self.tables}
-        for embedding in self.each():
-            options = tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
-            check_reach(options, embedding.spec.dtype)
-        for embedding in self.each():
-            names = [str(name) for name in embedding.spec.table_names]
-            if embedding.is_open:
-                for number, name in enumerate(names):
-                    for keys in torch.arange(specs[name].num_embeddings).split(CHUNK):
-                        drawn = torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val)
-                        embedding.put(keys, drawn, number)
-            else:
-                embedding.set_spec(tables=tuple(specs[name].table_options(uniform) for name in names))
+        options = {
+            embedding: tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
+            for embedding in self.each()
+        }
+        for embedding, tables in options.items():
+            check_reach(tables, embedding.spec.dtype)
+        for embedding, tables in options.items():
+            if not embedding.is_open:
+                embedding.set_spec(tables=tables)
+                continue
+            for name in map(str, embedding.spec.table_names):
+                for keys in torch.arange(specs[name].num_embeddings).split(CHUNK):
+                    embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val), name)
 
     def split_embedding_weights(self) -> list[Tensor]:
         """The rows of each table [rows, dim] as stored, copied: an in-place write into them raises InputError.
