@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import secrets
-import selectors
 import socket
 import struct
 from collections import Counter
@@ -228,10 +227,8 @@ class PeerMonitor:
         self._ended: dict[int, str] = {}  # how the connection to a rank ended
         self._closed: dict[int, int] = {}  # the last call of each rank that closed its world
         self._on_loss, self._is_closed = on_loss, False
-        self._selector = selectors.DefaultSelector()
-        for rank, connection in connections.items():
+        for connection in connections.values():
             connection.settimeout(ANSWER_SECONDS)
-            self._selector.register(connection, selectors.EVENT_READ, (rank, bytearray()))
         Thread(target=self._listen, name="tierbed-peer-monitor", daemon=True).start()
         self._pid = os.getpid()
         # not by atexit, which children that multiprocessing forks do not run
@@ -288,29 +285,26 @@ class PeerMonitor:
                     self._connections[rank].sendall(line)
 
     def _listen(self) -> None:
-        while self._selector.get_map():
-            for key, _ in self._selector.select():
-                rank, before = key.data
+        parts = dict.fromkeys(self._connections, b"")  # the beginning of each rank's next message
+        while parts:
+            ready = wait([self._connections[rank] for rank in parts])
+            for rank in [rank for rank in parts if self._connections[rank] in ready]:
                 try:
                     data = self._connections[rank].recv(1 << 16)
                 except OSError:
                     data = b""
-                before += data
-                *lines, rest = before.split(b"\n")
-                before[:] = rest
+                *lines, parts[rank] = (parts[rank] + data).split(b"\n")
                 with self._changed:
                     for line in lines:
                         self._hear(rank, json.loads(line))
-                    if not data:
-                        self._selector.unregister(key.fileobj)
-                        self._connections[rank].close()
                     is_lost = not data and rank not in self._ended and not self._is_closed
                     if not data:
+                        del parts[rank]
+                        self._connections[rank].close()
                         self._ended.setdefault(rank, ENDED)
                     self._changed.notify_all()
                 if is_lost:
                     self._on_loss(rank, ENDED)
-        self._selector.close()
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         match message:

@@ -231,9 +231,6 @@ class World(RankGroup):
         """
         self.check_thread()
         self.check_alive()
-        if self.size == 1:
-            x = check_sendable("x", x, open_dims == 0)
-            return [x.detach().clone().view(_length(x), *x.shape[1:])]
         data, error = catch(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
         with self.collective_block(op):
             same = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}

@@ -56,7 +56,7 @@ class TensorContainer:
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until `stream` has done all that it was given so far."""
         for tensor in self._tensors():
-            if tensor is not None:
+            if tensor is not None and not tensor.is_cpu:
                 tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:

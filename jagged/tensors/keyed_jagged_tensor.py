@@ -205,17 +205,16 @@ class KeyedJaggedTensor(Jagged):
         traits = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
         check_alike("kjt_list", "variable_stride_per_key()", traits)
         keys = [key for kjt in kjt_list for key in kjt._keys]
-        if varies:
-            inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
-            check_alike("kjt_list", "inverse indices", {at: one is not None for at, one in enumerate(inverses)})
-            if inverses[0] is not None:
-                check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list})
-            strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()]
-            inverse = None if None in inverses else (keys, torch.cat([one[1] for one in inverses if one is not None]))
-            return _laid(keys, kjt_list, strides, inverse)
-        check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list if kjt._keys})
-        made = _laid(keys, kjt_list)
-        made._batch = None if made._keys else max(kjt.stride() for kjt in kjt_list)
+        inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
+        check_alike("kjt_list", "inverse indices", {at: one is not None for at, one in enumerate(inverses)})
+        if not varies or inverses[0] is not None:
+            samples = {str(kjt.keys()): kjt.stride() for kjt in kjt_list if varies or kjt._keys}
+            check_alike("kjt_list", "samples", samples)
+        strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()] if varies else None
+        inverse = None if None in inverses else (keys, torch.cat([one[1] for one in inverses if one is not None]))
+        made = _laid(keys, kjt_list, strides, inverse)
+        if not varies and not keys:
+            made._batch = max(kjt.stride() for kjt in kjt_list)
         return made
 
     def stride(self) -> int:
@@ -507,11 +506,6 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         changed = super()._each(change)
         changed._strides = self._strides.clone()  # are the same everywhere
         return changed
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (self._values, self._weights, self._offsets, self._inverse):
-            if tensor is not None:
-                tensor.record_stream(stream)
 
     def variable_stride_per_key(self) -> bool:
         return True
