@@ -55,13 +55,14 @@ def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], time
         GroupError: the address of a rank cannot be reached from here, or a rank did not connect.
     """
     end = monotonic() + timeout
-    with ExitStack() as opened, _listener() as listener:
+    host = _own_address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with ExitStack() as opened, socket.create_server((host, 0), family=family, backlog=BACKLOG) as listener:
         token = secrets.token_hex(16)
         own = json.dumps([*listener.getsockname()[:2], token]).encode()
         addresses = [json.loads(data) for data in exchange(own)]
-        found = _connect_to_all(
-            rank, addresses, exchange, end, opened
-        )  # connections wait in a queue until they are accepted
+        # connections wait in a queue until they are accepted
+        found = _connect_to_all(rank, addresses, exchange, end, opened)
         found |= _accept_ranks(listener, token, range(rank + 1, size), end, opened)
         opened.pop_all()
     return Connected(found, sum(host == addresses[rank][0] for host, *_ in addresses))
@@ -174,12 +175,6 @@ def _describe(strangers: Counter[str], listener: socket.socket) -> str:
         f"{strangers.total()} unknown connections came to {host}:{port}, from {of}: a port scanner, a health check or "
         "another job; keep them from the ports of ranks"
     )
-
-
-def _listener() -> socket.socket:
-    host = _own_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
 def _own_address() -> str:

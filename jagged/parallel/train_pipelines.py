@@ -71,7 +71,11 @@ class TrainPipelineBase:
         if is_training:
             self._optimizer.zero_grad()
         with _observed(self._collections(), self._paths, batch):
-            losses, output = _pair(self._forward(batch))
+            result = self._forward(batch)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            what = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+            raise InputError(f"the model returned {what}; a pipeline's model returns a pair, (losses, output)")
+        losses, output = result
         if is_training:
             torch.sum(losses, dim=0).backward()
             self._optimizer.step()
@@ -232,11 +236,3 @@ def _part(whole: Any, path: Path | None) -> Any:
         return None if path is None else reduce(lambda part, step: step(part), path, whole)
     except Exception:  # whatever a batch of another structure raises
         return None
-
-
-def _pair(result: Any) -> tuple[Any, Any]:
-    """What a pipeline's model returned. InputError unless it is a pair."""
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        what = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
-        raise InputError(f"the model returned {what}; a pipeline's model returns a pair, (losses, output)")
-    return result[0], result[1]
