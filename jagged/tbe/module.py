@@ -17,6 +17,7 @@ from ...embedding.names import next_seed
 from ...embedding.read_only import ReadOnlyCopy
 from ...engine.checks import as_number, checked_arguments, int_option
 from ...engine.errors import GraphError, InputError, OptionError
+from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
@@ -37,7 +38,7 @@ from .enums import (
     parse_dtype,
     parse_enum,
 )
-from .settings import DEFAULTS, LEARNING_RATE, ShiftedOptimizer, checked_state_dtype, settings_of
+from .settings import DEFAULTS, LEARNING_RATE, checked_state_dtype, settings_of
 from .specs import LOAD_FACTOR, Bounds, checked_features, checked_specs, device_of, set_budget_mb, stores_for
 
 log = logging.getLogger("tierbed")
@@ -135,13 +136,14 @@ class TableBatchedEmbeddingBags(TableModule):
         clip = _checked_clip(gradient_clipping, max_gradient)
         algorithm = parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm")
         output, run_on = parse_dtype(output_dtype), device_of(tables[0].compute, device)
-        self._rows: ShiftedOptimizer | None = None
+        self._rows: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
             # autograd reaches lookups through it; it has no elements, so optimizers of the dense part leave it alone
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
-            self._rows = ShiftedOptimizer(dense, dense.param_groups[0])
+            self._group = dense.param_groups[0]
+            self._rows = RowOptimizer(dense, self._group)
             state_dtype = checked_state_dtype(optimizer_state_dtypes, self._rows)
             of_state = check_state_dtype(state_dtype)
             widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
@@ -336,14 +338,15 @@ class TableBatchedEmbeddingBags(TableModule):
 
     def get_learning_rate(self) -> float:
         """The learning rate of the next update."""
-        return float(self._own_optimizer("get_learning_rate").group["lr"])
+        self._own_optimizer("get_learning_rate")
+        return float(self._group["lr"])
 
     @checked_arguments("params_dict")
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
         """Set numbers of the optimizer by FBGEMM's names, and `lr`. If it raises OptionError, none is set."""
-        rows = self._own_optimizer("update_hyper_parameters")
+        self._own_optimizer("update_hyper_parameters")
         assert self._settings is not None
-        self._settings.change(rows.group, params_dict)
+        self._settings.change(self._group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
         """Set how many updates ADAM's bias correction counts before the next one. OptionError.
@@ -382,7 +385,7 @@ class TableBatchedEmbeddingBags(TableModule):
         device = next(self.each()).device
         return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, device)
 
-    def _own_optimizer(self, call: str) -> ShiftedOptimizer:
+    def _own_optimizer(self, call: str) -> RowOptimizer:
         if self._rows is None:
             raise OptionError(
                 f"{call} of {self.name!r}: OptimType.NONE has no optimizer here; change that of the EagerOptimizer or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,20 +142,6 @@ def settings_of(given: Mapping[str, Any]) -> Settings | None:
         return None
     numbers = {name: given.get(name, default) for name, default in DEFAULTS.items()}
     return Settings(kind, given.get("learning_rate", LEARNING_RATE), numbers, mode, given.get("max_norm", 0.0))
-
-
-class ShiftedOptimizer(RowOptimizer):
-    """A row optimizer whose rule counts steps from another number."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        super().__init__(optimizer, group)
-        self.group = group
-
-    def count_from(self, shift: int) -> None:
-        self.shift = shift
-
-    def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
-        return super().hyper(max(step + self.shift, 1), clip_value, before)
 
 
 def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Bounds:
 class EmbeddingSpec(EmbeddingConfig):
     """One of `embedding_specs`, checked."""
 
-    num_embeddings: int
+    num_embeddings: int = field(kw_only=False)
     location: EmbeddingLocation
     compute: ComputeDevice
     bounds: Bounds
@@ -109,18 +109,8 @@ def checked_specs(
         if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
             raise OptionError(f"{where}: no store is on MTIA; give CPU or CUDA, and a location on it")
         group = location.name.lower() if by_location else ""  # tables of other locations are in other embeddings
-        tables.append(
-            EmbeddingSpec(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                data_type=dtype,
-                group=group,
-                location=location,
-                compute=compute,
-                bounds=bounds,
-            )
-        )
+        own = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
+        tables.append(own)
         if compute is not tables[0].compute:
             raise OptionError(
                 f"embedding_specs[0] is looked up by {tables[0].compute.name} and {where} by {compute.name}; give all "
