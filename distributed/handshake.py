@@ -93,23 +93,16 @@ class Handshake:
         return self._result
 
     def _refuse(self) -> NoReturn:
-        error = (
-            None if self._error is None else {"kind": type(self._error).__name__, "message": _text(str(self._error))}
-        )
-        sent = msgpack.packb({"op": self._op, "same": _texts(self._same), "error": error})
-        every = [msgpack.unpackb(data) for data in self._group.exchange_bytes(self._op, sent)]
-        self._raise_first_error([one["error"] for one in every])
-        self._group.mismatches += 1
-        self._group.raise_shared(GroupError(_difference(every)))
-
-    def _raise_first_error(self, given: Sequence[Mapping[str, str] | None]) -> None:
-        """Raise the first error that ranks gave, if there is one."""
         group, error = self._group, self._error
+        why = None if error is None else {"kind": type(error).__name__, "message": _text(str(error))}
+        sent = msgpack.packb({"op": self._op, "same": _texts(self._same), "error": why})
+        every = [msgpack.unpackb(data) for data in group.exchange_bytes(self._op, sent)]
+        failed = {rank: one["error"] for rank, one in enumerate(every) if one["error"] is not None}
         if error is not None and not isinstance(error, Exception):
             group.raise_shared(error)  # Ctrl-C stays what it is where it was pressed
-        failed = {rank: one for rank, one in enumerate(given) if one is not None}
         if not failed:
-            return
+            group.mismatches += 1
+            group.raise_shared(GroupError(_difference(every)))
         rank, one = next(iter(failed.items()))
         kind: Any = getattr(errors, one["kind"], None)
         known = isinstance(kind, type) and issubclass(kind, TierbedError)
