@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -406,9 +407,9 @@ class TableCollection(TableModule):
         for embedding, lookups in announced.items():
             embedding.announce(lookups)
 
+    @abstractmethod
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
         """The lookups of a batch, checked."""
-        raise NotImplementedError
 
     def ids_of(self, values: Tensor) -> Tensor:
         """Ids as `key_type`. InputError for values that are not integers, or wider than `key_type`."""
