@@ -68,13 +68,14 @@ class RowOptimizer:
         settings = {name: value for name, value in group.items() if name != "params"}
         if settings != self._checked:
             self._check(group, settings)
-        step = max(step + self.shift, 1)
+        if self.shift:
+            step = max(step + self.shift, 1)
         values = {**group, **self._rule.hyper(group, step)}
         value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
-        limits = [value, norm, row_norm] if row_norm else [value, norm]
-        numbers = [*[float(values[name]) for name in self._names], *limits]
+        numbers = [float(values[name]) for name in self._names]
+        numbers += (value, norm, row_norm) if row_norm else (value, norm)
         if before is None or self._rule.kernel.catch_up is None:
             return numbers
         return with_past(self._rule.kernel, numbers, before, step, self._note_rates)

@@ -159,7 +159,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         train_together(self.embeddings[group] for group in groups)
 
     def _add(self, table: EmbeddingConfig, group: str, number: int) -> None:
-        """Add a table, the one of this number in an embedding that is there."""
+        """Add a table, which has this number in an embedding of `embeddings`."""
         size = table.num_embeddings, table.embedding_dim, table.dtype
         self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), group, number)
 
