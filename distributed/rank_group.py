@@ -46,9 +46,12 @@ class CollectiveSequence:
         return exchanges | {f"parameter {number}": text for number, text in enumerate(self._parameters)}
 
     @cached_property
-    def checksum(self) -> int:
-        """A number that is equal on ranks whose sequences are equal."""
-        return crc32(repr((*self._exchanges, "", *self._parameters)).encode())
+    def _checksum(self) -> str:
+        return str(crc32(repr((*self._exchanges, "", *self._parameters)).encode()))
+
+    def __repr__(self) -> str:
+        """A text that is equal on ranks whose sequences are equal."""
+        return self._checksum
 
 
 NO_COLLECTIVES = CollectiveSequence()  # outside of a graph's steps

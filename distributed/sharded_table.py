@@ -345,10 +345,6 @@ class ShardedTable:
             self.world.pinned_batches.append(self.pinned)
         return self.pinned
 
-    def _begin_write(self) -> None:
-        self._check_diverged()
-        self._clear_clean_marker()
-
     def _clear_clean_marker(self) -> None:
         """Clear the clean marker of this rank's rows for a write of all ranks, before it is certain. StoreError."""
         with self.own.lock:
@@ -388,7 +384,7 @@ class ShardedTable:
         counts = [0] * world.size if local is None else local.counts
         try:
             wants_more = self._requests.is_wanted()
-            answer = world.handshake(op, error, same, counts, note=2 * number + pools, wants_more=wants_more)
+            answer = world.handshake(op, error, same, counts=counts, note=2 * number + pools, wants_more=wants_more)
         finally:
             world.step_collectives += 1
         assert local is not None
@@ -483,11 +479,9 @@ class ShardedTable:
         """The ids and values [n, dim] that all ranks give of rows that this rank has, in the order of ranks."""
         world, spec = self.world, self.own.spec
         on_host = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
-        batch, error = catch(lambda: batch_of(spec, [on_host]))
-        if error is None:
-            _, error = catch(self._begin_write)
-        if batch is None or error is not None:
-            world.handshake(op, error)
+        batch = batch_of(spec, [on_host])  # its error, and those of the next two, are raised on all ranks
+        self._check_diverged()
+        self._clear_clean_marker()
         owners = _core.owners(batch.tables, batch.keys, world.size)
         order = np.argsort(owners, kind="stable")
         sends = np.bincount(owners, minlength=world.size).tolist()

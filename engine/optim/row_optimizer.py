@@ -35,7 +35,7 @@ class RowOptimizer:
     """One param group of an optimizer that trains rows. Settings are read from the group at each step.
 
     Attributes: `rule`, the name for `_core.update`; `states`, the names of the states of a row; `initial`, the initial
-    value of each; `shift`, what a subclass adds to the embedding's step.
+    value of each; `shift`, what the rule adds to the embedding's step.
     """
 
     shift = 0
@@ -68,15 +68,21 @@ class RowOptimizer:
         settings = {name: value for name, value in group.items() if name != "params"}
         if settings != self._checked:
             self._check(group, settings)
+        if self.shift:
+            step = max(step + self.shift, 1)
         values = {**group, **self._rule.hyper(group, step)}
         value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
-        limits = [value, norm, row_norm] if row_norm else [value, norm]
-        numbers = [*[float(values[name]) for name in self._names], *limits]
+        numbers = [float(values[name]) for name in self._names]
+        numbers += (value, norm, row_norm) if row_norm else (value, norm)
         if before is None or self._rule.kernel.catch_up is None:
             return numbers
         return with_past(self._rule.kernel, numbers, before, step, self._note_rates)
+
+    def count_from(self, shift: int) -> None:
+        """Let the rule count steps from another number."""
+        self.shift = shift
 
     def _note_rates(self, change: float) -> None:
         if change > self._warns_beyond:
