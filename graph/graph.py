@@ -215,9 +215,8 @@ class Graph(ModelSnapshots, HasBuild):
         try:
             return step.run(tensors, self.__forward)
         except DynamicStepFailed as failed:
-            cause, shared_error = failed.__cause__, failed.shared_error
-            assert cause is not None
-            cause.__traceback__ = None  # its frames hold all that the failed step had computed
+            shared_error = failed.shared_error
+            cause = failed.cause.with_traceback(None)  # its frames hold all that the failed step had computed
         if shared_error is not None:  # the other ranks raise, and do not run again
             self.__steps.drop(type(self).__name__, step, cause)
             raise shared_error

@@ -16,9 +16,9 @@ from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ..trace.alias import called, memory, written
 from .lookups import is_repeatable, sources_of
+from .nodes import add_attribute
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, are_finite
 
-_COLLECTIVES = "collectives"
 _KINDS: dict[Any, str] = {
     "pin": "pin",
     "read": "read",
@@ -126,17 +126,16 @@ def schedule_collectives(
                         "sparse=True out, or use an embedding of tierbed with a world"
                     )
                 trained.append((name, param.meta["val"]))
-        setattr(module, _COLLECTIVES, collectives)
         with graph.inserting_before(node):
-            own = graph.create_node("get_attr", _COLLECTIVES)
+            own = add_attribute(module, "collectives", collectives)
         if node.target is apply_gradients:
             for part in rows:
                 _send_early(graph, part)
             with graph.inserting_before(node):
                 vote = graph.call_function(sum_over_ranks, (own, end, rows, dense))
-            node.args = (end, rows, dense, vote)
+            node.insert_arg(3, vote)
         else:
-            node.args = (end, rows, dense, own)
+            node.insert_arg(3, own)
     return _calls(module), trained
 
 

@@ -46,7 +46,7 @@ def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.Grap
         part = fused.get_submodule(node.target)
         assert isinstance(part, fx.GraphModule)
         inputs = [argument.meta["val"] for argument in node.args]
-        setattr(fused, node.target, Compiled(part, inputs, options))
+        fused.add_submodule(node.target, Compiled(part, inputs, options))
     fused.recompile()
     return fused
 

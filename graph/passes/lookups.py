@@ -20,6 +20,7 @@ from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.alias import called, external, is_random, memory, stable, storages, written
+from .nodes import add_attribute, replace
 from .step_epilogue import accumulate
 
 KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
@@ -50,7 +51,8 @@ def share_batches(module: fx.GraphModule) -> None:
             key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _key(lookups, value_of))
             earlier = first.setdefault(key, node)
             if earlier is not node:
-                node.args = (embedding, earlier.args[1], earlier)
+                node.update_arg(1, earlier.args[1])
+                node.insert_arg(2, earlier)
         same: Hashable = (node.op, node.target) if node.op == "get_attr" else node
         if is_constant and node.op == "call_function" and is_repeatable(node, set()):
             same = (node.target, _key((node.args, *node.kwargs.items()), value_of))
@@ -143,12 +145,12 @@ def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
-            _replace(node, _read(graph, _attribute(module, node.args[-1], name_of), node))
+            replace(node, _read(graph, _attribute(module, node.args[-1], name_of), node))
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         embedding = _attribute(module, node.args[-1], name_of)
         with graph.inserting_before(node):
             read = graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0]))
-            _replace(node, read)
+            replace(node, read)
 
 
 def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: Callable[[int], str]) -> None:
@@ -183,7 +185,7 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
     _expand_weights_grads(graph, handle, batch, shared)
     for node, one in trained.items():
         with graph.inserting_before(node):
-            _replace(node, graph.call_method("gather", (batch, shared.index(one), *_weights_argument(one.weights))))
+            replace(node, graph.call_method("gather", (batch, shared.index(one), *_weights_argument(one.weights))))
     with graph.inserting_before(graph.output_node()):
         used = [weights[one] for one in shared]
         totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads[one]) for one in shared]
@@ -200,7 +202,7 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: 
             index = index_of.get(_lookup(node))
             if index is not None:
                 with graph.inserting_before(node):
-                    _replace(node, graph.call_method("weights_grad", (batch, index, node.args[0])))
+                    replace(node, graph.call_method("weights_grad", (batch, index, node.args[0])))
         node = following
 
 
@@ -280,16 +282,9 @@ def _attribute(module: fx.GraphModule, handle: int, name_of: Callable[[int], str
     name = name_of(handle)
     for node in module.graph.find_nodes(op="get_attr", target=name):
         return node
-    setattr(module, name, lookup_op.embedding_of(handle))
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        return module.graph.get_attr(name)
-
-
-def _replace(node: fx.Node, by: fx.Node) -> None:
-    by.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)
+        return add_attribute(module, name, lookup_op.embedding_of(handle))
 
 
 def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:

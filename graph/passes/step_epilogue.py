@@ -26,7 +26,7 @@ from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..trace.swap import trace_lock
+from ..trace.swap import set_grads, trace_lock
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
 LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
@@ -332,6 +332,6 @@ def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> lis
 def _update_scaler(scaler: GradScaler, finite: bool) -> None:
     """Let the scaler adapt its scale. It reads an optimizer's gradients: here one number that is finite or not."""
     probe = torch.zeros(())
-    probe.grad = torch.tensor(0.0 if finite else math.inf)
+    set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))
     scaler.update()

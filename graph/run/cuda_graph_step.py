@@ -16,6 +16,7 @@ from ...engine.errors import GraphError, OptionError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.processors.processor import Capturer
 from ...engine.table.table import OpenTable
+from ..passes.nodes import replace
 from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense
 from ..trace.alias import called, memory, written
 from . import cuda_graph_ops
@@ -191,7 +192,8 @@ def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         _split_end(graph, node)
     for node in graph.nodes:
         if called(node) in _CAPTURE_OPS:
-            node.op, node.target = "call_function", _CAPTURE_OPS[node.target]
+            with graph.inserting_before(node):
+                replace(node, graph.call_function(_CAPTURE_OPS[node.target], node.args, node.kwargs))
     return split_updates(module, graph, _LIVE)
 
 

@@ -178,6 +178,11 @@ class _PlannedStep:
         """The report of each rank. Waits for all."""
         return self._handshake.wait().notes
 
+    def announced_reports(self) -> list[int]:
+        """The reports, by which the step is announced now."""
+        self.is_announced = True
+        return self.wait()
+
 
 class Run(Iterator[Any]):
     """Iterates over what `build` returned for each batch, in the loader's order. Can continue after an exception.
@@ -333,7 +338,7 @@ class Run(Iterator[Any]):
                 can_reach = not self._has_mismatch and self._world.failure is None
                 if planned.is_announced or not self._num_ahead or not can_reach:
                     continue
-                reports, planned.is_announced = planned.wait(), True
+                reports = planned.announced_reports()
                 runs = any(reports) if self._uneven == "join" else all(has & _BATCH for has in reports)
                 if runs and any(has & _KNOWN for has in reports):
                     has_none = not reports[self._world.rank] & _BATCH

@@ -204,12 +204,11 @@ class StepCollectives:
             self._finish_collectives(error)
             return
         try:
-            assert error.__cause__ is not None
-            self._finish_collectives(error.__cause__)
-            if self._world.step_collectives > self._first:  # others have finished the step, and do not run it again
-                error.shared_error = error.__cause__
+            self._finish_collectives(error.cause)
         except BaseException as shared:
-            error.shared_error = shared
+            raise DynamicStepFailed(error.cause, shared) from error.cause
+        if self._world.step_collectives > self._first:  # others have finished the step, and do not run it again
+            raise DynamicStepFailed(error.cause, error.cause) from error.cause
 
     def _finish_collectives(self, error: BaseException) -> None:
         """Make the remaining collectives. An error in them aborts the group, which would wait for this rank."""

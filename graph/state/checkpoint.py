@@ -293,7 +293,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     name = saving.first("its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
     named = state if of == "graph" else state["model"]
-    names = plain_names(root, [*named, *(versions := getattr(state, "_metadata", None) or {})])
+    names = plain_names(root, [*named, *(versions := versions_of(state) or {})])
     state = _renamed(state, names, {names[path]: version for path, version in versions.items()}, of)
     record = saving.each("state", lambda: _record(state, tensors, of))
     training, model = (EXTRA, "") if of == "graph" else ("training", "model.")
@@ -329,7 +329,7 @@ def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, Saved
 def _record(state: Mapping[str, Any], tensors: dict[str, Tensor], of: str) -> dict[str, Any]:
     """What the file STATE has of a state: all but its tensors."""
     plain = encode(dict(state), tensors, "state")
-    metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
+    metadata = encode(versions_of(state), tensors, "metadata")
     kind = {} if of == "graph" else {"of": of}
     return {"format": FORMATS[of], **kind, "state": plain, "metadata": metadata}
 
@@ -417,9 +417,19 @@ def load(
 def copied(state: Mapping[str, Any]) -> Any:
     """A copy of a state in host memory; lazy parameters are no values yet, and stay."""
     copy = tree_map_only(Tensor, lambda one: one if is_lazy(one) else one.detach().to("cpu", copy=True), dict(state))
-    made: OrderedDict[str, Any] = OrderedDict(copy)
-    made._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
-    return made
+    return with_versions(copy, versions_of(state))
+
+
+def with_versions(items: Mapping[str, Any], versions: Any) -> OrderedDict[str, Any]:
+    """A state_dict with these items and versions of modules, which torch keeps in an attribute of it."""
+    state: Any = OrderedDict(items)
+    state._metadata = versions
+    return state  # type: ignore[no-any-return]
+
+
+def versions_of(state: Mapping[str, Any]) -> Any:
+    """The versions of modules in a state_dict by their paths; None without."""
+    return getattr(state, "_metadata", None)
 
 
 def error_text(error: BaseException) -> str:
@@ -445,8 +455,7 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
         if checksum(folder / TENSORS) != record["checksum"]:
             raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
         tensors = load_file(folder / TENSORS)
-        state: OrderedDict[str, Any] = OrderedDict(decode(record["state"], tensors))
-        state._metadata = decode(record["metadata"], tensors)  # type: ignore[attr-defined]
+        state = with_versions(decode(record["state"], tensors), decode(record["metadata"], tensors))
         record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
         _check_shape(state, record["ranks"], of)
     except (OSError, SafetensorError, *MALFORMED) as error:
@@ -461,7 +470,7 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
 
 def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
     """The state of a checkpoint with the names that `load_state_dict` of `root` takes, whatever wrappers either had."""
-    named, versions = state if of == "graph" else state["model"], getattr(state, "_metadata", None) or {}
+    named, versions = state if of == "graph" else state["model"], versions_of(state) or {}
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
     own = {EXTRA, *(name for name, _ in tensors)}
     own.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
@@ -477,14 +486,12 @@ def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
 def _renamed(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], of: str) -> Any:
     """A state with other names of tensors, and these versions of modules."""
     named = {names[name]: value for name, value in (state if of == "graph" else state["model"]).items()}
-    renamed: Any = OrderedDict(named if of == "graph" else {**state, "model": named})
-    renamed._metadata = versions
-    return renamed
+    return with_versions(named if of == "graph" else {**state, "model": named}, versions)
 
 
 def _check_shape(state: OrderedDict[str, Any], ranks: Any, of: str) -> None:
     """ValueError if the names, the versions of modules, or the random states of ranks are of another type."""
-    versions = getattr(state, "_metadata", None)
+    versions = versions_of(state)
     named = state if of == "graph" else state["model"]
     if not isinstance(named, dict) or not all(type(name) is str for name in [*state, *named]):
         raise ValueError("a name in the state is not a string")

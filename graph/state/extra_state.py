@@ -20,7 +20,8 @@ from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.collectives import refuse_worlds
 from ..passes.step_epilogue import StepEpilogue
-from .checkpoint import CheckpointRanks, copied, error_text
+from ..trace.swap import set_grads
+from .checkpoint import CheckpointRanks, copied, error_text, versions_of
 from .kept import MALFORMED
 from .optimizer_set import OptimizerSet, embeddings_of
 
@@ -208,7 +209,7 @@ def try_step(optimizer: Optimizer, where: str) -> None:
             form = number, parameter.dim(), parameter.dtype, parameter.device
             if form not in tried:
                 one = torch.zeros([2] * parameter.dim(), dtype=form[2], device=form[3], requires_grad=True)
-                one.grad = torch.zeros_like(one)
+                set_grads([one], [torch.zeros_like(one)])
                 trial = kind([{**group, "params": [one]}])
                 trial.step()
                 tried[form] = {k: (v, getattr(v, "shape", None) == one.shape) for k, v in trial.state[one].items()}
@@ -238,7 +239,7 @@ def check_state(
 
 def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], thing: str) -> None:
     """GraphError if a state_dict has other names or shapes than `own`, that of `root`."""
-    versions = getattr(state, "_metadata", None) or {}
+    versions = versions_of(state) or {}
     migrating = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
