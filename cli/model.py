@@ -81,20 +81,6 @@ def save_together(
     return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]
 
 
-def load_together(folders: list[StoreFolder], name: str, advance: ProgressCallback) -> list[Manifest]:
-    """Load a snapshot into each store, after all are verified. If a load is killed, the next run finishes it.
-
-    Raises StoreError, and SnapshotError, also for snapshots that were not saved together.
-    """
-    from ..snapshots.files.reader import Snapshot
-    from ..snapshots.store.closed_store import load_into_stores
-    from ..snapshots.store.group_file import check_one_moment
-
-    snapshots = [Snapshot.open(folder.snapshots / name) for folder in folders]
-    check_one_moment([folder.path.name for folder in folders], snapshots)
-    return [manifest for manifest, _ in load_into_stores(folders, snapshots, advance)]
-
-
 def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:
     """A function of the rows done and their total, which calls `advance` with those done since its last call."""
     done = 0

@@ -22,7 +22,7 @@ from .arguments import (
     locked_store,
     open_snapshot,
 )
-from .model import load_together, locked_stores, save_together, serving_processes, since, stores_at
+from .model import locked_stores, save_together, serving_processes, stores_at
 from .output import (
     NUMBER_COLUMNS,
     SNAPSHOT_HEADER,
@@ -200,27 +200,11 @@ def save(
 
     Example: tierbed snapshot save store/users before-retraining
     """
-    from ..snapshots.control.client import request_save
-    from ..snapshots.store.closed_store import save_closed_stores
-    from ..snapshots.store.folder_state import holder
-
     begin = time.monotonic()
     stores = stores_at(store)
-    if stores != [store]:
-        with progress("saving") as advance:
-            saved = save_together(stores, name, kind.value, overwrite, timeout, advance, as_json)
-        report("saved", name, dict(zip(stores, saved, strict=True)), begin, as_json)
-        return
-    manifest = None
     with progress("saving") as advance:
-        if holder(store) is not None:
-            manifest = request_save(store, name, kind.value, since(advance), timeout, overwrite)
-    if manifest is None:
-        with locked_store(store, as_json) as folder:
-            marker = folder.clean_marker or {}
-            with progress("saving", marker.get("rows")) as advance:
-                (manifest,) = save_closed_stores([folder], name, advance, kind.value, overwrite)
-    report("saved", name, manifest, begin, as_json)
+        saved = save_together(stores, name, kind.value, overwrite, timeout, advance, as_json)
+    report("saved", name, saved[0] if stores == [store] else dict(zip(stores, saved, strict=True)), begin, as_json)
 
 
 def load(
@@ -247,24 +231,24 @@ def load(
 
     Example: tierbed snapshot load store/users before-retraining
     """
-    from ..snapshots.store.closed_store import load_into_store
+    from ..snapshots.store.closed_store import load_into_stores
+    from ..snapshots.store.group_file import check_one_moment
     from ..snapshots.store.selection import Selection
 
     begin = time.monotonic()
     stores = stores_at(store)
-    if stores != [store]:
-        if table or weights_only or convert:
-            raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
-        with exit_if_in_use(stores, as_json), locked_stores(stores) as folders, progress("loading") as advance:
-            loaded = load_together(folders, name, advance)
+    if stores != [store] and (table or weights_only or convert):
+        raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
+    with exit_if_in_use(stores, as_json), locked_stores(stores) as folders:
+        snapshots = [open_snapshot(one, name) for one in stores]
+        check_one_moment([one.name for one in stores], snapshots)
+        selection = Selection(tables=check_tables(table, snapshots[0]), state=not weights_only, convert=convert)
+        with progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
+            loaded, taken = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
+    if stores == [store]:
+        report("loaded", name, loaded[0], begin, as_json, left_out=taken[0].left_out)
+    else:
         report("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
-        return
-    with locked_store(store, as_json) as folder:
-        snapshot = open_snapshot(store, name)
-        selection = Selection(tables=check_tables(table, snapshot), state=not weights_only, convert=convert)
-        with progress("loading", snapshot.manifest.rows) as advance:
-            live, taken = load_into_store(folder, snapshot, advance, selection)
-    report("loaded", name, live, begin, as_json, left_out=taken.left_out)
 
 
 def list_(store: Store, as_json: Json = False) -> None:

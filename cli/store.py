@@ -241,22 +241,12 @@ def _describe_source(restart: Restart) -> str:
 
 def _watched(work: Callable[[], Any], advance: Callable[[int], None]) -> Any:
     """The result of work in a thread, so that the bar is updated and Ctrl-C works."""
-    from ..engine.threads import Thread
+    from concurrent.futures import ThreadPoolExecutor, wait
 
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome[:] = work(), None
-        except BaseException as error:
-            outcome[:] = None, error
-
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
+    pool = ThreadPoolExecutor(1)  # no block, whose end would wait for the thread after Ctrl-C
+    result = pool.submit(work)
+    while not result.done():
+        wait([result], 0.2)
         advance(0)
-    result, error = outcome or (None, MemoryError("the merge thread died without raising an error"))
-    if error is not None:
-        raise error
-    return result
+    pool.shutdown()
+    return result.result()
