@@ -39,30 +39,19 @@ app.add_typer(snapshot_app, name="snapshot")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(store_app, name="store")
 
-for name, command in (
-    ("save", snapshot.save),
-    ("load", snapshot.load),
-    ("list", snapshot.list_),
-    ("inspect", snapshot.inspect),
-    ("verify", snapshot.verify),
-    ("diff", compare.diff),
-    ("export", export_import.export),
-    ("import", export_import.import_),
-    ("merge", snapshot.merge),
-    ("prune", snapshot.prune),
-    ("watch", watch.watch),
-):
-    snapshot_app.command(name)(command)
-checkpoint_app.command("list")(checkpoint.list_)
-checkpoint_app.command("inspect")(checkpoint.inspect)
-checkpoint_app.command("verify")(checkpoint.verify)
-checkpoint_app.command("prune")(checkpoint.prune)
-store_app.command("stat")(store.stat)
-store_app.command("compact")(store.compact)
-store_app.command("get", context_settings={"ignore_unknown_options": True})(store.get)  # a key may be negative
-store_app.command("detach")(store.detach)
-store_app.command("options")(options.options)
-app.command("doctor")(doctor.doctor)
+COMMANDS = {  # in the order of --help
+    snapshot_app: (
+        *(snapshot.save, snapshot.load, snapshot.list_, snapshot.inspect, snapshot.verify, compare.diff),
+        *(export_import.export, export_import.import_, snapshot.merge, snapshot.prune, watch.watch),
+    ),
+    checkpoint_app: (checkpoint.list_, checkpoint.inspect, checkpoint.verify, checkpoint.prune),
+    store_app: (store.stat, store.compact, store.get, store.detach, options.options),
+    app: (doctor.doctor,),
+}
+for group, commands in COMMANDS.items():
+    for command in commands:
+        settings = {"ignore_unknown_options": command is store.get}  # whose key may be negative
+        group.command(command.__name__.rstrip("_"), context_settings=settings)(command)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,15 +71,13 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 
 @contextmanager
-def locked_store(store: Path, as_json: bool) -> Iterator[StoreFolder]:
-    """The store folder, locked by this process. Exits with `IN_USE` if another process has locked it."""
+def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
+    """Lock store folders. If another process has locked one: exits with `IN_USE`, or StoreError without `exits`."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import existing_store
 
-    with exit_if_in_use([store], as_json):
-        folder = StoreFolder(existing_store(store))
-    with folder:
-        yield folder
+    with exit_if_in_use(stores if exits else (), as_json), ExitStack() as locks:
+        yield [locks.enter_context(StoreFolder(existing_store(store))) for store in stores]
 
 
 def table_of(text: str) -> int | str:

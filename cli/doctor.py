@@ -88,7 +88,6 @@ def _tried(name: str, work: Callable[[], str], remedy: str, lacks: str = "", **k
 
 
 def _checks() -> Iterator[Check]:
-    """The findings on this installation."""
     yield Check("tierbed", True, version("tierbed"))
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     again = "install it again: pip install --force-reinstall"

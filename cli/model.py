@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import exit_if_in_use, locked_store
+from .arguments import locked
 from .output import IN_USE, ProgressCallback, fail
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
-    from ..snapshots.store.folder import StoreFolder
 
 
 def stores_at(path: Path) -> list[Path]:
@@ -20,15 +18,6 @@ def stores_at(path: Path) -> list[Path]:
     from ..snapshots.store.status import existing_store, stores_in
 
     return stores_in(path) or [existing_store(path)]
-
-
-@contextmanager
-def locked_stores(stores: list[Path]) -> Iterator[list[StoreFolder]]:
-    """All stores, locked by this process. Raises StoreError."""
-    from ..snapshots.store.folder import StoreFolder
-
-    with ExitStack() as locks:
-        yield [locks.enter_context(StoreFolder(store)) for store in stores]
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
@@ -42,7 +31,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 
     serving = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
-        with locked_store(store, as_json):  # exits and names the process, unless it has closed the store by now
+        with locked([store], as_json):  # exits and names the process, unless it has closed the store by now
             del serving[store]
     return serving
 
@@ -66,23 +55,6 @@ def save_together(
             f"several processes have these stores open, and they share no step: {those}; save each store by itself"
         )
         fail(message, IN_USE, as_json)
-    first = next(iter(serving), None)
-    if first is not None and request_save(first, name, kind, since(advance), timeout, overwrite, [*serving]) is None:
-        raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
-    closed = [store for store in stores if store not in serving]
-    try:  # after the open ones: while those are saved, their step may open one of these
-        with exit_if_in_use(() if serving else closed, as_json), locked_stores(closed) as folders:
-            save_closed_stores(folders, name, advance, kind, overwrite)
-    except TierbedError as error:
-        if not serving:
-            raise
-        saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
-        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
-    return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]
-
-
-def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:
-    """A function of the rows done and their total, which calls `advance` with those done since its last call."""
     done = 0
 
     def advance_to(rows: int, of: int | None) -> None:
@@ -90,4 +62,16 @@ def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:
         advance(rows - done)
         done = rows
 
-    return advance_to
+    first = next(iter(serving), None)
+    if first is not None and request_save(first, name, kind, advance_to, timeout, overwrite, [*serving]) is None:
+        raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
+    closed = [store for store in stores if store not in serving]
+    try:  # after the open ones: while those are saved, their step may open one of these
+        with locked(closed, as_json, exits=not serving) as folders:
+            save_closed_stores(folders, name, advance, kind, overwrite)
+    except TierbedError as error:
+        if not serving:
+            raise
+        saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
+        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
+    return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]

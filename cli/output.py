@@ -48,12 +48,10 @@ def _plain(value: Any) -> Any:
 
 
 def print_json_error(message: str) -> None:
-    """Print the document of an error on stdout, in one line for scripts that read lines."""
     print_json({"error": message}, indent=None)
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    """Print the lines of `aligned`."""
     for line in aligned(rows, right):
         print(line)
 
@@ -73,12 +71,10 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def print_fields(fields: dict[str, Any]) -> None:
-    """Print a line for each field."""
     print_table([[name, words(value)] for name, value in fields.items()])
 
 
 def print_error(message: str) -> None:
-    """Print a line on stderr."""
     print(text(message), file=sys.stderr)
 
 
@@ -151,7 +147,6 @@ def size(count: int) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time in a suitable unit."""
     if seconds < 10:
         return f"{max(seconds, 0):.1f} s"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

@@ -5,7 +5,7 @@ Every rank makes the collectives of a step in the same order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -80,27 +80,18 @@ def pin_early(module: fx.GraphModule) -> None:
     for pin in pins:
         embedding, lookups, *like = pin.args
         needed = sources_of(pin, (embedding, lookups))
-        is_free = all(map(_is_pure, needed)) and not memory(needed) & changed
-        if last is None or not is_free or not moved.issuperset(like) or _reads_before(pin, embedding):
+        is_pure = all(is_repeatable(node, set()) and not written(node) for node in needed)
+        is_free = is_pure and not memory(needed) & changed
+        is_read_before = any(
+            called(node) in ("read", "read_weights_grad") and node < pin for node in cast(fx.Node, embedding).users
+        )
+        if last is None or not is_free or not moved.issuperset(like) or is_read_before:
             continue
         for node in [node for node in graph.nodes if node in needed] + [pin]:
             if node.op != "placeholder" and node not in moved:
                 last.append(node)
                 last = node
                 moved.add(node)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    return is_repeatable(node, set()) and not written(node)
-
-
-def _reads_before(pin: fx.Node, embedding: Any) -> bool:
-    node = pin.prev
-    while node.op != "root":
-        if called(node) in ("read", "read_weights_grad") and node.args[0] is embedding:
-            return True
-        node = node.prev
-    return False
 
 
 def schedule_collectives(
@@ -129,25 +120,18 @@ def schedule_collectives(
         with graph.inserting_before(node):
             own = add_attribute(module, "collectives", collectives)
         if node.target is apply_gradients:
-            for part in rows:
-                _send_early(graph, part)
+            for batch, grads, weights in rows:
+                sources = {value for value in (*grads, *weights, batch) if isinstance(value, fx.Node)}
+                used = memory(sources)
+                last = [other for other in graph.nodes if other in sources or written(other) & used][-1]
+                with graph.inserting_after(last):
+                    graph.call_method("send", (batch, grads, weights))
             with graph.inserting_before(node):
                 vote = graph.call_function(sum_over_ranks, (own, end, rows, dense))
             node.insert_arg(3, vote)
         else:
             node.insert_arg(3, own)
     return _calls(module), trained
-
-
-def _send_early(graph: fx.Graph, part: Any) -> None:
-    batch, grads, weights = part
-    sources = {value for value in (*grads, *weights, batch) if isinstance(value, fx.Node)}
-    used = memory(sources)
-    for node in graph.nodes:
-        if node in sources or written(node) & used:
-            last = node
-    with graph.inserting_after(last):
-        graph.call_method("send", (batch, grads, weights))
 
 
 def _calls(module: fx.GraphModule) -> list[CollectiveCall]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
-from torch.utils import _pytree as pytree
 
 from ...engine.errors import GraphError
 from ..trace.alias import is_random, memory, written
@@ -64,15 +64,8 @@ class _Pure(OperatorSupportBase):
             and not is_random(node.target, node.args)
             and not memory((node, *node.all_input_nodes)) & changed
             and isinstance(node.meta.get("val"), Tensor | tuple | list)
-            and all(map(_has_static_shape, (node, *node.all_input_nodes)))
+            and not has_free_symbols([one.meta.get("val") for one in (node, *node.all_input_nodes)])
         }
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
         return node in self._pure
-
-
-def _has_static_shape(node: fx.Node) -> bool:
-    """Whether no size of a node's value is dynamic."""
-    values = pytree.tree_leaves(node.meta.get("val"))
-    sizes = (size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,)))
-    return not any(isinstance(size, torch.SymInt) for size in sizes)

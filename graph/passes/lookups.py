@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from functools import reduce
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ...embedding import lookup_op
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..trace.alias import called, external, is_random, memory, stable, storages, written
+from ..trace.alias import called, external, is_random, memory, stable, storages, with_sources, written
 from .nodes import add_attribute, replace
 from .step_epilogue import accumulate
 
@@ -107,21 +108,8 @@ def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
 
 def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
     """The nodes that make these arguments of `user`, and the nodes that wrote to their memory before `user`."""
-    writers: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in user.graph.nodes:
-        if node is user:
-            break
-        for storage in written(node):
-            writers[storage].append(node)
-    sources: set[fx.Node] = set()
-    pending = [node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in sources:
-            sources.add(node)
-            pending += node.all_input_nodes
-            pending += [writer for storage in storages(node) for writer in writers[storage]]
-    return sources
+    used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
+    return with_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
 
 
 def is_repeatable(node: fx.Node, outside: set[int]) -> bool:
@@ -195,15 +183,11 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
 def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
     """Let the gradients of weights use the rows of the batch if it has them. Rows do not depend on the weights."""
     index_of = {one.lookup: index for index, one in enumerate(shared)}
-    node = batch.next
-    while node.op != "output":
-        following = node.next
-        if node.target is WEIGHTS_GRAD and node.args[-1] == handle:
-            index = index_of.get(_lookup(node))
-            if index is not None:
-                with graph.inserting_before(node):
-                    replace(node, graph.call_method("weights_grad", (batch, index, node.args[0])))
-        node = following
+    for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
+        lookup = _lookup(node)
+        if node.args[-1] == handle and node > batch and lookup in index_of:
+            with graph.inserting_before(node):
+                replace(node, graph.call_method("weights_grad", (batch, index_of[lookup], node.args[0])))
 
 
 def _lookup(node: fx.Node) -> Lookup:
@@ -213,7 +197,6 @@ def _lookup(node: fx.Node) -> Lookup:
 
 
 def _shared_lookup(node: fx.Node) -> SharedLookup:
-    """The `SharedLookup` of a node, a lookup or its gradient."""
     weights: Any = node.args[6]
     changed = None
     if weights is not None:
@@ -224,7 +207,6 @@ def _shared_lookup(node: fx.Node) -> SharedLookup:
 
 
 def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
-    """A read instead of a lookup, at the graph's insertion point."""
     return graph.call_method("read", (embedding, _lookup(node), *_weights_argument(node.args[6])))
 
 
@@ -279,12 +261,13 @@ def _terms(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.No
 
 def _attribute(module: fx.GraphModule, handle: int, name_of: Callable[[int], str]) -> fx.Node:
     """The node of an embedding: one for the whole step, at its top."""
-    name = name_of(handle)
-    for node in module.graph.find_nodes(op="get_attr", target=name):
-        return node
+    embedding = lookup_op.embedding_of(handle)
+    for node in module.graph.find_nodes(op="get_attr"):
+        if getattr(module, node.target) is embedding:
+            return node
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        return add_attribute(module, name, lookup_op.embedding_of(handle))
+        return add_attribute(module, name_of(handle), embedding)
 
 
 def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 from torch import fx
 
+from ..trace.names import identifiers
+
 
 def add_attribute(module: fx.GraphModule, name: str, value: Any) -> fx.Node:
-    """Keep a value, of any type, in the module, and return a node for it at the graph's insertion point."""
+    """Keep a value, of any type, by this name or one like it, and return a node for it at the insertion point."""
+    (name,) = identifiers([name], dir(module))
     setattr(module, name, value)
     return module.graph.create_node("get_attr", name)
 

@@ -8,6 +8,7 @@ a kernel chooses may differ from the traced one.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,13 +79,13 @@ def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
 
 
 def add_dense_steps(
-    module: fx.GraphModule, optimizers: dict[str, Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
+    module: fx.GraphModule, optimizers: Iterable[Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
 ) -> None:
     """Add a node for each optimizer at the end of the step. grads: each parameter's optimizer, node and gradient."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
-        for name, optimizer in optimizers.items():
-            node = add_attribute(module, name, optimizer)
+        for optimizer in optimizers:
+            node = add_attribute(module, type(optimizer).__name__.lower(), optimizer)
             own = [(parameter, grad) for holder, parameter, grad in grads if holder is optimizer]
             graph.call_function(dense_step, (node, [p for p, _ in own], [g for _, g in own]))
 
@@ -132,12 +133,12 @@ def _read_instead(graph: fx.Graph, pin: fx.Node) -> None:
     graph.erase_node(pin)
 
 
-def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], stepped: fx.Node | None) -> None:
+def add_schedules(module: fx.GraphModule, schedulers: Iterable[LRScheduler], stepped: fx.Node | None) -> None:
     """Add a step of each learning rate schedule at the end. stepped: a node that is true if optimizers had a step."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
-        for name, scheduler in schedulers.items():
-            node = add_attribute(module, name, scheduler)
+        for scheduler in schedulers:
+            node = add_attribute(module, type(scheduler).__name__.lower(), scheduler)
             graph.call_function(schedule, (node,) if stepped is None else (node, stepped))
 
 

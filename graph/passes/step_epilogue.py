@@ -86,7 +86,6 @@ def numbers_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as msgpack carries it."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else str(tuple(value.shape))
     if isinstance(value, list | tuple):
@@ -219,12 +218,10 @@ class StepEpilogue:
         return [parameter for sums in self._dense.values() for parameter in sums]
 
     def release(self) -> None:
-        """Drop the pins of a failed update."""
         for embedding in self._rows:
             embedding.release()
 
     def clear(self) -> None:
-        """Drop the gradients that wait."""
         self.waiting_calls = 0
         self.present = False
         self._dense.clear()
@@ -264,12 +261,10 @@ def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGr
 
 
 def are_finite(grads: list[Tensor]) -> bool:
-    """Whether no element is infinite or NaN."""
     return bool(get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite())
 
 
 def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
-    """Update dense parameters, as `apply_gradients` does."""
     for optimizer, params, grads in dense:
         dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
     return True

@@ -35,13 +35,11 @@ def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor
 
 
 def capture_read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-    """Launch the kernels of `embedding.read`."""
     table = embedding.table_handle().local_table
     return table.processor.gather(_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def capture_read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
-    """Launch the kernels of `embedding.read_weights_grad`."""
     table = embedding.table_handle().local_table
     return table.processor.weights_grad(_peek(table, lookup, trains=True), 0, lookup, grad)
 

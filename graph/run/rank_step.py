@@ -7,7 +7,7 @@ data and reports the error in the next handshake. All ranks then raise in the sa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,11 +82,11 @@ class StepCollectives:
 
     def __init__(self, world: World, rank_state: RankStepState, owner: str, end: StepEpilogue, trains: bool) -> None:
         """owner: the name of the graph. trains: whether the step does."""
-        self._world, self._rank_state, self._owner = world, rank_state, owner
+        self._world, self.rank_state, self._owner = world, rank_state, owner
         self._end, self.trains = end, trains
         self._calls: list[CollectiveCall] = []
         self._sequence = NO_COLLECTIVES
-        self._embeddings: list[EmbeddingBase] = []
+        self._embeddings: list[Any] = []
         self._trained: list[EmbeddingBase] = []
         self._dense: list[DenseGrads] = []
         self._schedulers: list[LRScheduler] = []
@@ -125,11 +125,11 @@ class StepCollectives:
         """The accumulated gradients of all ranks, with their rows pinned, and the vote of this update."""
         embeddings = end.embeddings
         kinds = [*(("pin", e) for e in embeddings), *((k, e) for e in embeddings for k in ("rows", "send"))]
-        update = StepCollectives(self._world, self._rank_state, self._owner, end, trains=True)
+        update = StepCollectives(self._world, self.rank_state, self._owner, end, trains=True)
         parameters = [("accumulated", parameter) for parameter in end.parameters]
         calls = [*(CollectiveCall(kind, e) for kind, e in kinds), CollectiveCall("vote", None)]
         update.set_sequence(calls, parameters, embeddings, [], [])
-        with update.step(tuple, nested=True):
+        with update.step((), nested=True):
             rows, dense = end.pinned_gradients()
             for batch, grads, weights in rows:
                 shared: Any = batch
@@ -165,10 +165,10 @@ class StepCollectives:
         return accumulate(end, none, nothing, self, present=False)
 
     @contextmanager
-    def step(self, first_values: Callable[[], Sequence[tuple[str, Tensor]]], nested: bool = False) -> Iterator[None]:
+    def step(self, first_values: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
         """A block that runs the step. Its error on this rank is raised on all ranks if a collective remains.
 
-        first_values: returns the tensors that begin as those of rank 0, by name. nested: whether in another block.
+        first_values: the tensors that begin as those of rank 0, by name. nested: whether in another block.
         """
         world = self._world
         world.check_thread()
@@ -177,21 +177,23 @@ class StepCollectives:
         self._first_batch = len(world.pinned_batches or ())
         self._number = ""
         try:
-            self._number = self._number_of(self._embeddings)
-            if self.trains and self._rank_state.partial_update:
+            if all(embedding.is_open for embedding in self._embeddings):  # ranks open and close them at any time
+                steps = [embedding.table_handle().local_table.step for embedding in self._embeddings]
+                self._number = f", step {max(steps, default=0) + 1}"
+            if self.trains and self.rank_state.partial_update:
                 raise GraphError(
-                    f"a step of {self._owner} raised {self._rank_state.partial_update} during its updates, which other "
+                    f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, which other "
                     "ranks finished; load a checkpoint on all ranks"
                 )
-            if not nested and self.trains not in self._rank_state.synced_at_start:
-                broadcast_parameters(world, f"parameters of {self._owner}", first_values())
-                self._rank_state.synced_at_start.add(self.trains)
+            if not nested and self.trains not in self.rank_state.synced_at_start:
+                broadcast_parameters(world, f"parameters of {self._owner}", [*first_values])
+                self.rank_state.synced_at_start.add(self.trains)
             yield
         except BaseException as error:
             if world.must_report(error):
                 self._raise_on_ranks(error)
                 if self.trains and not isinstance(error, DynamicStepFailed):
-                    self._rank_state.note_partial_update(error)
+                    self.rank_state.note_partial_update(error)
                     for batch in (world.pinned_batches or [])[self._first_batch :]:
                         batch.fall_behind(error)
             raise
@@ -239,15 +241,7 @@ class StepCollectives:
                 self._world.handshake(self._op(kind), error)
 
     def _op(self, kind: str) -> str:
-        """The name, in errors, of a collective of the step as a whole."""
         return f"{kind} of {self._owner}{self._number}"
-
-    def _number_of(self, embeddings: list[Any]) -> str:
-        """The number of the next step if all its embeddings are open: ranks open and close them at any time."""
-        if not all(embedding.is_open for embedding in embeddings):
-            return ""
-        steps = [embedding.table_handle().local_table.step for embedding in embeddings]
-        return f", step {max(steps, default=0) + 1}"
 
 
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:

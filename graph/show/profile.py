@@ -233,15 +233,11 @@ def _compiling(compiles: RecompileLog, timer: Timer) -> int:
 
 
 def _timed(batches: Iterable[Any], drawn: list[Span]) -> Iterator[Any]:
-    source = iter(batches)
-    while True:
-        begin = perf_counter_ns()
-        try:
-            batch = next(source)
-        except StopIteration:
-            return
+    begin = perf_counter_ns()
+    for batch in batches:
         drawn.append(Span(begin, perf_counter_ns()))
         yield batch
+        begin = perf_counter_ns()
 
 
 def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:

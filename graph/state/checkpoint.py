@@ -59,6 +59,7 @@ from ...engine.durable import (
     temporary_path,
 )
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import refuse_worlds
@@ -162,89 +163,77 @@ def _fits_dtype(dtype: torch.dtype) -> bool:
     return True
 
 
-class CheckpointRanks:
-    """The ranks that save or load a graph together. In a world of one, methods are the plain calls."""
+def shared_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
+    """The ranks that save or load a graph together; in a world of one, its methods are plain calls."""
+    return refuse_worlds(dict(embeddings)) or World.of_one()
 
-    def __init__(self, world: World | None, what: str) -> None:
-        """world: None for this process alone. what: names the save or load in messages."""
-        self._world, self._what = world or World.of_one(), what
 
-    def each(self, step: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
-        """The result of a call of this rank. What it raises on one rank is raised on all. same: equal on all ranks."""
-        return self._world.call_on_all_ranks(f"{self._what}: {step}", call, same)
+@contextmanager
+def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iterator[Path]:
+    """`durable.atomic_folder`, made by rank 0, whose errors of the system are raised as SnapshotError."""
+    block = ExitStack()
 
-    def first(self, step: str, call: Callable[[], Any]) -> Any:
-        """The result of a call of rank 0, plain values, on all ranks."""
-        return self._world.call_on_rank_0(f"{self._what}: {step}", call)
+    def begin() -> None:
+        with _snapshot_errors(folder):
+            block.enter_context(atomic_folder(folder, overwrite))
 
-    @contextmanager
-    def atomic_folder(self, folder: Path, overwrite: bool, errors: Callable[[], Any]) -> Iterator[Path]:
-        """`durable.atomic_folder`, made by rank 0. errors: makes a block that translates errors of the system."""
-        block = ExitStack()
+    def end() -> None:
+        with _snapshot_errors(folder):
+            block.close()
 
-        def begin() -> None:
-            with errors():
-                block.enter_context(atomic_folder(folder, overwrite))
+    world.call_on_rank_0(f"{op}: its folder", begin)
+    try:
+        yield temporary_path(folder)
+    except BaseException:
+        block.__exit__(*sys.exc_info())
+        raise
+    world.call_on_rank_0(f"{op}: in place", end)
 
-        def end() -> None:
-            with errors():
-                block.close()
 
-        self.first("its folder", begin)
-        try:
-            yield temporary_path(folder)
-        except BaseException:
-            block.__exit__(*sys.exc_info())
-            raise
-        self.first("in place", end)
-
-    def check_equal(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Raises GraphError on all ranks if a value that training keeps equal differs between them."""
-        if self._world.size == 1:
-            return
-        names = [*tensors]
-        sums = self._world.all_gather_object(
-            f"{self._what}: state", lambda: [zlib.crc32(msgpack.packb(plain)), *map(_bytes, tensors.values())]
+def _check_equal(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raises GraphError on all ranks if a value that training keeps equal differs between them."""
+    if world.size == 1:
+        return
+    sums: list[dict[str, int]] = world.all_gather_object(
+        f"{op}: state",
+        lambda: {
+            "values that are not tensors": zlib.crc32(msgpack.packb(plain)),
+            **{name: _checksum(tensor) for name, tensor in tensors.items()},
+        },
+    )
+    every = dict.fromkeys(name for of_rank in sums for name in of_rank)
+    if differ := [name for name in every if len({of_rank.get(name) for of_rank in sums}) > 1]:
+        raise GraphError(
+            f"{op}: ranks have other values of {', '.join(differ[:5])}{' and more' * (len(differ) > 5)}; a checkpoint "
+            "holds those of one: train what differs by an optimizer of the graph, or keep it in a buffer"
         )
-        if any(len(one) != len(sums[0]) for one in sums):
-            differ = ["the number of tensors"]
-        else:
-            differ = [
-                name
-                for i, name in enumerate(["values that are not tensors", *names])
-                if len({one[i] for one in sums}) > 1
-            ]
-        if differ:
-            raise GraphError(
-                f"{self._what}: ranks have other values of {', '.join(differ[:5])}{' and more' * (len(differ) > 5)}; a "
-                "checkpoint holds those of one: train what differs by an optimizer of the graph, or keep it in a buffer"
-            )
-
-    def others_random(self, own: Random) -> list[Random]:
-        """The random state of every rank but the first."""
-        sent = [state.cpu().numpy().tobytes() for state in own]
-        ranks: list[list[bytes]] = self._world.all_gather_object(f"{self._what}: random numbers", lambda: sent)
-        return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
-
-    def own_random(self, first: Random, others: list[Random]) -> Random:
-        """The random state of this rank in a checkpoint. A rank without one in it keeps its own."""
-        rank = self._world.rank
-        if rank == 0:
-            return first
-        return others[rank - 1] if rank <= len(others) else [torch.get_rng_state()]
 
 
-def _bytes(tensor: Tensor) -> int:
+def others_random(world: World, op: str, own: Random) -> list[Random]:
+    """The states of random numbers of every rank but the first."""
+    sent = [state.cpu().numpy().tobytes() for state in own]
+    ranks: list[list[bytes]] = world.all_gather_object(f"{op}: random numbers", lambda: sent)
+    return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
+
+
+def own_random(world: World, first: Random, others: list[Random]) -> Random:
+    """The random state of this rank in a checkpoint. A rank without one in it keeps its own."""
+    if world.rank == 0:
+        return first
+    return others[world.rank - 1] if world.rank <= len(others) else [torch.get_rng_state()]
+
+
+def _checksum(tensor: Tensor) -> int:
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(data.numpy().data)
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
     """The folder of a new checkpoint; `overwrite`: an old one may exist. SnapshotError, InputError, GraphError."""
-    saving = CheckpointRanks(refuse_worlds(dict(_saved(root))), "checking a checkpoint")
-    folder: Path = saving.each("its path", lambda: _folder_of(path, overwrite))
-    saving.each("its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
-    saving.first("its place", lambda: _check_free(folder, overwrite))
+    world, op = shared_world(_saved(root)), "checking a checkpoint"
+    folder: Path = world.call_on_all_ranks(f"{op}: its path", lambda: _folder_of(path, overwrite))
+    world.call_on_all_ranks(f"{op}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
+    world.call_on_rank_0(f"{op}: its place", lambda: _check_free(folder, overwrite))
     return folder
 
 
@@ -288,28 +277,27 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     between ranks.
     """
     embeddings = _saved(root)
-    saving = CheckpointRanks(refuse_worlds(dict(embeddings)), f"saving checkpoint {folder.name!r}")
+    world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
     # in a store folder, a name is used once
-    name = saving.first("its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
+    name = world.call_on_rank_0(f"{op}: its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
     named = state if of == "graph" else state["model"]
     names = plain_names(root, [*named, *(versions := versions_of(state) or {})])
     state = _renamed(state, names, {names[path]: version for path, version in versions.items()}, of)
-    record = saving.each("state", lambda: _record(state, tensors, of))
+    record = world.call_on_all_ranks(f"{op}: state", lambda: _record(state, tensors, of))
     training, model = (EXTRA, "") if of == "graph" else ("training", "model.")
     random = state[training]["random"] if training in state else []
     buffers = {model + name for name in plain_names(root, dict(root.named_buffers())).values()}
     own = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
-    saving.check_equal(
-        [record["state"], record["metadata"]], {key: tensor for key, tensor in tensors.items() if key not in own}
-    )
+    trained = {key: tensor for key, tensor in tensors.items() if key not in own}
+    _check_equal(world, op, [record["state"], record["metadata"]], trained)
     record |= {"embeddings": list(embeddings), "snapshot": name}
-    if others := saving.others_random(random):
+    if others := others_random(world, op, random):
         record["ranks"] = encode(others, tensors, "random numbers of ranks", "ranks")
     replaced, is_complete = _rows_in(folder), False
     try:
-        with saving.atomic_folder(folder, overwrite, lambda: _snapshot_errors(folder)) as temporary:
-            saving.first("parameters", lambda: _write(temporary, record, tensors, folder))
+        with _atomic_folder(world, op, folder, overwrite) as temporary:
+            world.call_on_rank_0(f"{op}: parameters", lambda: _write(temporary, record, tensors, folder))
             save_rows([*embeddings.values()], _row_folders(temporary, name, embeddings))
         is_complete = True
     finally:
@@ -318,11 +306,15 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # the first error is the one to raise
                     embedding.table_handle().snapshots.discard_rows(name)
-    _drop_replaced(embeddings, replaced)
+    for path, snapshot in replaced.items():  # those of the replaced checkpoint, in store folders
+        try:
+            if path in embeddings:
+                embeddings[path].table_handle().snapshots.drop_rows(snapshot)
+        except TierbedError as error:
+            log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 
 
 def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SavedRows]) -> list[Path]:
-    """Where the snapshot of each embedding is."""
     return [checkpoint / ROWS / str(number) / snapshot for number in range(len(embeddings))]
 
 
@@ -340,7 +332,14 @@ def _write(temporary: Path, record: dict[str, Any], tensors: dict[str, Tensor], 
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSORS)
         fsync_file(temporary / TENSORS)
         written = {"checksum": checksum(temporary / TENSORS), "created": time.time_ns()}
-        (temporary / STATE).write_bytes(_sealed({**record, **written}))
+        try:
+            sealed = seal({**record, **written})
+        except ValueError as error:
+            raise GraphError(
+                f"the values in the state that are not tensors cannot be written together: {error}; keep large ones, "
+                "such as those of a module's get_extra_state, in tensors"
+            ) from error
+        (temporary / STATE).write_bytes(sealed)
         fsync_file(temporary / STATE)
 
 
@@ -373,29 +372,26 @@ def load(
     """
     folder = folder.absolute()
     embeddings = _saved(root)
-    saving = CheckpointRanks(refuse_worlds(dict(embeddings)), f"loading checkpoint {folder.name!r}")
-    record, state = saving.each("reading", lambda: _read(folder, list(embeddings), of))
+    world, op = shared_world(embeddings), f"loading checkpoint {folder.name!r}"
+    record, state = world.call_on_all_ranks(f"{op}: reading", lambda: _read(folder, list(embeddings), of))
     state = _with_own_names(root, state, of)
-    saving.each(
-        "its id",
-        lambda: None,
-        {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert},
-    )
+    same = {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert}
+    world.call_on_all_ranks(f"{op}: its id", lambda: None, same)
     rows = _row_folders(folder, record["snapshot"], embeddings)
 
     def put_state() -> None:
         training = state.get(EXTRA if of == "graph" else "training")
         if training is not None:
-            training["random"] = saving.own_random(training["random"], record["ranks"])
+            training["random"] = own_random(world, training["random"], record["ranks"])
         put(state)
 
     try:
-        saving.each("state", lambda: check(state))
+        world.call_on_all_ranks(f"{op}: state", lambda: check(state))
         for embedding, path in zip(embeddings.values(), rows, strict=True):
             embedding.table_handle(for_load=True).snapshots.check_rows(path, selection)
         before = copied(now())
         try:
-            saving.each("loading its state", put_state)
+            world.call_on_all_ranks(f"{op}: loading its state", put_state)
             load_rows([*embeddings.values()], rows, selection)
             note_run(root.parameters(), embeddings.values())
         except BaseException:
@@ -424,7 +420,7 @@ def with_versions(items: Mapping[str, Any], versions: Any) -> OrderedDict[str, A
     """A state_dict with these items and versions of modules, which torch keeps in an attribute of it."""
     state: Any = OrderedDict(items)
     state._metadata = versions
-    return state  # type: ignore[no-any-return]
+    return state
 
 
 def versions_of(state: Mapping[str, Any]) -> Any:
@@ -484,7 +480,6 @@ def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
 
 
 def _renamed(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], of: str) -> Any:
-    """A state with other names of tensors, and these versions of modules."""
     named = {names[name]: value for name, value in (state if of == "graph" else state["model"]).items()}
     return with_versions(named if of == "graph" else {**state, "model": named}, versions)
 
@@ -528,23 +523,3 @@ def _rows_in(folder: Path) -> dict[str, Snapshot]:
     with contextlib.suppress(SnapshotError):
         return kept(folder).rows
     return {}
-
-
-def _drop_replaced(embeddings: Mapping[str, SavedRows], replaced: Mapping[str, Snapshot]) -> None:
-    """Remove the snapshots of a replaced checkpoint from store folders."""
-    for path, snapshot in replaced.items():
-        try:
-            if path in embeddings:
-                embeddings[path].table_handle().snapshots.drop_rows(snapshot)
-        except TierbedError as error:
-            log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
-
-
-def _sealed(record: dict[str, Any]) -> bytes:
-    try:
-        return seal(record)
-    except ValueError as error:
-        raise GraphError(
-            f"the values in the state that are not tensors cannot be written together: {error}; keep large ones, such "
-            "as those of a module's get_extra_state, in tensors"
-        ) from error

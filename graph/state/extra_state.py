@@ -18,10 +18,9 @@ from ...embedding.rows_reference import RowsReference
 from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
-from ..passes.collectives import refuse_worlds
 from ..passes.step_epilogue import StepEpilogue
 from ..trace.swap import set_grads
-from .checkpoint import CheckpointRanks, copied, error_text, versions_of
+from .checkpoint import copied, error_text, others_random, own_random, shared_world, versions_of
 from .kept import MALFORMED
 from .optimizer_set import OptimizerSet, embeddings_of
 
@@ -29,7 +28,6 @@ _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 
 def extra_state(optimizers: OptimizerSet, end: StepEpilogue) -> dict[str, Any]:
-    """States of optimizers, schedules, scaler and random numbers."""
     return _of_graph(optimizers, end).state()
 
 
@@ -277,12 +275,8 @@ def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> di
 
 def of_all_ranks(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The extra state with the random states of all ranks, which all call this."""
-    others = _saving(root).others_random(state["random"])
+    others = others_random(shared_world(embeddings_of(root)), "state_dict() of a graph", state["random"])
     return {**state, "ranks": others} if others else state
-
-
-def _saving(root: nn.Module) -> CheckpointRanks:
-    return CheckpointRanks(refuse_worlds(embeddings_of(root)), "state_dict() of a graph")
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: Any) -> None:
@@ -298,7 +292,8 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogu
             return
         check_extra_state(training, state)
         if "ranks" in state:
-            state = {**state, "random": _saving(root).own_random(state["random"], state["ranks"])}
+            world = shared_world(embeddings_of(root))
+            state = {**state, "random": own_random(world, state["random"], state["ranks"])}
         before = copied(training.state())
         training.load(state)
     except MALFORMED as error:

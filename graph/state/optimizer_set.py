@@ -143,7 +143,6 @@ class OptimizerSet:
                 embedding.when_open(partial(part.meet, embedding))
 
     def all_rows(self) -> list[RowOptimizer]:
-        """Those of all attached embeddings."""
         return [*self._rows.values()]
 
     def holders(self) -> dict[int, Optimizer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from functools import cache
 from itertools import chain
@@ -50,7 +50,6 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
@@ -81,18 +80,13 @@ def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
             first += 1
             continue
         children = node.children()
-        positions = _dynamic_positions(node.type)
+        positions: Any = getattr(node.type, "open_leaves", None)
+        if positions is None and getattr(node.type, "__module__", "") == _TORCHREC:
+            positions = _OF_TORCHREC.get(node.type.__name__)
         if positions and all(child.is_leaf() for child in children):
             dynamic_leaves.update(first + position for position in range(len(children)) if position in positions)
         pending += reversed(children)
     return frozenset(dynamic_leaves)
-
-
-def _dynamic_positions(kind: Any) -> Container[int]:
-    own: Any = getattr(kind, "open_leaves", None)
-    if own is None and getattr(kind, "__module__", "") == _TORCHREC:
-        own = _OF_TORCHREC.get(kind.__name__)
-    return own or NO_DYNAMIC
 
 
 def split_by_key(given: Given) -> Given:
@@ -105,7 +99,6 @@ def split_by_key(given: Given) -> Given:
 
 
 def can_split(given: Given) -> bool:
-    """Whether `split_by_key` changes something."""
     return any(map(_splits, pytree.tree_leaves(given, is_leaf=_splits)))
 
 
