@@ -86,7 +86,7 @@ def load_checkpoint(
     model, training = _training(model, optimizers, schedulers, scaler)
 
     def model_state(state: dict[str, Any]) -> OrderedDict[str, Any]:
-        return checkpoint.with_versions(state["model"], checkpoint.versions_of(state))
+        return checkpoint.StateDict(state["model"], checkpoint.versions_of(state))
 
     def check(state: dict[str, Any]) -> None:
         check_modules(model, model.state_dict(), model_state(state), "model")
@@ -108,7 +108,7 @@ def _state(model: nn.Module, training: Training, extra: Mapping[str, Any]) -> Or
     """All that a checkpoint holds but rows."""
     of_model = model.state_dict()
     state = {"model": dict(of_model), "training": training.state(), "extra": dict(extra)}
-    return checkpoint.with_versions(state, checkpoint.versions_of(of_model))
+    return checkpoint.StateDict(state, checkpoint.versions_of(of_model))
 
 
 def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, Training]:

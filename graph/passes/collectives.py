@@ -5,6 +5,7 @@ Every rank makes the collectives of a step in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +26,7 @@ _KINDS: dict[Any, str] = {
     "read_weights_grad": "read",
     "send": "send",
     accumulate: "vote",
+    apply_gradients: "vote",
 }
 
 
@@ -46,9 +48,6 @@ def sum_over_ranks(
     finite = end.scaler is None or are_finite([grad for part in rows for grad in part.grads])
     vote: Vote = collectives.vote(dense, finite=finite, present=present)
     return vote
-
-
-_KINDS[sum_over_ranks] = "vote"
 
 
 def refuse_worlds(embeddings: dict[str, EmbeddingBase]) -> Any:
@@ -95,43 +94,41 @@ def pin_early(module: fx.GraphModule) -> None:
 
 
 def schedule_collectives(
-    module: fx.GraphModule, collectives: Any, node: fx.Node | None
-) -> tuple[list[CollectiveCall], list[tuple[str, Tensor]]]:
+    module: fx.GraphModule, node: fx.Node | None, make: Callable[[list[CollectiveCall], list[tuple[str, Tensor]]], Any]
+) -> Any:
     """Send gradients of rows once they are complete, and let ranks vote before `node`, which ends the step.
 
-    node: `apply_gradients` or `accumulate`, None in a step that trains nothing. collectives: the `StepCollectives` by
-    which the step makes them. Returns the collectives, and the trained dense parameters by name. GraphError for a
-    sparse gradient.
+    node: `apply_gradients` or `accumulate`, None in a step that trains nothing. make: makes what the step makes its
+    collectives by, of these and of the trained dense parameters by name. Returns it. GraphError for a sparse gradient.
     """
     graph = module.graph
+    if node is None:
+        return make(_calls(module), [])
+    arguments: Any = node.args
+    end, rows, dense = arguments
     trained: list[tuple[str, Tensor]] = []
-    if node is not None:
-        arguments: Any = node.args
-        end, rows, dense = arguments
-        for _, params, grads in dense:
-            for param, grad in zip(params, grads, strict=True):
-                name = str(param.target)
-                if grad.meta["val"].layout is not torch.strided:
-                    raise GraphError(
-                        f"the gradient of parameter {name!r} is sparse, and ranks sum dense gradients; leave "
-                        "sparse=True out, or use an embedding of tierbed with a world"
-                    )
-                trained.append((name, param.meta["val"]))
-        with graph.inserting_before(node):
-            own = add_attribute(module, "collectives", collectives)
+    for _, params, grads in dense:
+        for param, grad in zip(params, grads, strict=True):
+            name = str(param.target)
+            if grad.meta["val"].layout is not torch.strided:
+                raise GraphError(
+                    f"the gradient of parameter {name!r} is sparse, and ranks sum dense gradients; leave "
+                    "sparse=True out, or use an embedding of tierbed with a world"
+                )
+            trained.append((name, param.meta["val"]))
+    for batch, grads, weights in rows if node.target is apply_gradients else ():
+        sources = {value for value in (*grads, *weights, batch) if isinstance(value, fx.Node)}
+        used = memory(sources)
+        last = [other for other in graph.nodes if other in sources or written(other) & used][-1]
+        with graph.inserting_after(last):
+            graph.call_method("send", (batch, grads, weights))
+    collectives = make(_calls(module), trained)
+    with graph.inserting_before(node):
+        own = add_attribute(module, "collectives", collectives)
         if node.target is apply_gradients:
-            for batch, grads, weights in rows:
-                sources = {value for value in (*grads, *weights, batch) if isinstance(value, fx.Node)}
-                used = memory(sources)
-                last = [other for other in graph.nodes if other in sources or written(other) & used][-1]
-                with graph.inserting_after(last):
-                    graph.call_method("send", (batch, grads, weights))
-            with graph.inserting_before(node):
-                vote = graph.call_function(sum_over_ranks, (own, end, rows, dense))
-            node.insert_arg(3, vote)
-        else:
-            node.insert_arg(3, own)
-    return _calls(module), trained
+            own = graph.call_function(sum_over_ranks, (own, end, rows, dense))
+    node.insert_arg(3, own)
+    return collectives
 
 
 def _calls(module: fx.GraphModule) -> list[CollectiveCall]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,10 +209,11 @@ def compile_step(
     refuse_used(graph, shadows, label)
     collectives: StepCollectives | None = None
     if world is not None:
-        collectives = StepCollectives(world, rank_state, type(root).__name__, end, trains=ended is not None)
         pin_early(module)
-        calls, parameters = schedule_collectives(module, collectives, ended)
-        collectives.set_sequence(calls, parameters, [embedding for embedding, _ in trained], parts, schedulers)
+        own = [embedding for embedding, _ in trained], parts, schedulers, ended is not None
+        collectives = schedule_collectives(
+            module, ended, partial(StepCollectives, world, rank_state, type(root).__name__, end, *own)
+        )
     graph.lint()
     module.recompile()
     lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself

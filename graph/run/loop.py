@@ -44,6 +44,8 @@ MISSES = 1 / 8
 UNEVEN = ("stop", "join")
 # bits that a rank reports of a step: it has a batch, its ids are known, its loader raised
 _BATCH, _KNOWN, _FAILED = 1, 2, 4
+# after errors of a disk or of memory, the same batch may train later
+_PASSING = StoreError | SnapshotError | OSError | MemoryError
 log = logging.getLogger("tierbed")
 
 
@@ -143,26 +145,18 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
         ) from None
 
 
-class _PlannedStep:
-    """A later step: what this rank has for it, and what all ranks have."""
+class _PlannedStep(Handshake):
+    """The report of a later step: what this rank has for it, and what all ranks have."""
 
     def __init__(self, world: World, op: str, has: int, known: KnownLookups | None) -> None:
         """has: bits that this rank reports. known: what it looks up, if that is known."""
-        self.known = known
-        self.is_announced = False
-        self._handshake = Handshake(world, op, note=has)
+        super().__init__(world, op, note=has)
+        self.known, self.is_announced = known, False
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether a rank was in another call, which was raised on all ranks."""
-        return self._handshake.refused is not None
-
-    def wait(self) -> list[int]:
-        return self._handshake.wait().notes
-
-    def announced_reports(self) -> list[int]:
+    def announced_notes(self) -> list[int]:
+        """The bits of all ranks, by which the step is announced now."""
         self.is_announced = True
-        return self.wait()
+        return self.wait().notes
 
 
 class Run(Iterator[Any]):
@@ -248,7 +242,7 @@ class Run(Iterator[Any]):
                 if self._judged and self._steps % JUDGED == 1:
                     self._judge()
                 self._fill()
-                reports = self._planned[0].wait()
+                reports = self._planned[0].wait().notes
                 if any(has & _FAILED for has in reports):
                     self._fail()
                 missing = [rank for rank, has in enumerate(reports) if not has & _BATCH]
@@ -319,7 +313,7 @@ class Run(Iterator[Any]):
                 can_reach = not self._has_mismatch and self._world.failure is None
                 if planned.is_announced or not self._num_ahead or not can_reach:
                     continue
-                reports = planned.announced_reports()
+                reports = planned.announced_notes()
                 runs = any(reports) if self._uneven == "join" else all(has & _BATCH for has in reports)
                 if runs and any(has & _KNOWN for has in reports):
                     has_none = not reports[self._world.rank] & _BATCH
@@ -349,7 +343,8 @@ class Run(Iterator[Any]):
             yield
         except BaseException as error:
             self.failed = next(iter(batch), None)
-            self._is_kept = _may_pass(error) and not any(map(operator.gt, self._trained(), before))
+            may_pass = isinstance(error, _PASSING) and not isinstance(error, ClosedError)
+            self._is_kept = may_pass and not any(map(operator.gt, self._trained(), before))
             if self._is_kept:
                 self._steps -= 1
                 self._window.extendleft(batch)
@@ -416,7 +411,7 @@ class Run(Iterator[Any]):
 
     def _forget_planned(self) -> None:
         for planned in self._planned:
-            if not planned.is_refused:
+            if planned.refused is None:  # all ranks made this call
                 planned.wait()  # so that no report is in flight
         self._planned.clear()
         forget_announced(self._graph)
@@ -426,12 +421,6 @@ class Run(Iterator[Any]):
         if self._finalizer.detach() is not None:
             self._progress.close()
             forget_announced(self._graph)
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether the same batch may train later: the error is of a disk or of memory, not of the batch or the model."""
-    causes = StoreError | SnapshotError | OSError | MemoryError
-    return isinstance(error, causes) and not isinstance(error, ClosedError)
 
 
 def _share(hits: int, misses: int) -> str:

@@ -17,7 +17,6 @@ from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters
-from ...distributed.rank_group import NO_COLLECTIVES
 from ...distributed.world import World, catch
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
@@ -80,36 +79,34 @@ class RankStepState:
 class StepCollectives:
     """The collectives of one compiled step, in their order."""
 
-    def __init__(self, world: World, rank_state: RankStepState, owner: str, end: StepEpilogue, trains: bool) -> None:
-        """owner: the name of the graph. trains: whether the step does."""
-        self._world, self.rank_state, self._owner = world, rank_state, owner
-        self._end, self.trains = end, trains
-        self._calls: list[CollectiveCall] = []
-        self._sequence = NO_COLLECTIVES
-        self._embeddings: list[Any] = []
-        self._trained: list[EmbeddingBase] = []
-        self._dense: list[DenseGrads] = []
-        self._schedulers: list[LRScheduler] = []
-        self._first = 0  # the world's count of collectives when the step began
-        self._first_batch = 0  # and of pinned batches
-        self._number = ""  # of the step, for errors
-
-    def set_sequence(
+    def __init__(
         self,
-        calls: list[CollectiveCall],
-        parameters: list[tuple[str, Tensor]],
+        world: World,
+        rank_state: RankStepState,
+        owner: str,
+        end: StepEpilogue,
         trained: list[EmbeddingBase],
         dense: list[DenseGrads],
         schedulers: list[LRScheduler],
+        trains: bool,
+        calls: list[CollectiveCall],
+        parameters: list[tuple[str, Tensor]],
     ) -> None:
-        """Set the collectives, and what the step trains, for a rank without a batch.
+        """owner: the name of the graph. trained, dense, schedulers: what the step trains, for a rank without a batch.
 
-        parameters: by name, in the order in which gradients are summed. dense: the same by optimizer, with gradients of
-        any value.
+        dense: by optimizer, with gradients of any value. parameters: the same by name, in the order in which gradients
+        are summed.
         """
-        self._calls, self._sequence = calls, describe_collectives(calls, parameters)
-        self._embeddings = list(dict.fromkeys(embedding for _, embedding, _ in calls if embedding is not None))
+        self._world, self.rank_state, self._owner = world, rank_state, owner
+        self._end, self.trains = end, trains
         self._trained, self._dense, self._schedulers = trained, dense, schedulers
+        self._calls, self._sequence = calls, describe_collectives(calls, parameters)
+        self._embeddings: list[Any] = list(
+            dict.fromkeys(call.embedding for call in calls if call.embedding is not None)
+        )
+        self._first = 0  # the world's count of collectives when the step began
+        self._first_batch = 0  # and of pinned batches
+        self._number = ""  # of the step, for errors
 
     def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> Vote:
         """Sum dense gradients over ranks. If the step failed on one rank, raises its error on all."""
@@ -125,10 +122,10 @@ class StepCollectives:
         """The accumulated gradients of all ranks, with their rows pinned, and the vote of this update."""
         embeddings = end.embeddings
         kinds = [*(("pin", e) for e in embeddings), *((k, e) for e in embeddings for k in ("rows", "send"))]
-        update = StepCollectives(self._world, self.rank_state, self._owner, end, trains=True)
-        parameters = [("accumulated", parameter) for parameter in end.parameters]
         calls = [*(CollectiveCall(kind, e) for kind, e in kinds), CollectiveCall("vote", None)]
-        update.set_sequence(calls, parameters, embeddings, [], [])
+        parameters = [("accumulated", parameter) for parameter in end.parameters]
+        owner = self._world, self.rank_state, self._owner, end
+        update = StepCollectives(*owner, embeddings, [], [], True, calls, parameters)
         with update.step((), nested=True):
             rows, dense = end.pinned_gradients()
             for batch, grads, weights in rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -31,32 +31,18 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution
 _FUSED_SHARE = 0.25  # of a step, of the time of ops that fuse; there is advice above it
 
 
-class CpuWait:
-    """The time that threads waited for a core during `watch`: `seconds` of all threads, in `elapsed` seconds.
+def _waiting_advice(waited: float, elapsed: float) -> str:
+    """A line of advice if spinning threads of torch may occupy the cores, else an empty string.
 
-    Both stay 0 on systems that do not count it, which are all but Linux.
+    waited: the seconds that all threads waited for a core, 0 on systems that do not count it, which are all but Linux.
     """
-
-    def __init__(self) -> None:
-        self.seconds = self.elapsed = 0.0
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        before, begin = _waited(), perf_counter_ns()
-        yield
-        waited = sum(ns - before.get(thread, 0) for thread, ns in _waited().items())
-        self.seconds, self.elapsed = waited / 1e9, (perf_counter_ns() - begin) / 1e9
-
-    @property
-    def advice(self) -> str:
-        """A line of advice if spinning threads of torch may occupy the cores; else an empty string."""
-        spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
-        if not spin or self.seconds <= _WAITING_SHARE * self.elapsed:
-            return ""
-        return (
-            f"threads waited {self.seconds:.2f} s for a core, and threads of torch occupy cores while idle: "
-            "start the process with OMP_WAIT_POLICY=PASSIVE"
-        )
+    spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
+    if not spin or waited <= _WAITING_SHARE * elapsed:
+        return ""
+    return (
+        f"threads waited {waited:.2f} s for a core, and threads of torch occupy cores while idle: "
+        "start the process with OMP_WAIT_POLICY=PASSIVE"
+    )
 
 
 def _waited() -> dict[str, int]:
@@ -130,8 +116,8 @@ class Profile:
     and of adding the clock, which are not part of the stages.
     """
 
-    def __init__(self, name: str, steps: list[Step], waiting: CpuWait, may_compile: bool) -> None:
-        self._name, self._steps, self._waiting, self._may_compile = name, steps, waiting, may_compile
+    def __init__(self, name: str, steps: list[Step], advice: str, may_compile: bool) -> None:
+        self._name, self._steps, self._advice, self._may_compile = name, steps, advice, may_compile
         self.steps = len(steps)
         self.compile_seconds = sum(step.compiling for step in steps) / 1e9
         spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _AROUND], 0)
@@ -154,7 +140,7 @@ class Profile:
             lines.append(f"{name:14}{self._figures(spent, seconds)}")
         if self.compile_seconds:
             lines.append(f"and {self.compile_seconds:.2f} s to compile and to add the clock, not counted above")
-        return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._waiting.advice])])
+        return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._advice])])
 
     def by_op(self, most: int = 20) -> str:
         """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
@@ -216,16 +202,16 @@ def profile(
     """The profile of `run` on all batches. may_compile: whether `compile_dense` is off and could be on."""
     drawn: list[Span] = []
     steps: list[Step] = []
-    waiting = CpuWait()
-    with waiting.watch():
-        running = run(_timed(batches, drawn))
+    before, start = _waited(), perf_counter_ns()
+    running = run(_timed(batches, drawn))
+    begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
+    for _ in running:
+        span, compiling = Span(begin, perf_counter_ns()), _compiling(compiles, timer) - compiled
+        steps.append(Step(span, list(drawn), compiling, timer.take()))
+        drawn.clear()
         begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
-        for _ in running:
-            span, compiling = Span(begin, perf_counter_ns()), _compiling(compiles, timer) - compiled
-            steps.append(Step(span, list(drawn), compiling, timer.take()))
-            drawn.clear()
-            begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
-    return Profile(name, steps, waiting, may_compile)
+    waited = sum(ns - before.get(thread, 0) for thread, ns in _waited().items())
+    return Profile(name, steps, _waiting_advice(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
 
 
 def _compiling(compiles: RecompileLog, timer: Timer) -> int:

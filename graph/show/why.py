@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from ..passes.step_epilogue import StepEpilogue
 from ..trace.names import HasBuild, tensor_names
 from ..trace.signature import MODULE_HOOKS, Call, Dims, argument_names
-from .listing import tensor_text
 
 _MAX_SHOWN = 6  # differences of one step
 _VALUE = "value"  # traces that read others differ in something else
@@ -129,10 +128,12 @@ def _module_facts(path: str, module: nn.Module) -> Facts:
 
 def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
     """A tensor as a signature has it, with its id if a step keeps the object. dynamic: dimensions of any size."""
-    shape = str(tuple("any" if d in dynamic else size for d, size in enumerate(tensor.shape))).replace("'", "")
+    sizes = ", ".join("any" if d in dynamic else str(size) for d, size in enumerate(tensor.shape))
+    shape = f"({sizes}{',' * (tensor.dim() == 1)})"
     fields = {name: str(getattr(tensor, name)) for name in ("dtype", "device", "requires_grad", "layout")}
     strides = str(tensor.stride()) if tensor.layout == torch.strided else "None"
-    return Fact(tensor_text(tensor), identity, {"shape": shape, **fields, "strides": strides})
+    text = f"{fields['dtype'].removeprefix('torch.')} [{sizes}]"
+    return Fact(text, identity, {"shape": shape, **fields, "strides": strides})
 
 
 def _differences(new: Facts, old: Facts) -> list[str]:

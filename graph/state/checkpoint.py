@@ -413,14 +413,15 @@ def load(
 def copied(state: Mapping[str, Any]) -> Any:
     """A copy of a state in host memory; lazy parameters are no values yet, and stay."""
     copy = tree_map_only(Tensor, lambda one: one if is_lazy(one) else one.detach().to("cpu", copy=True), dict(state))
-    return with_versions(copy, versions_of(state))
+    return StateDict(copy, versions_of(state))
 
 
-def with_versions(items: Mapping[str, Any], versions: Any) -> OrderedDict[str, Any]:
-    """A state_dict with these items and versions of modules, which torch keeps in an attribute of it."""
-    state: Any = OrderedDict(items)
-    state._metadata = versions
-    return state
+class StateDict(OrderedDict[str, Any]):
+    """A state_dict with versions of modules, which torch keeps in an attribute of it."""
+
+    def __init__(self, items: Mapping[str, Any] = {}, versions: Any = None) -> None:
+        super().__init__(items)
+        self._metadata = versions
 
 
 def versions_of(state: Mapping[str, Any]) -> Any:
@@ -451,7 +452,7 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
         if checksum(folder / TENSORS) != record["checksum"]:
             raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
         tensors = load_file(folder / TENSORS)
-        state = with_versions(decode(record["state"], tensors), decode(record["metadata"], tensors))
+        state = StateDict(decode(record["state"], tensors), decode(record["metadata"], tensors))
         record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
         _check_shape(state, record["ranks"], of)
     except (OSError, SafetensorError, *MALFORMED) as error:
@@ -481,7 +482,7 @@ def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
 
 def _renamed(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], of: str) -> Any:
     named = {names[name]: value for name, value in (state if of == "graph" else state["model"]).items()}
-    return with_versions(named if of == "graph" else {**state, "model": named}, versions)
+    return StateDict(named if of == "graph" else {**state, "model": named}, versions)
 
 
 def _check_shape(state: OrderedDict[str, Any], ranks: Any, of: str) -> None:
