@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 
 try:
-    import functools
     from importlib.metadata import version
-    from typing import Annotated, Any
+    from typing import Annotated
 
     import rich  # noqa: F401  output imports its parts when it needs them
     import typer
@@ -56,44 +55,28 @@ for group, commands in COMMANDS.items():
 
 def main(arguments: list[str] | None = None) -> None:
     """Run `tierbed`. Exits as docs/cli.md says: 0 for success, 1 for a problem, 2 for wrong usage."""
-    with checked_stdout():
-        _run(arguments)
-
-
-def _run(arguments: list[str] | None) -> None:
     as_json = "--json" in (sys.argv if arguments is None else arguments)
-    try:
-        _command()(arguments, prog_name="tierbed")
-    except SystemExit as end:
-        if end.code == INTERRUPTED:
-            print_interrupted(as_json)
-        raise
-    except KeyboardInterrupt:  # before a command started
-        print_interrupted(as_json)
-        raise SystemExit(INTERRUPTED) from None
-    except Exception as error:
-        message = _message(error)
-        if message is None:
+    with checked_stdout():
+        try:
+            typer.main.get_command(app)(arguments, prog_name="tierbed")
+        except SystemExit as end:
+            if end.code == INTERRUPTED:
+                print_interrupted(as_json)
             raise
-        print_error(f"tierbed: {message}")
-        if as_json:
-            print_json_error(message)
-        raise SystemExit(PROBLEM) from None
+        except KeyboardInterrupt:  # before a command started
+            print_interrupted(as_json)
+            raise SystemExit(INTERRUPTED) from None
+        except Exception as error:
+            from ..engine.errors import TierbedError
 
-
-@functools.cache
-def _command() -> Any:
-    return typer.main.get_command(app)
-
-
-def _message(error: Exception) -> str | None:
-    """The message for an error that is not a bug of tierbed, else None."""
-    if isinstance(error, ImportError):
-        return f"{error}; `tierbed doctor` lists what this installation lacks"
-    from ..engine.errors import TierbedError
-
-    of_file = isinstance(error, OSError) and error.filename is not None  # others are of stdout: `checked_stdout`
-    return str(error) if of_file or isinstance(error, TierbedError) else None
+            remedy = "; `tierbed doctor` lists what this installation lacks" if isinstance(error, ImportError) else ""
+            of_file = isinstance(error, OSError) and error.filename is not None  # others are of stdout
+            if not (remedy or of_file or isinstance(error, TierbedError)):
+                raise  # a bug of tierbed
+            print_error(f"tierbed: {error}{remedy}")
+            if as_json:
+                print_json_error(f"{error}{remedy}")
+            raise SystemExit(PROBLEM) from None
 
 
 def _version(wanted: bool) -> None:

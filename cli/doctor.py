@@ -185,19 +185,15 @@ def _disk_checks(path: Path) -> Iterator[Check]:
 
 
 def _fsync(folder: Path) -> str:
+    from ..engine.durable import fsync_dir, fsync_file
+
     times = []
-    with open(folder / "file", "wb") as file:
-        for _ in range(5):
-            begin = time.perf_counter()
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-            times.append(time.perf_counter() - begin)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for _ in range(5):
+        begin = time.perf_counter()
+        (folder / "file").write_bytes(bytes(4096))
+        fsync_file(folder / "file")
+        times.append(time.perf_counter() - begin)
+    fsync_dir(folder)
     return f"{1000 * sorted(times)[2]:.2g} ms"
 
 

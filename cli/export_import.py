@@ -122,4 +122,4 @@ def import_(
         manifest = import_snapshot(
             store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=numbers, progress=advance
         )
-    report("imported", name, manifest, begin, as_json)
+    report("imported", name, {"": manifest}, begin, as_json)

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
 
 
-def stores_at(path: Path) -> list[Path]:
-    """The store folder `path`, or those in the folder of a model. Raises StoreError."""
+def stores_at(path: Path) -> dict[Path, str]:
+    """The stores in the folder of a model, each with its name, or the store folder `path`, with "". Raises StoreError.
+
+    What commands print of several stores begins with these names.
+    """
     from ..snapshots.store.status import existing_store, stores_in
 
-    return stores_in(path) or [existing_store(path)]
+    return {store: store.name for store in stores_in(path)} or {existing_store(path): ""}
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:

@@ -53,7 +53,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
         with output.progress("merging", snapshot.manifest.rows) as advance:
             id = snapshot.manifest.id  # that of the same rows, by which recovery finds them
             manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), advance, overwrite, id)
-    output.report("merged", new, manifest, begin, as_json)
+    output.report("merged", new, {"": manifest}, begin, as_json)
 
 
 def prune(
@@ -80,19 +80,19 @@ def prune(
         _prune(plans, keep_last, keep_every, timeout, as_json)
     if as_json:
         documents = {
-            one.name: {
-                "removed": [snapshot.name for snapshot in done.removed],
-                "kept": [snapshot.name for snapshot in done.kept],
-                "kept_for_live_rows": [snapshot.name for snapshot in done.kept_for_recovery],
-                "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in done.removed),
+            of: {
+                "removed": [snapshot.name for snapshot in plans[one].removed],
+                "kept": [snapshot.name for snapshot in plans[one].kept],
+                "kept_for_live_rows": [snapshot.name for snapshot in plans[one].kept_for_recovery],
+                "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in plans[one].removed),
                 "dry_run": dry_run,
             }
-            for one, done in plans.items()
+            for one, of in stores.items()
         }
-        output.print_json(documents[store.name] if stores == [store] else {"stores": documents})
+        output.print_json(documents.get("") or {"stores": documents})
         return
-    for one, done in plans.items():
-        prefix = "" if stores == [store] else f"{output.text(one.name)}/"
+    for one, of in stores.items():
+        done, prefix = plans[one], of and f"{output.text(of)}/"
         for snapshot in done.removed:
             print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.text(snapshot.name)}")
         for snapshot in done.kept_for_recovery:
@@ -144,10 +144,9 @@ def verify(
     from ..snapshots.files.reader import Listing, list_snapshots
     from ..snapshots.files.verify import chains_of, verify_all
 
-    stores = stores_at(store)
     damaged: dict[str, SnapshotError] = {}
     sound: list[str] = []
-    for one in stores:
+    for one, of in stores_at(store).items():
         if names:
             listing = Listing([open_snapshot(one, name) for name in dict.fromkeys(names)], {})
         else:
@@ -156,7 +155,7 @@ def verify(
         every = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
         with output.progress("verifying", sum(snapshot.manifest.own_rows for snapshot in every.values())) as advance:
             wrong = {**listing.damaged, **verify_all(chains, broken, advance)}
-        prefix = "" if stores == [store] else f"{one.name}/"
+        prefix = of and f"{of}/"
         damaged |= {prefix + name: error for name, error in wrong.items()}
         sound += [prefix + s.name for s in listing.snapshots if s.name not in wrong]
     output.report_sound(sound, damaged, as_json)
@@ -183,10 +182,8 @@ def save(
     begin = time.monotonic()
     stores = stores_at(store)
     with output.progress("saving") as advance:
-        saved = save_together(stores, name, kind.value, overwrite, timeout, advance, as_json)
-    output.report(
-        "saved", name, saved[0] if stores == [store] else dict(zip(stores, saved, strict=True)), begin, as_json
-    )
+        saved = save_together([*stores], name, kind.value, overwrite, timeout, advance, as_json)
+    output.report("saved", name, dict(zip(stores.values(), saved, strict=True)), begin, as_json)
 
 
 def load(
@@ -219,18 +216,17 @@ def load(
 
     begin = time.monotonic()
     stores = stores_at(store)
-    if stores != [store] and (table or weights_only or convert):
+    is_one = "" in stores.values()
+    if not is_one and (table or weights_only or convert):
         raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
-    with locked(stores, as_json) as folders:
+    with locked([*stores], as_json) as folders:
         snapshots = [open_snapshot(one, name) for one in stores]
         check_one_moment([one.name for one in stores], snapshots)
         selection = Selection(tables=check_tables(table, snapshots[0]), state=not weights_only, convert=convert)
         with output.progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
             loaded, taken = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
-    if stores == [store]:
-        output.report("loaded", name, loaded[0], begin, as_json, left_out=taken[0].left_out)
-    else:
-        output.report("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
+    left_out = {"left_out": taken[0].left_out} if is_one else {}
+    output.report("loaded", name, dict(zip(stores.values(), loaded, strict=True)), begin, as_json, **left_out)
 
 
 def list_(store: Store, as_json: Json = False) -> None:
@@ -240,14 +236,12 @@ def list_(store: Store, as_json: Json = False) -> None:
     """
     from ..snapshots.files.reader import list_snapshots
 
-    stores = stores_at(store)
-    is_one = stores == [store]
-    listings = {one.name: list_snapshots(one / "snapshots") for one in stores}
-    prefixes = {of: "" if is_one else f"{of}/" for of in listings}
+    listings = {of: list_snapshots(one / "snapshots") for one, of in stores_at(store).items()}
+    prefixes = {of: of and f"{of}/" for of in listings}
     damaged = {prefixes[of] + name: error for of, one in listings.items() for name, error in one.damaged.items()}
     if as_json:
         entries = {of: [output.entry(s.name, s.manifest) for s in one.snapshots] for of, one in listings.items()}
-        found = {"snapshots": entries[store.name]} if is_one else {"stores": entries}
+        found = {"snapshots": entries[""]} if "" in entries else {"stores": entries}
         output.print_json({**found, "damaged": {name: str(error) for name, error in damaged.items()}})
     else:
         every = [

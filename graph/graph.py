@@ -42,9 +42,9 @@ from .state import checkpoint
 from .state.extra_state import (
     check_not_waiting,
     check_state,
-    extra_state,
     load_extra_state,
     of_all_ranks,
+    training_of,
     without_rows,
 )
 from .state.optimizer_set import OptimizerSet
@@ -307,7 +307,7 @@ class Graph(ModelSnapshots, HasBuild):
 
         A tuple of one map, which torch.distributed.checkpoint keeps whole.
         """
-        state = extra_state(self.__optimizers, self.__end)
+        state = training_of(self.__optimizers, self.__end).state()
         if are_apart():
             return state
         check_not_waiting(self.__end)
@@ -452,8 +452,8 @@ class Graph(ModelSnapshots, HasBuild):
         if step.trained and not self.__has_met:
             self.__has_met = True
             self.__optimizers.meet_dense(name, [embedding for embedding, _ in step.trained])
-        is_dynamic = step.guard is not None
-        if self.__inductor is not None and is_dynamic and not step.compiles_dense and not self.__has_warned:
+        is_dynamic, compiles = step.guard is not None, step.module.graph.find_nodes(op="call_module")
+        if self.__inductor is not None and is_dynamic and not compiles and not self.__has_warned:
             self.__has_warned = True
             log.warning(
                 "%s: compile_dense compiles ops of static shapes, and the dynamic-shape step of further sizes runs "

@@ -68,12 +68,10 @@ class Sample:
         if not self._parts:
             return Uses(*(np.empty(0, np.int64),) * 3, np.empty(0))
         batches, tables, hashes, arrivals = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
-        order = np.lexsort((tables, hashes))
-        new = np.ones(len(order), np.int64)
-        new[1:] = (np.diff(hashes[order]) != 0) | (np.diff(tables[order]) != 0)
-        rows = np.empty(len(order), np.int64)
-        rows[order] = np.cumsum(new) - 1
-        return Uses(batches, tables.astype(np.int64), rows, arrivals)
+        of = tables.astype(np.int64)
+        _, by_hash = np.unique(hashes, return_inverse=True)
+        _, rows = np.unique(by_hash * (of.max() + 1) + of, return_inverse=True)  # two tables may share a hash
+        return Uses(batches, of, rows, arrivals)
 
     def _append(self, part: tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]) -> None:
         if self._halvings:

@@ -217,10 +217,6 @@ class StepEpilogue:
         """The dense parameters whose gradients wait, in the order of these."""
         return [parameter for sums in self._dense.values() for parameter in sums]
 
-    def release(self) -> None:
-        for embedding in self._rows:
-            embedding.release()
-
     def clear(self) -> None:
         self.waiting_calls = 0
         self.present = False
@@ -289,7 +285,8 @@ def accumulate(
             end, *(end.pinned_gradients() if collectives is None else collectives.pin_accumulated(end))
         )
     except BaseException:
-        end.release()
+        for embedding in end.embeddings:
+            embedding.release()
         raise
     finally:
         end.clear()

@@ -53,10 +53,6 @@ class CompiledStep:
         """Whether the step is right for inputs of its signature. The key of a static-shape step has all sizes."""
         return self.guard is None or self.guard(inputs)
 
-    @property
-    def compiles_dense(self) -> bool:
-        return bool(self.module.graph.find_nodes(op="call_module"))
-
     def known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
         """The lookups that a later run on these tensors trains, as far as they are known. That run raises errors."""
         if self.lookups is None:
@@ -182,7 +178,7 @@ def compile_step(
                 )
             if embedding is not None:
                 expand_trained(module, embedding.handle, grad, label)
-                trained.append((embedding, optimizers.rows(embedding)))
+                trained.append((embedding, optimizers.rows[id(embedding.shadow)]))
     # only now: a gradient of weights may be a dense gradient, and was replaced
     grads = rewrite.keep_outputs(graph, count)
     if with_grad:

@@ -103,26 +103,19 @@ def guard_facts(
     found["compile_dense", ""] = Fact("off" if inductor is None else str(inductor))
     found.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():
-        found.update(_module_facts(path, module))
+        hooks = [number for hooks in MODULE_HOOKS(module) for number in hooks]
+        found["module", path] = Fact(type(module).__name__, id(module))
+        found["training flag of", path] = Fact(str(module.training))
+        found["hooks of", path] = Fact(str(len(hooks)), tuple(hooks))
+        for name, value in vars(module).items():
+            if name not in _ATTRIBUTES:
+                known = _describe(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
+                found["attribute", f"{path}.{name}" if path else name] = known
     names = tensor_names(root)
     for parameter in root.parameters():
         found["parameter", names[id(parameter)]] = _describe(parameter, id(parameter))
     for buffer in root.buffers():
         found["buffer", names[id(buffer)]] = _describe(buffer)
-    return found
-
-
-def _module_facts(path: str, module: nn.Module) -> Facts:
-    hooks = [number for hooks in MODULE_HOOKS(module) for number in hooks]
-    found: Facts = {
-        ("module", path): Fact(type(module).__name__, id(module)),
-        ("training flag of", path): Fact(str(module.training)),
-        ("hooks of", path): Fact(str(len(hooks)), tuple(hooks)),
-    }
-    for name, value in vars(module).items():
-        if name not in _ATTRIBUTES:
-            known = _describe(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
-            found["attribute", f"{path}.{name}" if path else name] = known
     return found
 
 

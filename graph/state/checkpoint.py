@@ -73,6 +73,7 @@ _PLAIN = bool | int | float | str | bytes
 _RESERVED = ("", "__metadata__")  # names that no tensor in a safetensors file has
 _MAX_ITEMS = 1 << 16  # of a container that `unseal` reads
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
+_THINGS = {"graph": "graph", "loop": "model"}  # what a checkpoint is of, as messages call it
 Random = list[Tensor]  # the states of a process's generators of random numbers
 log = logging.getLogger("tierbed")
 
@@ -83,7 +84,12 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
     A name is the keys that lead to the tensor, joined by dots. GraphError, which names `where`, for any other value.
     """
     if isinstance(value, Tensor):
-        _check_tensor(value, where)
+        is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
+        if not is_dense or not _fits_dtype(value.dtype):
+            raise GraphError(
+                f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which a checkpoint cannot "
+                f"hold; make it a dense one of another dtype, register a buffer with persistent=False, or {_REMEDY}"
+            )
         while name in tensors or name in _RESERVED:
             name += "'"
         tensors[name] = value.detach()
@@ -96,13 +102,14 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
                 f"{where} has {len(value)} items, and a container in a checkpoint at most {_MAX_ITEMS}; keep them in a "
                 "tensor, or in several containers"
             )
-        if isinstance(value, dict):
-            items = [
-                [_key(key, where), encode(item, tensors, f"{where}[{key!r}]", _join(name, key))]
-                for key, item in value.items()
-            ]
-        else:
-            items = [encode(item, tensors, f"{where}[{i}]", _join(name, i)) for i, item in enumerate(value)]
+        items = []
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if type(key) is not str and not (type(key) is int and _fits_64_bits(key)):
+                raise GraphError(
+                    f"{where} has the key {key!r}, and keys in a checkpoint are strings or 64-bit integers; {_REMEDY}"
+                )
+            encoded = encode(item, tensors, f"{where}[{key!r}]", f"{name}.{key}" if name else str(key))
+            items.append([key, encoded] if isinstance(value, dict) else encoded)
         return [_TAGS[type(value)], items]
     for kind in get_args(_PLAIN):  # a subclass, such as NumPy's float64, becomes the plain type
         if isinstance(value, kind) and (kind is not int or _fits_64_bits(value)):
@@ -132,26 +139,8 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     return _KINDS[tag]({key: decode(item, tensors) for key, item in content})
 
 
-def _join(name: str, key: Any) -> str:
-    return f"{name}.{key}" if name else str(key)
-
-
-def _key(key: Any, where: str) -> Any:
-    if type(key) is str or (type(key) is int and _fits_64_bits(key)):
-        return key
-    raise GraphError(f"{where} has the key {key!r}, and keys in a checkpoint are strings or 64-bit integers; {_REMEDY}")
-
-
 def _fits_64_bits(number: int) -> bool:
     return -(1 << 63) <= number < 1 << 64
-
-
-def _check_tensor(tensor: Tensor, where: str) -> None:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not _fits_dtype(tensor.dtype):
-        raise GraphError(
-            f"{where} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which a checkpoint cannot "
-            f"hold; make it a dense one of another dtype, register a buffer with persistent=False, or {_REMEDY}"
-        )
 
 
 @cache
@@ -406,7 +395,7 @@ def load(
             raise
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and of == "graph" else ""
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {error_text(error)}{remedy}"
+            f"checkpoint {str(folder)!r} does not fit this {_THINGS[of]}: {error_text(error)}{remedy}"
         ) from error
 
 
@@ -459,8 +448,8 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error_text(error)}") from error
     if [*map(bare_name, embeddings)] != [*map(bare_name, record["embeddings"])]:
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this {_thing(of)} has "
-            f"{embeddings}; load it into the {_thing(of)} that saved it"
+            f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this {_THINGS[of]} has "
+            f"{embeddings}; load it into the {_THINGS[of]} that saved it"
         )
     return record, state
 
@@ -499,10 +488,6 @@ def _check_shape(state: OrderedDict[str, Any], ranks: Any, of: str) -> None:
         raise ValueError("the versions of modules are malformed")
     if not (isinstance(ranks, list) and all(isinstance(one, list) and one for one in ranks)):
         raise ValueError("the random states of ranks are malformed")
-
-
-def _thing(of: str) -> str:
-    return "graph" if of == "graph" else "model"
 
 
 def _saved(root: nn.Module) -> dict[str, SavedRows]:

@@ -27,10 +27,6 @@ from .optimizer_set import OptimizerSet, embeddings_of
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # that schedules add to param groups
 
 
-def extra_state(optimizers: OptimizerSet, end: StepEpilogue) -> dict[str, Any]:
-    return _of_graph(optimizers, end).state()
-
-
 def check_not_waiting(end: StepEpilogue) -> None:
     """GraphError while accumulated gradients wait for their update, since no state holds these."""
     if end.waiting_calls:
@@ -80,11 +76,12 @@ class Training(NamedTuple):
             torch.cuda.set_rng_state_all(cuda[: torch.cuda.device_count()])
 
 
-def _of_graph(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
+def training_of(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
+    """What trains a graph."""
     remedy = "add the same by add_optimizer, or if it only scores, graph.load(path, optimizers=False)"
     return Training(
         [*optimizers],
-        optimizers.all_rows(),
+        [*optimizers.rows.values()],
         optimizers.schedulers(),
         end.scaler,
         "this graph",
@@ -232,7 +229,7 @@ def check_state(
     """
     check_modules(root, root.state_dict(), state, "graph")
     if EXTRA in state and with_optimizers:
-        check_extra_state(_of_graph(optimizers, end), state[EXTRA])
+        check_extra_state(training_of(optimizers, end), state[EXTRA])
 
 
 def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], thing: str) -> None:
@@ -284,7 +281,7 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogu
 
     GraphError for a state that does not fit or is malformed; nothing is replaced then.
     """
-    training = _of_graph(optimizers, end)
+    training = training_of(optimizers, end)
     before: Any = None
     try:
         (state,) = state if isinstance(state, tuple) else (state,)

@@ -45,7 +45,7 @@ class OptimizerSet:
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
-        self._rows: dict[int, RowOptimizer] = {}
+        self.rows: dict[int, RowOptimizer] = {}  # of each attached embedding, by the id of its shadow
         self._checked = False  # whether a step trains, or a warning said that none does
 
     def __iter__(self) -> Iterator[Optimizer]:
@@ -115,9 +115,9 @@ class OptimizerSet:
                 raise OptimizerError(
                     f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
                 )
-            if id(parameter) in by_shadow and id(parameter) not in self._rows:
+            if id(parameter) in by_shadow and id(parameter) not in self.rows:
                 rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
-        self._rows.update(rows)  # only now: a refused optimizer changes nothing
+        self.rows.update(rows)  # only now: a refused optimizer changes nothing
         note_lazy(rows.values())
 
     def follow_parameters(self) -> None:
@@ -129,10 +129,6 @@ class OptimizerSet:
                 if isinstance(value, Tensor) and not stays:
                     state[name] = value.to(parameter.device)
 
-    def rows(self, embedding: EmbeddingBase) -> RowOptimizer:
-        """The optimizer that trains the rows of an attached embedding in this graph."""
-        return self._rows[id(embedding.shadow)]
-
     def meet_dense(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
         """Warn if embeddings resume rows of a run that the dense part is not of, once they are open."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
@@ -141,9 +137,6 @@ class OptimizerSet:
         for embedding in embeddings:
             if isinstance(embedding, SavedRows):
                 embedding.when_open(partial(part.meet, embedding))
-
-    def all_rows(self) -> list[RowOptimizer]:
-        return [*self._rows.values()]
 
     def holders(self) -> dict[int, Optimizer]:
         """The optimizer of each parameter, by the parameter's id."""

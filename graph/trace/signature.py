@@ -169,14 +169,18 @@ class Structure:
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
         attributes = map(dict.get, self._with_tensors, self._tensor_names)
+        autocast = torch._C._is_any_autocast_enabled() and tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        )
         with DisableTorchFunctionSubclass():
             return tensors, (
                 self,
-                _modes(),
+                (torch.is_grad_enabled(), torch.get_default_dtype(), autocast),
                 tuple(map(_TRAINING, self._modules)),
                 tuple(map(id, parameters)),
                 distinct,
-                tuple([None if value is None else _attribute_key(value) for value in attributes]),
+                # a step freezes other values. A step that uses a tensor keeps it alive, so no other tensor gets its id
+                tuple([(id(v), _DESCRIBE(v), _STRIDE(v)) if isinstance(v, Tensor) else None for v in attributes]),
                 tuple(map(type, buffers)),
                 any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
                 tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers]),
@@ -189,24 +193,8 @@ class Structure:
         return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
 
 
-def _attribute_key(value: Any) -> Hashable:
-    """The key of an attribute: id and description of a tensor, None for other values, which a step freezes.
-
-    A step that uses a tensor keeps it alive, so no other tensor gets its id. A step that uses its shape alone does not.
-    """
-    return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else None
-
-
 def _values(dicts: list[Any]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
-
-
-def _modes() -> Hashable:
-    """The global state of torch that changes what a trace records."""
-    autocast = torch._C._is_any_autocast_enabled() and tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    )
-    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
 
 
 def call_key(
