@@ -179,8 +179,7 @@ class Structure:
                 tuple(map(_TRAINING, self._modules)),
                 tuple(map(id, parameters)),
                 distinct,
-                # a step freezes other values. A step that uses a tensor keeps it alive, so no other tensor gets its id
-                tuple([(id(v), _DESCRIBE(v), _STRIDE(v)) if isinstance(v, Tensor) else None for v in attributes]),
+                tuple([None if value is None else _attribute_key(value) for value in attributes]),
                 tuple(map(type, buffers)),
                 any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
                 tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers]),
@@ -191,6 +190,14 @@ class Structure:
     def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
         # no two hooks ever get the same number
         return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
+
+
+def _attribute_key(value: Any) -> Hashable:
+    """The key of an attribute: id and description of a tensor, None for other values, which a step freezes.
+
+    A step that uses a tensor keeps it alive, so no other tensor gets its id. A step that uses its shape alone does not.
+    """
+    return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else None
 
 
 def _values(dicts: list[Any]) -> list[Any]:
