@@ -6,7 +6,7 @@ What the host does at each step, it does around each replay.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -53,17 +53,8 @@ def _peek(table: OpenTable, lookup: Lookup, trains: bool = False) -> Any:
 
 
 @contextmanager
-def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
-    """A block in which no other thread uses these tables."""
-    with ExitStack() as stack:
-        for table in sorted(tables, key=id):  # in one order: another graph may lock the same
-            stack.enter_context(table.lock)
-        yield
-
-
-@contextmanager
 def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
-    """A block around one replay, with the tables `locked`: does the host's part of a step, and raises what it would."""
+    """A block around one replay, with the tables locked: does the host's part of a step, and raises what it would."""
     for table in read:
         begin_replay(table, False, None)
     started = [(table, begin_replay(table, True, clip_value)) for table in trained]

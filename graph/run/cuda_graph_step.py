@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -73,7 +74,9 @@ class CudaGraphStep:
         trained, read = _tables(self._trained), _tables(self._read)
         for table in trained:
             table.yield_to_reader()
-        with cuda_graph_ops.locked([*trained, *read]):
+        with ExitStack() as locks:
+            for table in sorted([*trained, *read], key=id):  # in one order: another graph may lock the same
+                locks.enter_context(table.lock)
             captured = self._captured_graph_for([*trained, *read], tensors)
             if captured is not None:
                 for given, own in zip(tensors, captured.inputs, strict=False):

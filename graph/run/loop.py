@@ -110,9 +110,14 @@ class Announcer:
         self._calls.append({embedding: self._pinned(embedding, lookups_of.get(embedding)) for embedding in trained})
         if len(self._calls) == self._end.accumulate_steps:
             for embedding in trained:
-                calls = [lookups for call in self._calls if (lookups := call.get(embedding)) is not None]
+                calls = [one for call in self._calls if (one := call.get(embedding)) is not None]
                 is_known = len(calls) == len(self._calls)
-                self._announce(embedding, [*chain.from_iterable(calls)] if is_known else None)
+                lookups = [*chain.from_iterable(calls)] if is_known else None
+                if self._world.size > 1:
+                    embedding.table_handle().table.announce(lookups, together=True)
+                elif lookups is not None:
+                    with contextlib.suppress(TierbedError):  # the call itself will raise it
+                        embedding.announce(lookups)
 
     def _pinned(self, embedding: Any, lookups: list[Lookup] | None) -> list[Lookup] | None:
         """What is pinned of the lookups of a call: of accumulated calls the rows, as `StepEpilogue.add` has them."""
@@ -122,13 +127,6 @@ class Announcer:
             return [embedding.table_handle().local_table.unique_rows(lookups)]
         except Exception:  # the call itself will raise it
             return None
-
-    def _announce(self, embedding: Any, lookups: list[Lookup] | None) -> None:
-        if self._world.size > 1:
-            embedding.table_handle().table.announce(lookups, together=True)
-        elif lookups is not None:
-            with contextlib.suppress(TierbedError):  # the call itself will raise it
-                embedding.announce(lookups)
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:

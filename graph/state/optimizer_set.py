@@ -43,8 +43,7 @@ class OptimizerSet:
     """Ordinary torch optimizers, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self.optimizers: list[Optimizer] = []
-        self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
+        self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # each with its schedule
         self.rows: dict[int, RowOptimizer] = {}  # of each attached embedding, by the id of its shadow
         self._checked = False  # whether a step trains, or a warning said that none does
 
@@ -78,12 +77,11 @@ class OptimizerSet:
                 f"{type(optimizer).__name__} calls the model several times a step, which a static graph cannot do; "
                 "use an optimizer whose step() needs no closure"
             )
-        if any(optimizer is other for other in self.optimizers):
+        if optimizer in self.optimizers:
             raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
         if scheduler is not None:
             check_schedule(optimizer, scheduler)
-            self._schedulers[id(optimizer)] = scheduler
-        self.optimizers.append(optimizer)
+        self.optimizers[optimizer] = scheduler
         note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def adopt(self, root: nn.Module) -> None:
@@ -91,16 +89,15 @@ class OptimizerSet:
         for embedding in embeddings_of(root).values():
             for given in getattr(embedding.shadow, IN_BACKWARD, ()):
                 optimizer = given.optimizer if isinstance(given, EagerOptimizer) else given
-                if not any(optimizer is other for other in self.optimizers):
+                if optimizer not in self.optimizers:
                     self.add(optimizer, None)
 
     def discard(self, optimizer: Optimizer) -> None:
-        self.optimizers[:] = [other for other in self.optimizers if other is not optimizer]
-        self._schedulers.pop(id(optimizer), None)
+        self.optimizers.pop(optimizer, None)
 
     def schedulers(self) -> list[LRScheduler]:
         """The schedules of the optimizers that have one, in the optimizers' order."""
-        return [self._schedulers[id(o)] for o in self.optimizers if id(o) in self._schedulers]
+        return [scheduler for scheduler in self.optimizers.values() if scheduler is not None]
 
     def attach(self, root: HasBuild) -> None:
         """Let the group of an embedding's shadow train its rows, once. OptimizerError for a parameter in two."""

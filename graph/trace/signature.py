@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from enum import Enum
 from functools import cache
 from itertools import chain
@@ -133,8 +133,8 @@ class Structure:
     Each call reads the state, so it is read in few steps of the interpreter.
     """
 
-    def __init__(self, root: nn.Module, optimizers: list[Optimizer]) -> None:
-        """optimizers: those of a graph, a list that may grow."""
+    def __init__(self, root: nn.Module, optimizers: Collection[Optimizer]) -> None:
+        """optimizers: those of a graph, in an object that may grow."""
         refuse_ranks(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):

@@ -94,8 +94,7 @@ def swapped(
     ]
     groups = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
     hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
-    for module, name, live in slots:
-        setattr(module, name, swaps[id(live)])  # not into the dicts: an LSTM also keeps a list of its tensors
+    _put((module, name, swaps[id(live)]) for module, name, live in slots)
     for optimizer, own in groups:
         swapped_params = ([swaps[id(live)] for live in group["params"]] for group in own)
         optimizer.param_groups[:] = map(_Settings, own, swapped_params, repeat(optimizer))
@@ -108,8 +107,7 @@ def swapped(
             hook.remove()
         for optimizer, own in groups:
             optimizer.param_groups[:] = own
-        for module, name, live in slots:
-            setattr(module, name, live)
+        _put(slots)
         leaked = next((where for where, value in _reachable(root) if isinstance(value, _TRACED)), None)
         if leaked is not None or rebound is not None:
             for container, copy in before:
@@ -123,6 +121,11 @@ def swapped(
             "register a buffer in __init__ and write to it in place (copy_); for nn.utils.weight_norm and "
             "spectral_norm use those of torch.nn.utils.parametrizations"
         )
+
+
+def _put(slots: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
+    for module, name, tensor in slots:
+        setattr(module, name, tensor)  # not into the dicts: an LSTM also keeps a list of its tensors
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
