@@ -11,6 +11,7 @@ try:
     import rich  # noqa: F401  output imports its parts when it needs them
     import typer
 
+    from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
     from .output import INTERRUPTED, PROBLEM, checked_stdout, print_error, print_interrupted, print_json_error
 except KeyboardInterrupt:  # printed as `main` does, without anything that is imported above
@@ -67,8 +68,6 @@ def main(arguments: list[str] | None = None) -> None:
             print_interrupted(as_json)
             raise SystemExit(INTERRUPTED) from None
         except Exception as error:
-            from ..engine.errors import TierbedError
-
             remedy = "; `tierbed doctor` lists what this installation lacks" if isinstance(error, ImportError) else ""
             of_file = isinstance(error, OSError) and error.filename is not None  # others are of stdout
             if not (remedy or of_file or isinstance(error, TierbedError)):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engine.errors import StoreError
 from .output import IN_USE, fail
 
 if TYPE_CHECKING:  # commands import the engine when they run, so that --help and completion do not load torch
@@ -59,7 +60,6 @@ Timeout = Annotated[
 @contextmanager
 def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
     """A block that locks store folders. Exits with `IN_USE` if another process has locked one of them."""
-    from ..engine.errors import StoreError
     from ..snapshots.store.folder_state import holder
 
     try:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..engine.errors import TierbedError
 from .arguments import Json, Name, Store, open_snapshot
 from .output import PROBLEM, USAGE, fail, print_fields, print_json, print_table, progress, text
 
@@ -24,7 +25,6 @@ def diff(
 
     Example: tierbed snapshot diff store/users monday tuesday
     """
-    from ..engine.errors import TierbedError
     from ..snapshots.inspection.comparison import compare
 
     try:

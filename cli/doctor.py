@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from ..engine.errors import StoreError
 from .arguments import Json
 from .output import PROBLEM, aligned, print_json, size
 
@@ -126,7 +127,6 @@ def _core() -> str:
 
 
 def _rocksdb() -> Check:
-    from ..engine.errors import StoreError
     from ..engine.store.rocksdb import rocksdb_info
 
     try:

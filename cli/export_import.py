@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..engine.errors import StoreError
 from .arguments import (
     Json,
     Name,
@@ -103,7 +104,6 @@ def import_(
     """
     import torch
 
-    from ..engine.errors import StoreError
     from ..snapshots.exchange.importing import import_snapshot
     from ..snapshots.store.status import existing_store
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..engine.errors import SnapshotError, StoreError, TierbedError
 from .arguments import locked
 from .output import IN_USE, ProgressCallback, fail
 
@@ -46,7 +47,6 @@ def save_together(
 
     Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
-    from ..engine.errors import SnapshotError, StoreError, TierbedError
     from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.closed_store import save_closed_stores

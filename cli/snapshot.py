@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engine.errors import SnapshotError, TierbedError
 from . import output
 from .arguments import (
     Json,
@@ -26,7 +27,6 @@ from .arguments import (
 from .model import save_together, serving_processes, stores_at
 
 if TYPE_CHECKING:
-    from ..engine.errors import SnapshotError
     from ..snapshots.store.retention import PrunePlan
 
 
@@ -35,7 +35,6 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
-    from ..engine.errors import SnapshotError
     from ..snapshots.files.format import check_name
     from ..snapshots.files.writer import write_snapshot
     from ..snapshots.store.retention import needed_names
@@ -105,7 +104,6 @@ def prune(
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
     """Prune stores, by the process that has one open or by this one, and update `plans` to what was done."""
-    from ..engine.errors import TierbedError
     from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..engine.errors import InputError
 from . import output
 from .arguments import Json, Store, Timeout, complete_names, locked, open_snapshot, table_of
 
@@ -132,7 +133,6 @@ def get(
 
     Example: tierbed store get store/users 42 --table 1
     """
-    from ..engine.errors import InputError
     from ..snapshots.control.client import request_row
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.inspection.row import live_row, plain_row, snapshot_row

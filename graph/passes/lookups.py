@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from functools import reduce
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -275,28 +275,19 @@ def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name
 
     If ids are made from rows of an earlier lookup, those rows are read first, since a batch is pinned as a whole.
     """
-    between: list[fx.Node] = []
-    node = lookups[0]
-    while node is not lookups[-1]:
-        between.append(node)
-        node = node.next
-    needed = [n for lookup in lookups for n in lookup.args[1:4] if isinstance(n, fx.Node)]  # not their weights
-    inside = set(between)
-    sources: set[fx.Node] = set()
-    read: set[fx.Node] = set()
-    while needed:
-        node = needed.pop()
-        read.add(node)
-        if node in inside and node not in sources:
-            sources.add(node)
-            needed += node.all_input_nodes
+    from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
+    between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
+    read = {n for lookup in lookups for n in lookup.args[1:4] if isinstance(n, fx.Node)}  # not their weights
+    for node in reversed(between):
+        if node in read:
+            read.update(node.all_input_nodes)
     changed = memory(read)
     if any(written(node) & changed for node in between):
         raise GraphError(
             f"embedding {name!r}: ids of a later lookup are changed in place after the first lookup; "
             "compute the ids of all lookups first, or out of place"
         )
-    drawn = [node in sources for node in between if is_random(node.target, node.args)]
+    drawn = [node in read for node in between if is_random(node.target, node.args)]
     if drawn != sorted(drawn, reverse=True):
         raise GraphError(
             f"embedding {name!r}: ids of a later lookup are drawn at random after another draw, such as dropout, that "
@@ -304,11 +295,11 @@ def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name
         )
     reads: dict[fx.Node, fx.Node] = {}
     for node in between:
-        if node in sources and node in lookups:
+        if node in read and node in lookups:
             with graph.inserting_before(lookups[0]):
                 reads[node] = _read(graph, embedding, node)
             reads[node].meta["val"] = node.meta["val"]
-        elif node in sources:
+        elif node in read:
             for lookup, early in reads.items():
                 node.replace_input_with(lookup, early)
             lookups[0].prepend(node)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...embedding.lookup_op import embedding_of
@@ -162,9 +162,9 @@ def compile_step(
     optimizers.warn_untrained(root, bool(with_grad))
     values: Any = graph.output_node().args[0]
     trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
+    schedulers = optimizers.schedulers() if with_grad else []
+    dense: list[tuple[Optimizer, fx.Node, fx.Node]] = []
     ended: fx.Node | None = None
-    parts: list[DenseGrads] = []
-    schedulers: list[LRScheduler] = []
     if with_grad:
         holders = optimizers.holders()
         for index, grad in zip(with_grad, values[count:], strict=True):
@@ -191,10 +191,6 @@ def compile_step(
         end.check_scaled(module)
         if world is not None or not end.is_plain:
             ended = rewrite.end_together(module, end)
-        for optimizer in optimizers:
-            params = [tensors[live.index(node)] for holder, node, _ in dense if holder is optimizer]
-            parts.append(DenseGrads(optimizer, params, params))
-        schedulers = optimizers.schedulers()
         rewrite.add_schedules(module, schedulers, ended)
     expand_reads(module, label)
     share_batches(module)
@@ -205,6 +201,10 @@ def compile_step(
     refuse_used(graph, shadows, label)
     collectives: StepCollectives | None = None
     if world is not None:
+        parts: list[DenseGrads] = []
+        for optimizer in optimizers:
+            params = [tensors[live.index(node)] for holder, node, _ in dense if holder is optimizer]
+            parts.append(DenseGrads(optimizer, params, params))
         pin_early(module)
         own = [embedding for embedding, _ in trained], parts, schedulers, ended is not None
         collectives = schedule_collectives(

@@ -25,10 +25,7 @@ class HasBuild(NoTorchScript, nn.Module):
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
     """The path of each parameter and buffer under `root`, by id; of a tied tensor, the first path."""
-    names: dict[int, str] = {}
-    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        names.setdefault(id(tensor), name)
-    return names
+    return {id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]}
 
 
 def name_of(root: HasBuild, tensor: Tensor) -> str:
