@@ -18,22 +18,16 @@ if TYPE_CHECKING:  # commands import the engine when they run, so that --help an
     from ..snapshots.store.folder import StoreFolder
 
 
-def names_in(store: Path, incomplete: str) -> list[str]:
-    """The snapshots of a store whose names begin with `incomplete`, for completion."""
+def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete the name of a snapshot: of an argument, or the value of an option, that comes after the store."""
+    # after an option, words are not parsed as arguments yet
+    store = ctx.params.get("store") or next(iter(ctx.args), ".")
     try:
-        entries = os.scandir(store / "snapshots")
+        entries = os.scandir(Path(store) / "snapshots")
     except OSError:
         return []
     names = (entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     return sorted(name for name in names if name.startswith(incomplete) and name.isprintable())
-
-
-def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete an argument, or the value of an option, that comes after the store."""
-    store = ctx.params.get("store") or next(
-        iter(ctx.args), "."
-    )  # after an option, words are not parsed as arguments yet
-    return names_in(Path(store), incomplete)
 
 
 Store = Annotated[

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ..embedding.ddp_guard import refuse_around
 from ..embedding.model_snapshots import ModelSnapshots
-from ..embedding.saved_rows import are_apart, rows_apart
+from ..embedding.saved_rows import EXTRA, are_apart, rows_apart
 from ..engine.checks import as_int, checked_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
@@ -40,8 +40,9 @@ from .show.profile import Profile, Timer, profile
 from .show.why import RecompileLog, guard_facts
 from .state import checkpoint
 from .state.extra_state import (
+    check_extra_state,
+    check_modules,
     check_not_waiting,
-    check_state,
     load_extra_state,
     of_all_ranks,
     training_of,
@@ -253,12 +254,12 @@ class Graph(ModelSnapshots, HasBuild):
         """
         if steps is not None and as_int(steps, 1, sys.maxsize) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
-        timer = Timer()
+        timer = Timer(self.__compiles)
         self.__forward = timer.forward
         try:
             some = islice(iterate(batches), steps)
             run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__captures
-            return profile(type(self).__name__, run, some, timer, self.__compiles, may_compile)
+            return profile(type(self).__name__, run, some, timer, may_compile)
         finally:
             self.__forward = None
 
@@ -293,7 +294,11 @@ class Graph(ModelSnapshots, HasBuild):
         for argument, value in (("optimizers", optimizers), ("convert", convert)):
             if not isinstance(value, bool):
                 raise InputError(f"{argument}={value!r}: give True or False")
-        check = partial(check_state, self, self.__optimizers, self.__end, with_optimizers=optimizers)
+
+        def check(state: dict[str, Any]) -> None:
+            check_modules(self, state, "graph")
+            if EXTRA in state and optimizers:
+                check_extra_state(training_of(self.__optimizers, self.__end), state[EXTRA])
 
         def put(state: dict[str, Any]) -> None:
             self.load_state_dict(without_rows(self, state, optimizers))

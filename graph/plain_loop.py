@@ -89,7 +89,7 @@ def load_checkpoint(
         return checkpoint.StateDict(state["model"], checkpoint.versions_of(state))
 
     def check(state: dict[str, Any]) -> None:
-        check_modules(model, model.state_dict(), model_state(state), "model")
+        check_modules(model, model_state(state), "model")
         check_extra_state(training, state["training"])
 
     def put(state: dict[str, Any]) -> None:

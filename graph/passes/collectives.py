@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from ...distributed.dense import Vote, described
-from ...distributed.rank_group import CollectiveSequence
+from ...distributed.dense import Vote
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ..trace.alias import called, memory, written
@@ -36,6 +35,11 @@ class CollectiveCall(NamedTuple):
     kind: str
     embedding: EmbeddingBase | None
     like: int | None = None  # of a pin: the index of the pin whose ids it takes
+
+    def __str__(self) -> str:
+        """The call in the form that ranks compare."""
+        of = "" if self.embedding is None else f" of {self.embedding.name!r}"
+        return self.kind + of + ("" if self.like is None else f", ids of {self.like}")
 
 
 _FIRST_USES = ("gather", "weights_grad", "send")
@@ -150,12 +154,3 @@ def _calls(module: fx.GraphModule) -> list[CollectiveCall]:
             pinned[node] = len(calls), embedding
             calls.append(CollectiveCall(kind, embedding, like))
     return calls
-
-
-def describe_collectives(calls: list[CollectiveCall], trained: list[tuple[str, Tensor]]) -> CollectiveSequence:
-    """The collectives in the form that ranks compare. trained: dense parameters by name, in order."""
-    described_calls = [
-        kind + ("" if embedding is None else f" of {embedding.name!r}") + ("" if like is None else f", ids of {like}")
-        for kind, embedding, like in calls
-    ]
-    return CollectiveSequence(described_calls, described(trained))

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters
+from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters, described
+from ...distributed.rank_group import CollectiveSequence
 from ...distributed.world import World, catch
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..passes.collectives import CollectiveCall, describe_collectives, sum_over_ranks
+from ..passes.collectives import CollectiveCall, sum_over_ranks
 from ..passes.step_epilogue import (
     DenseGrads,
     LookupGrads,
@@ -100,7 +101,7 @@ class StepCollectives:
         self._world, self.rank_state, self._owner = world, rank_state, owner
         self._end, self.trains = end, trains
         self._trained, self._dense, self._schedulers = trained, dense, schedulers
-        self._calls, self._sequence = calls, describe_collectives(calls, parameters)
+        self._calls, self._sequence = calls, CollectiveSequence([*map(str, calls)], described(parameters))
         self._embeddings: list[Any] = list(
             dict.fromkeys(call.embedding for call in calls if call.embedding is not None)
         )

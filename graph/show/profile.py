@@ -85,22 +85,27 @@ class Step(NamedTuple):
 class Timer:
     """Runs compiled steps and records the time of each op. On a GPU it waits for each op to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiles: RecompileLog) -> None:
+        self._compiles = compiles
         self._timed: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
         self._ran: list[tuple[Op, Span]] = []
-        self.preparing = 0  # ns of adding the clock
+        self._preparing = 0  # ns of adding the clock
 
     def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
         """The result of `module.forward(*tensors)`, with a clock after each op."""
         if module not in self._timed:
             begin = perf_counter_ns()
             self._timed[module] = _with_clock(module)
-            self.preparing += perf_counter_ns() - begin
+            self._preparing += perf_counter_ns() - begin
         timed, clock, ops = self._timed[module]
         clock.clear()
         outputs = timed.forward(*tensors)
         self._ran += zip(ops, map(Span, clock, clock[1:]), strict=True)
         return outputs
+
+    def compiling(self) -> int:
+        """The ns of all compiles of the graph, and of adding the clock."""
+        return int(self._compiles.seconds * 1e9) + self._preparing
 
     def take(self) -> list[tuple[Op, Span]]:
         """The ops that ran since the last `take`, with their times."""
@@ -192,30 +197,21 @@ class Profile:
 
 
 def profile(
-    name: str,
-    run: Callable[[Iterable[Any]], Iterator[Any]],
-    batches: Iterable[Any],
-    timer: Timer,
-    compiles: RecompileLog,
-    may_compile: bool,
+    name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, may_compile: bool
 ) -> Profile:
     """The profile of `run` on all batches. may_compile: whether `compile_dense` is off and could be on."""
     drawn: list[Span] = []
     steps: list[Step] = []
     before, start = _waited(), perf_counter_ns()
     running = run(_timed(batches, drawn))
-    begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
+    begin, compiled = perf_counter_ns(), timer.compiling()
     for _ in running:
-        span, compiling = Span(begin, perf_counter_ns()), _compiling(compiles, timer) - compiled
+        span, compiling = Span(begin, perf_counter_ns()), timer.compiling() - compiled
         steps.append(Step(span, list(drawn), compiling, timer.take()))
         drawn.clear()
-        begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
+        begin, compiled = perf_counter_ns(), timer.compiling()
     waited = sum(ns - before.get(thread, 0) for thread, ns in _waited().items())
     return Profile(name, steps, _waiting_advice(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
-
-
-def _compiling(compiles: RecompileLog, timer: Timer) -> int:
-    return int(compiles.seconds * 1e9) + timer.preparing
 
 
 def _timed(batches: Iterable[Any], drawn: list[Span]) -> Iterator[Any]:

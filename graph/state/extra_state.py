@@ -220,27 +220,18 @@ def try_step(optimizer: Optimizer, where: str) -> None:
                     raise _malformed(f"{where}: its step is {float(loaded[name])}")
 
 
-def check_state(
-    root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: dict[str, Any], with_optimizers: bool = True
-) -> None:
-    """GraphError if a state_dict has other names, shapes, or numbers of optimizers than that of the graph.
+def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
+    """GraphError if a state_dict has other names or shapes than that of `root`.
 
     Modules of another version migrate their tensors themselves, and shapes of lazy modules are not known yet.
     """
-    check_modules(root, root.state_dict(), state, "graph")
-    if EXTRA in state and with_optimizers:
-        check_extra_state(training_of(optimizers, end), state[EXTRA])
-
-
-def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], thing: str) -> None:
-    """GraphError if a state_dict has other names or shapes than `own`, that of `root`."""
     versions = versions_of(state) or {}
     migrating = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
         if path in versions and versions[path].get("version") != module._version
     )
-    mine, theirs = ({k: v for k, v in one.items() if not k.startswith(migrating)} for one in (own, state))
+    mine, theirs = ({k: v for k, v in one.items() if not k.startswith(migrating)} for one in (root.state_dict(), state))
     lacking, foreign = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
     if lacking or foreign:
         raise GraphError(
