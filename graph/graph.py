@@ -406,7 +406,9 @@ class Graph(ModelSnapshots, HasBuild):
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self, self.__optimizers.optimizers)
             self.__values = ValueGuards(MAX_CACHED_STEPS)
-            self.__steps.clear()  # no old step can be used again, and they would keep replaced modules alive
+            self.__steps = StepCache(
+                MAX_CACHED_STEPS
+            )  # no old step can be used again, and they would keep replaced modules alive
         tensors, state = live
         return (
             spec,

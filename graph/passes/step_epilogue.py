@@ -298,20 +298,6 @@ def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
         scheduler.step()
 
 
-def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """OptimizerError if this is not a schedule of the optimizer, or needs more than the step count."""
-    if not isinstance(scheduler, LRScheduler):
-        raise OptimizerError(
-            f"lr_sch={type(scheduler).__name__}: give a scheduler of torch.optim.lr_scheduler, made over the optimizer"
-        )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise OptimizerError("lr_sch=ReduceLROnPlateau: its step() needs a metric; call it yourself after the graph")
-    if scheduler.optimizer is not optimizer:
-        raise OptimizerError(
-            f"lr_sch={type(scheduler).__name__} is of another optimizer; make it over the one given to add_optimizer"
-        )
-
-
 def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
     """Scaled and clipped gradients. Not in place: a gradient may be a view, or a result of the step."""
     if grads and scale != 1.0:

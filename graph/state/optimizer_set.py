@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...embedding.dense_part import DensePart, note_versions
 from ...embedding.eager import IN_BACKWARD, EagerOptimizer
@@ -21,7 +21,6 @@ from ...embedding.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
-from ..passes.step_epilogue import check_schedule
 from ..trace.names import HasBuild, name_of
 
 log = logging.getLogger("tierbed")
@@ -79,8 +78,15 @@ class OptimizerSet:
             )
         if optimizer in self.optimizers:
             raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
-        if scheduler is not None:
-            check_schedule(optimizer, scheduler)
+        kind = type(scheduler).__name__
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            raise OptimizerError(
+                f"lr_sch={kind}: give a scheduler of torch.optim.lr_scheduler, made over the optimizer"
+            )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise OptimizerError(f"lr_sch={kind}: its step() needs a metric; call it yourself after the graph")
+        if scheduler is not None and scheduler.optimizer is not optimizer:
+            raise OptimizerError(f"lr_sch={kind} is of another optimizer; make it over the one given to add_optimizer")
         self.optimizers[optimizer] = scheduler
         note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
