@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..engine.errors import TierbedError
 from .arguments import Json, Name, Store, open_snapshot
 from .output import PROBLEM, USAGE, fail, print_fields, print_json, print_table, progress, text
 
@@ -25,7 +25,6 @@ def diff(
 
     Example: tierbed snapshot diff store/users monday tuesday
     """
-    from ..engine.errors import TierbedError
     from ..snapshots.inspection.comparison import compare
 
     try:
@@ -53,22 +52,18 @@ def _plain(found: Comparison) -> dict[str, Any]:
         "same": found.same,
         "by_table": counts,
         **named,
-        "largest": {name: _number(value) for name, value in found.largest.items()},
+        "largest": found.largest,
         "fields": {name: list(pair) for name, pair in found.fields.items()},
         "rows": [
             {
                 "sort": row.sort,
                 **with_table_name(row.table, found.names),
                 "key": row.key,
-                "largest": _number(row.largest),
+                "largest": row.largest,
             }
             for row in found.first
         ],
     }
-
-
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
 
 
 def _print(found: Comparison) -> None:

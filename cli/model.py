@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import exit_if_in_use, locked_store
+from ..engine.errors import SnapshotError, StoreError, TierbedError
+from .arguments import locked
 from .output import IN_USE, ProgressCallback, fail
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
-    from ..snapshots.store.folder import StoreFolder
 
 
-def stores_at(path: Path) -> list[Path]:
-    """The store folder `path`, or those in the folder of a model. Raises StoreError."""
+def stores_at(path: Path) -> dict[Path, str]:
+    """The stores in the folder of a model, each with its name, or the store folder `path`, with "". Raises StoreError.
+
+    What commands print of several stores begins with these names.
+    """
     from ..snapshots.store.status import existing_store, stores_in
 
-    return stores_in(path) or [existing_store(path)]
-
-
-@contextmanager
-def locked_stores(stores: list[Path]) -> Iterator[list[StoreFolder]]:
-    """All stores, locked by this process. Raises StoreError."""
-    from ..snapshots.store.folder import StoreFolder
-
-    with ExitStack() as locks:
-        yield [locks.enter_context(StoreFolder(store)) for store in stores]
+    return {store: store.name for store in stores_in(path)} or {existing_store(path): ""}
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
@@ -42,7 +35,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 
     serving = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
-        with locked_store(store, as_json):  # exits and names the process, unless it has closed the store by now
+        with locked([store], as_json):  # exits and names the process, unless it has closed the store by now
             del serving[store]
     return serving
 
@@ -54,7 +47,6 @@ def save_together(
 
     Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
-    from ..engine.errors import SnapshotError, StoreError, TierbedError
     from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.closed_store import save_closed_stores
@@ -66,37 +58,6 @@ def save_together(
             f"several processes have these stores open, and they share no step: {those}; save each store by itself"
         )
         fail(message, IN_USE, as_json)
-    first = next(iter(serving), None)
-    if first is not None and request_save(first, name, kind, since(advance), timeout, overwrite, [*serving]) is None:
-        raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
-    closed = [store for store in stores if store not in serving]
-    try:  # after the open ones: while those are saved, their step may open one of these
-        with exit_if_in_use(() if serving else closed, as_json), locked_stores(closed) as folders:
-            save_closed_stores(folders, name, advance, kind, overwrite)
-    except TierbedError as error:
-        if not serving:
-            raise
-        saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
-        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
-    return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]
-
-
-def load_together(folders: list[StoreFolder], name: str, advance: ProgressCallback) -> list[Manifest]:
-    """Load a snapshot into each store, after all are verified. If a load is killed, the next run finishes it.
-
-    Raises StoreError, and SnapshotError, also for snapshots that were not saved together.
-    """
-    from ..snapshots.files.reader import Snapshot
-    from ..snapshots.store.closed_store import load_into_stores
-    from ..snapshots.store.group_file import check_one_moment
-
-    snapshots = [Snapshot.open(folder.snapshots / name) for folder in folders]
-    check_one_moment([folder.path.name for folder in folders], snapshots)
-    return [manifest for manifest, _ in load_into_stores(folders, snapshots, advance)]
-
-
-def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:
-    """A function of the rows done and their total, which calls `advance` with those done since its last call."""
     done = 0
 
     def advance_to(rows: int, of: int | None) -> None:
@@ -104,4 +65,16 @@ def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:
         advance(rows - done)
         done = rows
 
-    return advance_to
+    first = next(iter(serving), None)
+    if first is not None and request_save(first, name, kind, advance_to, timeout, overwrite, [*serving]) is None:
+        raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
+    closed = [store for store in stores if store not in serving]
+    try:  # after the open ones: while those are saved, their step may open one of these
+        with locked(closed, as_json, exits=not serving) as folders:
+            save_closed_stores(folders, name, advance, kind, overwrite)
+    except TierbedError as error:
+        if not serving:
+            raise
+        saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
+        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
+    return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]

@@ -26,7 +26,7 @@ from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..trace.swap import trace_lock
+from ..trace.swap import set_grads, trace_lock
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
 LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
@@ -86,7 +86,6 @@ def numbers_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as msgpack carries it."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else str(tuple(value.shape))
     if isinstance(value, list | tuple):
@@ -218,13 +217,7 @@ class StepEpilogue:
         """The dense parameters whose gradients wait, in the order of these."""
         return [parameter for sums in self._dense.values() for parameter in sums]
 
-    def release(self) -> None:
-        """Drop the pins of a failed update."""
-        for embedding in self._rows:
-            embedding.release()
-
     def clear(self) -> None:
-        """Drop the gradients that wait."""
         self.waiting_calls = 0
         self.present = False
         self._dense.clear()
@@ -264,12 +257,10 @@ def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGr
 
 
 def are_finite(grads: list[Tensor]) -> bool:
-    """Whether no element is infinite or NaN."""
     return bool(get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite())
 
 
 def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
-    """Update dense parameters, as `apply_gradients` does."""
     for optimizer, params, grads in dense:
         dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
     return True
@@ -294,7 +285,8 @@ def accumulate(
             end, *(end.pinned_gradients() if collectives is None else collectives.pin_accumulated(end))
         )
     except BaseException:
-        end.release()
+        for embedding in end.embeddings:
+            embedding.release()
         raise
     finally:
         end.clear()
@@ -304,20 +296,6 @@ def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
     """One step of a learning rate schedule, if the optimizers had a step."""
     if stepped:
         scheduler.step()
-
-
-def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """OptimizerError if this is not a schedule of the optimizer, or needs more than the step count."""
-    if not isinstance(scheduler, LRScheduler):
-        raise OptimizerError(
-            f"lr_sch={type(scheduler).__name__}: give a scheduler of torch.optim.lr_scheduler, made over the optimizer"
-        )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise OptimizerError("lr_sch=ReduceLROnPlateau: its step() needs a metric; call it yourself after the graph")
-    if scheduler.optimizer is not optimizer:
-        raise OptimizerError(
-            f"lr_sch={type(scheduler).__name__} is of another optimizer; make it over the one given to add_optimizer"
-        )
 
 
 def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
@@ -332,6 +310,6 @@ def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> lis
 def _update_scaler(scaler: GradScaler, finite: bool) -> None:
     """Let the scaler adapt its scale. It reads an optimizer's gradients: here one number that is finite or not."""
     probe = torch.zeros(())
-    probe.grad = torch.tensor(0.0 if finite else math.inf)
+    set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))
     scaler.update()

@@ -115,12 +115,6 @@ class StepCache:
         self._families: dict[Hashable, _ShapeFamily] = {}
         self._not_dynamic: dict[Hashable, None] = {}  # the latest signatures whose dynamic sizes have to be static
 
-    def clear(self) -> None:
-        """Drop all steps."""
-        self._steps.clear()
-        self._families.clear()
-        self._not_dynamic.clear()
-
     def all(self) -> list[CompiledStep]:
         """The steps for one signature each, then the dynamic-shape steps."""
         return [*self._steps.values(), *(step for family in self._families.values() for step in family.general)]

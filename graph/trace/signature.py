@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Collection, Hashable
 from enum import Enum
 from functools import cache
 from itertools import chain
@@ -50,7 +50,6 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
@@ -81,18 +80,13 @@ def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
             first += 1
             continue
         children = node.children()
-        positions = _dynamic_positions(node.type)
+        positions: Any = getattr(node.type, "open_leaves", None)
+        if positions is None and getattr(node.type, "__module__", "") == _TORCHREC:
+            positions = _OF_TORCHREC.get(node.type.__name__)
         if positions and all(child.is_leaf() for child in children):
             dynamic_leaves.update(first + position for position in range(len(children)) if position in positions)
         pending += reversed(children)
     return frozenset(dynamic_leaves)
-
-
-def _dynamic_positions(kind: Any) -> Container[int]:
-    own: Any = getattr(kind, "open_leaves", None)
-    if own is None and getattr(kind, "__module__", "") == _TORCHREC:
-        own = _OF_TORCHREC.get(kind.__name__)
-    return own or NO_DYNAMIC
 
 
 def split_by_key(given: Given) -> Given:
@@ -105,7 +99,6 @@ def split_by_key(given: Given) -> Given:
 
 
 def can_split(given: Given) -> bool:
-    """Whether `split_by_key` changes something."""
     return any(map(_splits, pytree.tree_leaves(given, is_leaf=_splits)))
 
 
@@ -140,8 +133,8 @@ class Structure:
     Each call reads the state, so it is read in few steps of the interpreter.
     """
 
-    def __init__(self, root: nn.Module, optimizers: list[Optimizer]) -> None:
-        """optimizers: those of a graph, a list that may grow."""
+    def __init__(self, root: nn.Module, optimizers: Collection[Optimizer]) -> None:
+        """optimizers: those of a graph, in an object that may grow."""
         refuse_ranks(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
@@ -176,10 +169,13 @@ class Structure:
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
         attributes = map(dict.get, self._with_tensors, self._tensor_names)
+        autocast = torch._C._is_any_autocast_enabled() and tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        )
         with DisableTorchFunctionSubclass():
             return tensors, (
                 self,
-                _modes(),
+                (torch.is_grad_enabled(), torch.get_default_dtype(), autocast),
                 tuple(map(_TRAINING, self._modules)),
                 tuple(map(id, parameters)),
                 distinct,
@@ -206,14 +202,6 @@ def _attribute_key(value: Any) -> Hashable:
 
 def _values(dicts: list[Any]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
-
-
-def _modes() -> Hashable:
-    """The global state of torch that changes what a trace records."""
-    autocast = torch._C._is_any_autocast_enabled() and tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    )
-    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
 
 
 def call_key(
