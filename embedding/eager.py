@@ -26,7 +26,7 @@ from ..engine.signals import uninterrupted
 from ..engine.table.row_step import row_step
 from .ddp_guard import refuse_eager_ranks
 from .dense_part import DensePart, note_versions, warn_of_state
-from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients
+from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients, set_grad
 from .lookup_op import embeddings_of
 from .model_snapshots import ModelSnapshots
 from .names import check_distinct, name_embeddings
@@ -38,6 +38,19 @@ log = logging.getLogger("tierbed")
 MAX_SHARED = 62  # embeddings over ranks, each a bit of a note
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # the attribute of a parameter by which torch's hook finds what it steps
+
+
+def _of_wrapped(name: str) -> Any:
+    """An attribute that is the wrapped optimizer's, and cannot be set."""
+
+    def refuse(_: EagerOptimizer, value: Any) -> None:
+        raise OptimizerError(
+            f"{name} = of an EagerOptimizer: no row would follow it. Change settings in place, as in "
+            "optimizer.param_groups[0]['lr'] = 0.01; to begin without state, call model.load_state_dict("
+            "tierbed.to_dense_state_dict(model)) and make another optimizer"
+        )
+
+    return property(lambda self: getattr(self.optimizer, name), refuse)
 
 
 class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
@@ -65,6 +78,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     all call `step()`; dense parameters are left to a DistributedDataParallel beside them.
     """
 
+    state, param_groups = _of_wrapped("state"), _of_wrapped("param_groups")
     _warns_of_lazy_rows = True
     _step_supports_amp_scaling = False  # a GradScaler unscales gradients itself, also where the wrapped one could
 
@@ -157,15 +171,6 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("state", "param_groups"):
-            raise OptimizerError(
-                f"{name} = of an EagerOptimizer: no row would follow it. Change settings in place, as in "
-                "optimizer.param_groups[0]['lr'] = 0.01; to begin without state, call model.load_state_dict("
-                "tierbed.to_dense_state_dict(model)) and make another optimizer"
-            )
-        super().__setattr__(name, value)
-
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError(
             "an EagerOptimizer cannot be copied or pickled, as its embeddings cannot; make another over their model, "
@@ -201,18 +206,13 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = self._called(closure)
-        shadows = [embedding.shadow for embedding, _ in self._rows]
         with uninterrupted():
             self._step_rows()
-            with torch._C.DisableTorchFunctionSubclass():
-                grads = [shadow.grad for shadow in shadows]
-                for shadow in shadows:
-                    shadow.grad = None
+            grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._rows]
             with self._amid_updates():
                 self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
-            with torch._C.DisableTorchFunctionSubclass():
-                for shadow, grad in zip(shadows, grads, strict=True):
-                    shadow.grad = grad
+            for embedding, grad in grads:
+                set_grad(embedding, grad)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -225,8 +225,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for embedding, _ in self._rows:
             check_not_traced(embedding)
-            with torch._C.DisableTorchFunctionSubclass():
-                embedding.shadow.grad = None
+            set_grad(embedding, None)
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from threading import Lock, RLock, get_ident
+from threading import Lock, get_ident
 from typing import Any, Self
 
 import torch
@@ -27,16 +27,15 @@ from ..engine.options.store_options import store_options_from_dict
 from ..engine.options.table_spec import check_name, table_spec
 from ..engine.table.table import OpenTable, RowsReplaced
 from . import lookup_op as ops
-from .conversion import converter
 from .ddp_guard import check_world, is_in_ddp, refuse_lookup, warn_alone
 from .dense_rows import dense_tensors, put_in_state
 from .eager import IN_BACKWARD, train_in_backward
-from .gradients import ShadowGrad, accumulate, holders
+from .gradients import ShadowGrad, accumulate, holders, set_grad
 from .keyed_rows import KeyedRows, on_present_rows
 from .names import provisional_name
-from .rows_reference import UNKNOWN, RowsReference
+from .rows_reference import UNKNOWN
 from .saved_rows import EXTRA, ROWS
-from .shadow import adopt
+from .shadow import adopt, converter
 from .sharded_handle import ShardedTableHandle
 from .table_handle import TableHandle
 
@@ -84,7 +83,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
+        super().__init__()
         if not self._has_columns and as_int(embedding_dim) is None:
             raise OptionError(
                 f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
@@ -106,14 +105,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
         self.handle = ops.register(self)
-        self._handle: TableHandle | None = None
-        self._opening = Lock()
-        self._accumulating, self._loading = Lock(), RLock()
+        self._opening, self._accumulating = Lock(), Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
-        self._closed = self._has_warned = self.misses_rows = self.rows_are_chosen = False
-        self._awaited: list[RowsReference] = []
-        self._calls_when_open: list[Callable[[], None]] = []
-        self._copied = self._loaded = ()  # a later attribute would make graphs trace again; they watch one that is None
+        self.misses_rows = False
 
     @property
     def name(self) -> str:
@@ -312,15 +306,15 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the embedding, as a module that holds it moves. OptionError for another dtype than `output_dtype`."""
         convert, grad = converter(self, fn), self.shadow.grad
-        with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(grad, ShadowGrad):
-                self.shadow.grad = None
-            try:
+        if isinstance(grad, ShadowGrad):
+            set_grad(self, None)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
                 return super()._apply(convert, recurse)
-            finally:
-                self.register_parameter("shadow", self.shadow)  # it may be a new one, on another device
-                if isinstance(grad, ShadowGrad):
-                    self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
+        finally:
+            self.register_parameter("shadow", self.shadow)  # it may be a new one, on another device
+            if isinstance(grad, ShadowGrad):
+                set_grad(self, ShadowGrad(grad.rows))  # on the device of the parameter
 
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         if self._handle is not None:

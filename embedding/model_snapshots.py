@@ -14,8 +14,8 @@ from ..engine.checks import checked_arguments
 from ..engine.errors import OptionError, SnapshotError
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import ALL, LoadReport, Selection
-from .conversion import converter
 from .saved_rows import SavedRows, rows_stay
+from .shadow import converter
 from .snapshots import Snapshots
 from .together import load_rows_together, load_together, save_together
 

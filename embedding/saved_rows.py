@@ -33,11 +33,12 @@ from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import LoadReport, Selection, Where
 from .names import next_seed
-from .rows_in_tensors import FIELDS, RowTensors
+from .read_only import StateTensor
+from .rows_in_tensors import FIELDS, NOT_WHOLE, RowTensors
 from .rows_reference import NO_ROWS, UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
+from .shadow import ShadowCopy
 from .table_handle import TableHandle
 from .together import save_together
-from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
 
@@ -50,22 +51,25 @@ _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
 class SavedRows(EmbeddingBase):
-    """The part of the embedding modules that saves their rows."""
+    """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
     _version = 3  # of the state_dict; version 1 had no extra state, and 2 a shadow [1]
-    _closed: bool
-    _has_seed: bool
-    _handle: TableHandle | None
-    group: TrainingGroup | None = None  # the embeddings that it is trained together with
-    _loading: RLock  # held while the rows of a loaded state_dict are loaded
-    _calls_when_open: list[Callable[[], None]]
-    _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
-    _has_warned: bool  # of its first state_dict
-    # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
-    _copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()]
-    _loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()]  # by the latest load_state_dict: its errors, the rows
-    rows_are_chosen: bool  # whether a load brought the rows, or the user keeps them whatever the dense part is
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
+        self._handle: TableHandle | None = None  # from the first use on
+        self._closed = self._has_seed = False
+        self._has_warned = False  # of its first state_dict
+        self._calls_when_open: list[Callable[[], None]] = []
+        self._loading = RLock()  # held while the rows of a loaded state_dict are loaded
+        self.rows_are_chosen = False  # whether a load brought the rows, or the user keeps them whatever the rest is
+        self._awaited: list[RowsReference] = []  # the rows of a loaded state_dict that the embedding does not have yet
+        # empty, not None: graphs watch a value that is None, and would trace again
+        # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
+        self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
+        # by the latest load_state_dict: its list of errors, which tells it from others, and the rows
+        self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
     def is_open(self) -> bool:
@@ -317,7 +321,9 @@ class SavedRows(EmbeddingBase):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
-            destination[prefix + self.parameter_name].is_in_state = True  # of a _ShadowCopy
+            shadow = destination[prefix + self.parameter_name]
+            if isinstance(shadow, ShadowCopy):  # not that of a trace
+                shadow.enter_state()
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
@@ -330,9 +336,11 @@ class SavedRows(EmbeddingBase):
                 return found  # type: ignore[return-value]
         if self._handle is None:
             self.fix_seed()
-        rows = RowTensors.none(self.spec).tensors if self._handle is None else self._handle.tensors().tensors
-        self._copied = prefix, weakref.ref(rows[FIELDS[0]]), self._moment()
-        return rows
+        rows = RowTensors.none(self.spec) if self._handle is None else self._handle.tensors()
+        is_whole = not rows.description.get(NOT_WHOLE)
+        tensors = {name: StateTensor(tensor, is_whole) for name, tensor in rows.tensors.items()}
+        self._copied = prefix, weakref.ref(tensors[FIELDS[0]]), self._moment()
+        return tensors
 
     def _moment(self) -> Any:
         """Equal for two calls if no row has changed in between."""

@@ -113,3 +113,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let `rows_optimizer` make the next updates. OptimizerError."""
         raise NotImplementedError
+
+    def forget_optimizer(self) -> None:
+        """Let the next update ask for its optimizer again."""
+        self.row_optimizer = None
