@@ -29,7 +29,7 @@ from ..engine.table.table import OpenTable, RowsReplaced
 from . import lookup_op as ops
 from .ddp_guard import check_world, is_in_ddp, refuse_lookup, warn_alone
 from .dense_rows import dense_tensors, put_in_state
-from .eager import IN_BACKWARD, train_in_backward
+from .eager import IN_BACKWARD, follow_in_backward
 from .gradients import ShadowGrad, accumulate, holders, set_grad
 from .keyed_rows import KeyedRows, on_present_rows
 from .names import provisional_name
@@ -180,16 +180,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """The result of a lookup with checked arguments, through which autograd reaches the rows."""
-        return ops.look_up(self, self._shadow_here(), lookup, weights)
-
-    def _shadow_here(self) -> Tensor:
-        """The shadow parameter; while another thread traces, not the fake tensor of its trace.
-
-        Two threads in autograd of one fake tensor wait for each other: one has its lock, the other Python's.
-        """
-        shadow = self.shadow
-        traced: tuple[int, Tensor] | None = getattr(shadow, TRACED, None)
-        return shadow if traced is None or traced[0] == get_ident() else traced[1]
+        shadow: Tensor = self.shadow
+        traced = getattr(shadow, TRACED, None)
+        if traced is not None and traced[0] != get_ident():  # the fake tensor of another thread's trace: two threads in
+            shadow = traced[1]  # autograd of it would wait for each other, one with its lock, the other with Python's
+        return ops.look_up(self, shadow, lookup, weights)
 
     def prefetch(
         self,
@@ -344,7 +339,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def check_trained_lookup(self) -> None:
         """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
         if hasattr(self.shadow, IN_BACKWARD):
-            train_in_backward(self)
+            follow_in_backward(self)
+            if self.group is not None:
+                self.group.check_passed()
         if is_in_ddp() and self.handle in holders:
             refuse_lookup(self.name)
 

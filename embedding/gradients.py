@@ -23,7 +23,7 @@ from ..engine.optim.base import positive
 from ..engine.options.lookup import Lookup
 
 # the EagerOptimizer that steps an embedding, by its handle
-holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
 _LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}

@@ -19,6 +19,11 @@ from .shadow import is_mix, is_write, name_of, shares_memory
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
+_OF_STATE = (
+    "the rows of a state_dict(): they are a copy, so no row of the embedding would change, and the next state may have "
+    "other rows in their places; give a state to load_state_dict, call put or load_dense, average what "
+    "tierbed.to_dense_state_dict(model) returns, or clone() the tensor"
+)
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
 
 
@@ -59,9 +64,9 @@ class ReadOnlyCopy(Tensor):
             versions = [copy._version for copy in copies]
             result = func(*args, **(kwargs or {}))
             for copy, version in zip(copies, versions, strict=True):
-                if copy._version != version:
+                if copy._version != version and copy.remedy:
                     raise InputError(copy.remedy)
-        if isinstance(result, np.ndarray):
+        if isinstance(result, np.ndarray) and any(copy.remedy for copy in copies):
             result.setflags(write=False)
         if type(result) in (list, tuple):
             return type(result)(_read_only_view(one, copies) for one in result)
@@ -86,19 +91,19 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
     return result if copy is None else copy._like(result)
 
 
-class StateTensor(Tensor):
-    """A tensor of a state_dict(). A write into it or a view of it raises InputError, and so does an average with it.
+class StateTensor(ReadOnlyCopy):
+    """A tensor of a state_dict(). A write into it or a view of it is refused, and so is an average with it.
 
     torch.distributed.checkpoint loads it at any size: it writes it as an object, not as a tensor.
     """
 
-    def __new__(cls, tensor: Tensor, *_: Any) -> StateTensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.as_subclass(cls)
-
     def __init__(self, tensor: Tensor, is_whole: bool, is_own: bool = False) -> None:
         """is_whole: False on a rank whose rows are in the state of rank 0. is_own: True for a copy to write to."""
+        super().__init__(tensor, "" if is_own else _OF_STATE)
         self.is_whole, self.is_own = is_whole, is_own
+
+    def _like(self, view: Tensor) -> StateTensor:
+        return StateTensor(view, self.is_whole, self.is_own)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,18 +114,8 @@ class StateTensor(Tensor):
             if (writes and any(not one.is_own if one is target else name != "copy_" for one in states)) or (
                 not writes and is_mix(func) and any(one.is_floating_point() for one in states)
             ):
-                raise InputError(
-                    f"{name} of the rows of a state_dict(): they are a copy, so no row of the embedding would change, "
-                    "and the next state may have other rows in their places; give a state to load_state_dict, call put "
-                    "or load_dense, average what tierbed.to_dense_state_dict(model) returns, or clone() the tensor"
-                )
-            result = func(*args, **given)
-            shared = [one for one in states if not one.is_own]
-            if isinstance(result, np.ndarray) and shared:
-                result.setflags(write=False)
-            if type(result) is Tensor and any(shares_memory(one, result) for one in shared):
-                return cls(result, shared[0].is_whole)
-            return result
+                raise InputError(f"{name} of {_OF_STATE}")
+        return super().__torch_function__(func, types, args, given)
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
         return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies tensors by it

@@ -217,10 +217,11 @@ class SavedRows(EmbeddingBase):
         """The name of the rows for a state_dict."""
         if self._awaited:
             return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
-        kept = self.store_options.state_dict_snapshots
+        options = self.store_options
+        kept, place = options.state_dict_snapshots, options.persistent_path
         if not are_apart() and kept and detect_fake_mode() is None:
             return self.table_handle().snapshots.save_for_state(None if kept is True else kept)
-        if not are_apart() and self.store_options.persistent_path is not None and not self._has_warned:
+        if not are_apart() and place is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
@@ -230,11 +231,9 @@ class SavedRows(EmbeddingBase):
             )
         if self._handle is not None:
             return self._handle.snapshots.rows_reference()
-        place = self.store_options.persistent_path
-        options = self.store_options
         if place is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
-        return of_unopened(Path(place) / self.name, self.store_options.open == "fresh")
+        return of_unopened(Path(place) / self.name, options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Load the extra state of `load_state_dict()`: the rows that it names.
@@ -355,15 +354,9 @@ class SavedRows(EmbeddingBase):
         return bool(self._copied[2] == self._moment())
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: list[str]
     ) -> None:
+        missing, _, errors = rest
         given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
         if tensors and not are_apart():
@@ -397,7 +390,7 @@ class SavedRows(EmbeddingBase):
             moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
 
@@ -436,13 +429,17 @@ def extra_state_of(rows: RowsReference) -> Tensor:
 
 
 @contextmanager
-def rows_apart() -> Iterator[None]:
-    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
-    token = _mode.set(APART)
+def _in_mode(mode: str) -> Iterator[None]:
+    token = _mode.set(mode)
     try:
         yield
     finally:
         _mode.reset(token)
+
+
+def rows_apart() -> AbstractContextManager[None]:
+    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
+    return _in_mode(APART)
 
 
 def are_apart() -> bool:
@@ -450,15 +447,9 @@ def are_apart() -> bool:
     return _mode.get() == APART
 
 
-@contextmanager
-def rows_stay(lenient: bool) -> Iterator[None]:
+def rows_stay(lenient: bool) -> AbstractContextManager[None]:
     """A block in which `load_state_dict` lets rows stay that the state is not of, if `lenient`."""
-    token = _mode.set(STAY) if lenient and not are_apart() else None
-    try:
-        yield
-    finally:
-        if token is not None:
-            _mode.reset(token)
+    return _in_mode(STAY) if lenient and not are_apart() else nullcontext()
 
 
 def _check_flag(argument: str, value: object) -> None:
