@@ -205,7 +205,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = self._called(closure)
         with uninterrupted():
-            self._step_rows()
+            with torch.no_grad():
+                reached = self._reached()
+                trained = [(embedding, rows) for embedding, rows, _ in reached]
+                row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
             grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._rows]
             with self._amid_updates():
                 self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
@@ -310,12 +313,6 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             if self._world.must_report(error):
                 self._world.handshake(STEP, error)
             raise
-
-    @torch.no_grad()
-    def _step_rows(self) -> None:
-        reached = self._reached()
-        trained = [(embedding, rows) for embedding, rows, _ in reached]
-        row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
 
     def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""

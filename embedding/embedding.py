@@ -328,13 +328,13 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
         try:
-            return self._table().read(lookup, weights, self.output_dtype, trains)
+            return self.table_handle().table.read(lookup, weights, self.output_dtype, trains)
         except RowsReplaced:  # by a load in another thread
             return self.read(lookup, weights, trains)
 
     @on_present_rows
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        return self._table().read_weights_grad(lookup, grad)
+        return self.table_handle().table.read_weights_grad(lookup, grad)
 
     def check_trained_lookup(self) -> None:
         """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
@@ -363,7 +363,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     @on_present_rows
     def hit_counts(self) -> tuple[int, int]:
-        table = self._local_table()
+        table = self.table_handle().local_table
         with table.lock:
             hits, misses = table.ready().hit_counts().sum(axis=0).tolist()
         return hits, misses

@@ -281,9 +281,12 @@ class SavedRows(EmbeddingBase):
                 self._load_awaited(self._awaited[0])
 
     def _load_awaited(self, awaited: RowsReference) -> None:
-        handle = self.table_handle(for_load=True)
+        handle, options = self.table_handle(for_load=True), self.store_options
         try:
-            found, said = handle.snapshots.go_to(awaited) or self._emptied(handle, awaited), ""
+            found, said = handle.snapshots.go_to(awaited), ""
+            if not found and options.state_dict_snapshots and self.world is None and awaited.version == NO_ROWS:
+                handle.load_tensors(RowTensors.none(self.spec).tensors)
+                found = True
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
             if _mode.get() != STAY or isinstance(error, ClosedError):
                 raise
@@ -294,13 +297,8 @@ class SavedRows(EmbeddingBase):
             return
         if handle.own.unsettled:
             raise StoreError(handle.own.unsettled)
-        said = said or unlike(
-            self.name,
-            handle.snapshots.rows_reference(),
-            awaited,
-            bool(self.store_options.state_dict_snapshots),
-            self.store_options.persistent_path is None,
-        )
+        snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
+        said = said or unlike(self.name, handle.snapshots.rows_reference(), awaited, snapshots, in_memory)
         if _mode.get() == STAY:
             self._awaited.clear()
             log.warning("%s; its rows stay", said)
@@ -309,13 +307,6 @@ class SavedRows(EmbeddingBase):
             f"{said}. The embedding raises this until a state, checkpoint or snapshot is loaded, or keep_rows() "
             "accepts its rows"
         )
-
-    def _emptied(self, handle: TableHandle, awaited: RowsReference) -> bool:
-        """Whether all rows were deleted, for a state of none."""
-        empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == NO_ROWS
-        if empties:
-            handle.load_tensors(RowTensors.none(self.spec).tensors)
-        return bool(empties)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

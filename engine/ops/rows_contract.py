@@ -44,10 +44,6 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     # "path": the module has no name until its place in a model is known; "default": a name that may change; "given"
     naming: str = "given"
 
-    def join(self) -> None:
-        """Note that `group` has changed."""
-        raise NotImplementedError
-
     @property
     def name(self) -> str:
         raise NotImplementedError
