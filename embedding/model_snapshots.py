@@ -16,7 +16,6 @@ from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .saved_rows import SavedRows, rows_stay
 from .shadow import converter
-from .snapshots import Snapshots
 from .together import load_rows_together, load_together, save_together
 
 
@@ -79,7 +78,7 @@ class ModelSnapshots:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return found
 
-    def _opened(self, for_load: bool = False) -> list[Snapshots]:
+    def _opened(self, for_load: bool = False) -> list[Any]:
         return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
 
 

@@ -37,7 +37,6 @@ from .read_only import StateTensor
 from .rows_in_tensors import FIELDS, NOT_WHOLE, RowTensors
 from .rows_reference import NO_ROWS, UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
 from .shadow import ShadowCopy
-from .table_handle import TableHandle
 from .together import save_together
 
 log = logging.getLogger("tierbed")
@@ -58,7 +57,7 @@ class SavedRows(EmbeddingBase):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
-        self._handle: TableHandle | None = None  # from the first use on
+        self._handle: Any = None  # a `TableHandle`, from the first use on
         self._closed = self._has_seed = False
         self._has_warned = False  # of its first state_dict
         self._calls_when_open: list[Callable[[], None]] = []
@@ -81,7 +80,7 @@ class SavedRows(EmbeddingBase):
         """Whether the rows are to be those of a loaded state_dict, and are not yet."""
         return bool(self._awaited)
 
-    def table_handle(self, for_load: bool = False) -> TableHandle:
+    def table_handle(self, for_load: bool = False) -> Any:
         """The handle of the table, which is opened at the first use.
 
         for_load: whether its rows are about to be replaced.
@@ -102,8 +101,8 @@ class SavedRows(EmbeddingBase):
             self._calls_when_open.append(call)
 
     @property
-    def open_handle(self) -> TableHandle | None:
-        """The handle of the table, if it is open in this process."""
+    def open_handle(self) -> Any:
+        """The handle of the table, if it is open in this process; else None."""
         handle = self._handle
         return None if handle is None or self._closed or handle.own.own_open is None else handle
 
