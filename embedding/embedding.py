@@ -39,6 +39,8 @@ from .shadow import adopt, converter
 from .sharded_handle import ShardedTableHandle
 from .table_handle import TableHandle
 
+Handle = TableHandle | ShardedTableHandle
+
 log = logging.getLogger("tierbed")
 
 
@@ -249,7 +251,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all rows by those of `dense_tensors`. SnapshotError, StoreError."""
-        self.table_handle(for_load=True).load_tensors(tensors)
+        self.table_handle(for_load=True).load_state(tensors)
         self.keep_rows()
 
     @property
@@ -382,7 +384,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             raise self._refused
         return table
 
-    def table_handle(self, for_load: bool = False) -> TableHandle:
+    def table_handle(self, for_load: bool = False) -> Handle:
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
@@ -425,7 +427,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     "with module=, or load a checkpoint into the model"
                 )
 
-    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:
+    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
         if self.world is None:
             warn_alone(self.name)
             return TableHandle(self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited)

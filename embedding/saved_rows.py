@@ -284,7 +284,7 @@ class SavedRows(EmbeddingBase):
         try:
             found, said = handle.snapshots.go_to(awaited), ""
             if not found and options.state_dict_snapshots and self.world is None and awaited.version == NO_ROWS:
-                handle.load_tensors(RowTensors.none(self.spec).tensors)
+                handle.load_state(RowTensors.none(self.spec).tensors)
                 found = True
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
             if _mode.get() != STAY or isinstance(error, ClosedError):
@@ -360,7 +360,7 @@ class SavedRows(EmbeddingBase):
                         prefix + self.parameter_name,
                     )
                 if not self._has_loaded(tensors, errors):
-                    self.table_handle(for_load=True).load_tensors(tensors)
+                    self.table_handle(for_load=True).load_state(tensors)
                 self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self.rows_are_chosen = True
                 self._awaited.clear()

@@ -17,10 +17,12 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import RowForm
+from ..engine.table.table import OpenTable
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
 from ..snapshots.files.format import HashShard
 from ..snapshots.store.folder_state import remove_other_shares
+from ..snapshots.store.group import Member
 from .local_table import LocalTable
 from .rank_recovery import RecoveryDecision
 from .recovery import RankShard
@@ -29,11 +31,11 @@ from .rows_reference import RowsReference
 from .save_requests import RankRequests
 from .shared_folder import SharedFolder
 from .snapshots import Snapshots
-from .table_handle import TableHandle, claimed_folder, open_handle
+from .table_handle import claimed_folder, open_handle, register
 from .training_group import TrainingGroup
 
 
-class ShardedTableHandle(TableHandle):
+class ShardedTableHandle:
     """The open rows of an embedding that ranks share. `own` are those of this rank, with its own tiers and folder.
 
     home: the store folder of all of them; None for rows in memory. Every rank makes each call, or it is about the rows
@@ -65,7 +67,7 @@ class ShardedTableHandle(TableHandle):
             if self.home is not None:
                 self.home.release()
             raise
-        self.register(folder)
+        register(folder, self)
         store = None if self.home is None or self.home.folder is None else self.home.snapshot_store
         place, shard = None if self.home is None else self.home.snapshots, HashShard(world.rank, world.size)
         self.snapshots = Snapshots(self.own, world, place, store, shard, self.close)
@@ -122,10 +124,39 @@ class ShardedTableHandle(TableHandle):
         return own
 
     @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def group(self) -> TrainingGroup | None:
+        """The embeddings that it is trained together with."""
+        return self.own.group
+
+    @property
+    def member(self) -> Member | None:
+        """The store in its group, on rank 0; None on other ranks, and for rows without a folder."""
+        return self.own.member
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+    @property
     def table(self) -> ShardedTable:
+        """What reads and trains the rows of all ranks."""
         return self._table
 
+    @property
+    def local_table(self) -> OpenTable:
+        """The open table with the rows of this rank. ClosedError."""
+        return self.own.table
+
+    def join(self, group: TrainingGroup) -> None:
+        """Be trained together with others from here on. StoreError. Local."""
+        self.own.join(group)
+
     def rename(self, name: str) -> None:
+        """Be called by another name from here on, with rows that are in memory."""
         self.own.rename(name)
         self._table.rename(name)
 
@@ -141,7 +172,7 @@ class ShardedTableHandle(TableHandle):
         parts = [np.frombuffer(part, dtype) for part in self.world.exchange_bytes(op, mine, readers=1)]
         return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, parts)), parts)
 
-    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, Any]) -> None:
         """Replace all rows: each rank takes its part. Every rank calls it, with the same rows."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
@@ -188,6 +219,7 @@ class ShardedTableHandle(TableHandle):
         self.own.forget_announced()
 
     def release(self) -> None:
+        """Drop the pin that a failed step left."""
         self._table.release()
 
     def close(self) -> None:
