@@ -67,8 +67,7 @@ class SavedRows(EmbeddingBase):
         # empty, not None: graphs watch a value that is None, and would trace again
         # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
         self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # by the latest load_state_dict: its list of errors, which tells it from others, and the rows
-        self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
+        self.was_loaded = False  # whether a load_state_dict brought the rows
 
     @property
     def is_open(self) -> bool:
@@ -359,9 +358,8 @@ class SavedRows(EmbeddingBase):
                         self.name,
                         prefix + self.parameter_name,
                     )
-                if not self._has_loaded(tensors, errors):
-                    self.table_handle(for_load=True).load_state(tensors)
-                self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
+                self.table_handle(for_load=True).load_state(tensors)
+                self.was_loaded = True
                 self.rows_are_chosen = True
                 self._awaited.clear()
             except TierbedError as error:
@@ -384,31 +382,10 @@ class SavedRows(EmbeddingBase):
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
 
-    @property
-    def was_loaded(self) -> bool:
-        """Whether a load_state_dict brought the rows."""
-        return bool(self._loaded)
-
-    def _has_loaded(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
-        """True if the same load_state_dict, which `errors` is of, loaded the same rows under an earlier name."""
-        if not self._loaded or self._loaded[0] is not errors:
-            return False
-        earlier, given = [loaded() for loaded in self._loaded[1]], list(tensors.values())
-        return len(earlier) == len(given) and all(
-            one is not None and _same(one, other) for one, other in zip(earlier, given, strict=True)
-        )
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)
-
-
-def _same(one: Tensor, other: Any) -> bool:
-    if one is other:
-        return True
-    alike = isinstance(other, Tensor) and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
-    return alike and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def extra_state_of(rows: RowsReference) -> Tensor:
