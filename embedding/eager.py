@@ -202,8 +202,13 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             check_not_traced(embedding)
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = self._called(closure)
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except BaseException as error:
+                if self._world.must_report(error):
+                    self._world.handshake(STEP, error)  # the other ranks wait for this one
+                raise
         with uninterrupted():
             with torch.no_grad():
                 reached = self._reached()
@@ -304,15 +309,6 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """The embeddings by the numbers that their parameters have in a state_dict."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
         return {numbers[id(e.shadow)]: e for e, _ in self._rows if id(e.shadow) in numbers}
-
-    def _called(self, closure: Callable[[], Any]) -> Any:
-        """The result of a closure. What it raises on this rank alone is raised on those that wait for this one."""
-        try:
-            return closure()
-        except BaseException as error:
-            if self._world.must_report(error):
-                self._world.handshake(STEP, error)
-            raise
 
     def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""

@@ -27,7 +27,7 @@ from ..engine.options.store_options import store_options_from_dict
 from ..engine.options.table_spec import check_name, table_spec
 from ..engine.table.table import OpenTable, RowsReplaced
 from . import lookup_op as ops
-from .ddp_guard import check_world, is_in_ddp, refuse_lookup, warn_alone
+from .ddp_guard import check_world, refuse_lookup, warn_alone
 from .dense_rows import dense_tensors, put_in_state
 from .eager import IN_BACKWARD, follow_in_backward
 from .gradients import ShadowGrad, accumulate, holders, set_grad
@@ -254,17 +254,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.table_handle(for_load=True).load_state(tensors)
         self.keep_rows()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
     def close(self) -> None:
         """Bring every row down and close the store; the next run resumes from it.
 
         May be called again. Using the embedding raises ClosedError.
         """
-        self._closed = True
+        self.is_closed = True
         if self._handle is not None:
             self._handle.close()
 
@@ -320,7 +315,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def keep_rows(self) -> None:
         super().keep_rows()
-        if self._refused is None or self._handle is None or self._closed or self.row_optimizer is None:
+        if self._refused is None or self._handle is None or self.is_closed or self.row_optimizer is None:
             return
         try:
             self._handle.use_optimizer(self.row_optimizer)  # rows that were loaded since may fit it
@@ -344,7 +339,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             follow_in_backward(self)
             if self.group is not None:
                 self.group.check_passed()
-        if is_in_ddp() and self.handle in holders:
+        if self.handle in holders:
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
@@ -393,7 +388,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         device = self.device
         with self._opening:
             if self._handle is None:
-                if self._closed:
+                if self.is_closed:
                     with self.raise_on_all_ranks():  # others may be about to open it, which takes all ranks
                         raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 self._check_has_name()
@@ -428,12 +423,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 )
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
-        if self.world is None:
-            warn_alone(self.name)
-            return TableHandle(self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited)
-        return ShardedTableHandle(
-            self.world, self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited
-        )
+        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited
+        if self.world is not None:
+            return ShardedTableHandle(self.world, *arguments)
+        warn_alone(self.name)
+        return TableHandle(*arguments)
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):

@@ -58,7 +58,7 @@ class SavedRows(EmbeddingBase):
     def __init__(self) -> None:
         nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
         self._handle: Any = None  # a `TableHandle`, from the first use on
-        self._closed = self._has_seed = False
+        self.is_closed = self._has_seed = False
         self._has_warned = False  # of its first state_dict
         self._calls_when_open: list[Callable[[], None]] = []
         self._loading = RLock()  # held while the rows of a loaded state_dict are loaded
@@ -67,12 +67,13 @@ class SavedRows(EmbeddingBase):
         # empty, not None: graphs watch a value that is None, and would trace again
         # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
         self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        self.was_loaded = False  # whether a load_state_dict brought the rows
+        # by the latest load_state_dict: its list of errors, which tells it from others, and the rows
+        self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
     def is_open(self) -> bool:
         """Whether the embedding's store is open, from the first use to `close`."""
-        return self._handle is not None and not self._closed
+        return self._handle is not None and not self.is_closed
 
     @property
     def is_awaiting(self) -> bool:
@@ -103,7 +104,7 @@ class SavedRows(EmbeddingBase):
     def open_handle(self) -> Any:
         """The handle of the table, if it is open in this process; else None."""
         handle = self._handle
-        return None if handle is None or self._closed or handle.own.own_open is None else handle
+        return None if handle is None or self.is_closed or handle.own.own_open is None else handle
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """A block before the first collective of a call: what it raises on one rank is raised on all."""
@@ -198,7 +199,7 @@ class SavedRows(EmbeddingBase):
     def keep_rows(self) -> None:
         """Keep the rows as they are, though a loaded state_dict is of others, or the dense part of none."""
         self.rows_are_chosen = True
-        if self._awaited and not self._closed and self.store_options.persistent_path is not None:
+        if self._awaited and not self.is_closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
         self._awaited.clear()
 
@@ -262,16 +263,12 @@ class SavedRows(EmbeddingBase):
         except Exception:
             for other in () if self.group is None else self.group.embeddings:
                 if other is not self:
-                    other.note_stopped(f"embedding {self.name!r}")
+                    other.note_failed(f"embedding {self.name!r}")
             raise
 
-    def note_failed(self) -> None:
-        """A load failed: it is not known that the rows belong to the rest of the model."""
-        self._awaited[:] = [UNKNOWN]
-
-    def note_stopped(self, what: str) -> None:
-        """A load stopped at `what`: it is not known that the rows belong to the rest of the model."""
-        self._awaited[:] = [stopped_at(what)]
+    def note_failed(self, stopped: str | None = None) -> None:
+        """A load failed, or stopped at `stopped`: it is not known that the rows belong to the rest of the model."""
+        self._awaited[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
 
     def _await_rows(self) -> None:
         with self._loading:
@@ -358,8 +355,9 @@ class SavedRows(EmbeddingBase):
                         self.name,
                         prefix + self.parameter_name,
                     )
-                self.table_handle(for_load=True).load_state(tensors)
-                self.was_loaded = True
+                if not self._has_loaded(tensors, errors):
+                    self.table_handle(for_load=True).load_state(tensors)
+                self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self.rows_are_chosen = True
                 self._awaited.clear()
             except TierbedError as error:
@@ -382,10 +380,31 @@ class SavedRows(EmbeddingBase):
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
 
+    @property
+    def was_loaded(self) -> bool:
+        """Whether a load_state_dict brought the rows."""
+        return bool(self._loaded)
+
+    def _has_loaded(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
+        """True if the same load_state_dict, which `errors` is of, loaded the same rows under an earlier name."""
+        if not self._loaded or self._loaded[0] is not errors:
+            return False
+        earlier, given = [loaded() for loaded in self._loaded[1]], list(tensors.values())
+        return len(earlier) == len(given) and all(
+            one is not None and _same(one, other) for one, other in zip(earlier, given, strict=True)
+        )
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)
+
+
+def _same(one: Tensor, other: Any) -> bool:
+    if one is other:
+        return True
+    alike = isinstance(other, Tensor) and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+    return alike and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def extra_state_of(rows: RowsReference) -> Tensor:

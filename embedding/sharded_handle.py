@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 from zlib import crc32
@@ -19,7 +20,6 @@ from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import RowForm
 from ..engine.table.table import OpenTable
 from ..engine.version import __version__
-from ..snapshots.control.server import Service
 from ..snapshots.files.format import HashShard
 from ..snapshots.store.folder_state import remove_other_shares
 from ..snapshots.store.group import Member
@@ -58,20 +58,41 @@ class ShardedTableHandle:
         op = f"opening embedding {spec.name!r}"
         described, error = catch(lambda: _described(world, spec, options, optimizer))
         world.handshake(op, error, described)
-        folder = None
-        if options.persistent_path is not None:
-            folder = world.call_on_all_ranks(f"{op}: folder", lambda: self._take(spec, options))
-        try:
-            self.own = self._open(op, spec, options, optimizer, device, group, for_load)
-        except BaseException:
-            if self.home is not None:
-                self.home.release()
-            raise
+
+        def take() -> str | None:
+            folder = claimed_folder(spec, options)
+            self.home = SharedFolder(world.rank, spec.name, options)
+            return folder
+
+        folder = world.call_on_all_ranks(f"{op}: folder", take) if options.persistent_path is not None else None
+        home = self.home
+        with ExitStack() as undo:
+            rows = None
+            if home is not None:
+                undo.callback(home.release)
+                rows = RecoveryDecision(world, op, home, options.open, for_load, group)
+                undo.callback(rows.leave)
+            shard = RankShard(world.rank, world.size, world.on_host)
+            decide = None if rows is None else rows.decide
+            own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
+            if own is not None:
+                undo.callback(own.close)
+            if rows is not None:
+                rows.finish(error)
+            world.handshake(f"{op}: done", error)
+            if rows is not None and home is not None and not rows.is_live:
+                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
+                remove_other_shares(home.path, world.size)  # not while a restart would search for them
+            undo.pop_all()
+        assert own is not None
+        self.own = own
+        if rows is not None and rows.member is not None:
+            own.share(rows.member)
         register(folder, self)
-        store = None if self.home is None or self.home.folder is None else self.home.snapshot_store
-        place, shard = None if self.home is None else self.home.snapshots, HashShard(world.rank, world.size)
-        self.snapshots = Snapshots(self.own, world, place, store, shard, self.close)
-        self.requests = requests = RankRequests(world, self, open_handle)
+        store = None if home is None or home.folder is None else home.snapshot_store
+        place = None if home is None else home.snapshots
+        self.snapshots = Snapshots(own, world, place, store, HashShard(world.rank, world.size), self.close)
+        self.requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
         self._table = ShardedTable(
             world,
@@ -80,48 +101,9 @@ class ShardedTableHandle:
             self.own.count_write,
             capacity,
             self.snapshots.at_step,
-            requests,
+            self.requests,
         )
-        self._service = Service()
-        self._serve()
-
-    def _take(self, spec: TableSpec, options: StoreOptions) -> str | None:
-        folder = claimed_folder(spec, options)
-        self.home = SharedFolder(self.world.rank, spec.name, options)
-        return folder
-
-    def _open(
-        self,
-        op: str,
-        spec: TableSpec,
-        options: StoreOptions,
-        optimizer: RowOptimizer | None,
-        device: torch.device,
-        group: TrainingGroup | None,
-        for_load: bool,
-    ) -> LocalTable:
-        world, home = self.world, self.home
-        shard = RankShard(world.rank, world.size, world.on_host)
-        rows = None if home is None else RecoveryDecision(world, op, home, options.open, for_load, group)
-        decide = None if rows is None else rows.decide
-        own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
-        try:
-            if rows is not None:
-                rows.finish(error)
-            world.handshake(f"{op}: done", error)
-            assert own is not None
-            if rows is not None and home is not None and not rows.is_live:
-                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
-                remove_other_shares(home.path, world.size)  # not while a restart would search for them
-        except BaseException:
-            if own is not None:
-                own.close()
-            if rows is not None and rows.member is not None:
-                rows.member.leave()
-            raise
-        if rows is not None and rows.member is not None:
-            own.share(rows.member)
-        return own
+        own.serve(self.requests, None if home is None else home.folder)
 
     @property
     def name(self) -> str:
@@ -225,13 +207,8 @@ class ShardedTableHandle:
     def close(self) -> None:
         """As `LocalTable.close`, for the rows of this rank. Waits for no other rank."""
         self.snapshots.drop_saving()
-        self._service.stop()
         try:
             self.own.close()
-        except BaseException:
-            if self.own.is_open:
-                self._serve()
-            raise
         finally:
             if not self.own.is_open:
                 self._release_folder()
@@ -239,14 +216,8 @@ class ShardedTableHandle:
     def finish(self) -> None:
         """Close at the end of the embedding or the process, as `LocalTable.finish`. Waits for no other rank."""
         self.snapshots.drop_saving()
-        self._service.stop()
         self.own.finish()
         self._release_folder()
-
-    def _serve(self) -> None:
-        """Answer other processes that ask for snapshots, on rank 0."""
-        if self.home is not None and self.home.folder is not None:
-            self._service.start(self.home.path, self.requests)
 
     def _release_folder(self) -> None:
         if self.member is not None:

@@ -51,7 +51,7 @@ class TableHandle(LocalTable):
         self.snapshots = Snapshots(self, self.world, None if self.store is None else self.store.snapshots, self.store)
         register(folder, self)
         self.requests = LocalRequests(self, open_handle)
-        self.serve(self.requests)
+        self.serve(self.requests, self.store)
 
     @property
     def local_table(self) -> OpenTable:
