@@ -150,14 +150,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "its step(), or drop them by zero_grad() of the model, before you make a new one"
             )
 
-    def _modules(self) -> Iterable[nn.Module]:
-        if self._module is None:
-            return [embedding for embedding, _ in self._rows]
-        module = self._module()
-        return () if module is None else module.modules()
-
     def _snapshot_embeddings(self) -> list[SavedRows]:
-        return [one for one in self._modules() if isinstance(one, SavedRows)]
+        module = None if self._module is None else self._module()
+        found = [one for one, _ in self._rows] if self._module is None else [] if module is None else module.modules()
+        return [one for one in found if isinstance(one, SavedRows)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Those of its embeddings."""

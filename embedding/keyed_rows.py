@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from functools import wraps
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -142,7 +143,8 @@ class KeyedRows(SavedRows):
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
         """`metrics`, which wait that long for another thread. They wait for no open or move of an open store."""
         handle = self._handle if self._handle is not None and not self._awaited else self.table_handle()
-        return {**metrics(handle.local_table, seconds), **handle.exchanged}
+        of_ranks = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
+        return {**metrics(handle.local_table, seconds), **of_ranks}
 
     @on_present_rows
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:

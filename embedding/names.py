@@ -18,7 +18,7 @@ WRAPPERS = {
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
 }  # fmt: skip
 # of this process, so that equal scripts have equal names and rows; ranks make others besides those that they share
-_unnamed, _seeded = (count(1), count(1)), (count(1), count(1))
+_unnamed, _seeded = {False: count(1), True: count(1)}, {False: count(1), True: count(1)}
 
 
 def bare_name(name: str) -> str:

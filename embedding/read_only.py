@@ -44,10 +44,6 @@ class ReadOnlyCopy(Tensor):
         """A read-only view of `tensor`. remedy: the message of the error."""
         self.remedy = remedy
 
-    def _like(self, view: Tensor) -> Self:
-        """A view of this copy, as read-only as this one."""
-        return type(self)(view, self.remedy)
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -88,7 +84,11 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
         return result
     with torch._C.DisableTorchFunctionSubclass():
         copy = next((one for one in copies if shares_memory(one, result)), None)
-    return result if copy is None else copy._like(result)
+    if copy is None:
+        return result
+    view = type(copy).__new__(type(copy), result)
+    view.__dict__.update(copy.__dict__)
+    return view
 
 
 class StateTensor(ReadOnlyCopy):
@@ -101,9 +101,6 @@ class StateTensor(ReadOnlyCopy):
         """is_whole: False on a rank whose rows are in the state of rank 0. is_own: True for a copy to write to."""
         super().__init__(tensor, "" if is_own else _OF_STATE)
         self.is_whole, self.is_own = is_whole, is_own
-
-    def _like(self, view: Tensor) -> StateTensor:
-        return StateTensor(view, self.is_whole, self.is_own)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import Any
 from zlib import crc32
 
@@ -22,7 +21,6 @@ from ..engine.table.table import OpenTable
 from ..engine.version import __version__
 from ..snapshots.files.format import HashShard
 from ..snapshots.store.folder_state import remove_other_shares
-from ..snapshots.store.group import Member
 from .local_table import LocalTable
 from .rank_recovery import RecoveryDecision
 from .recovery import RankShard
@@ -115,15 +113,6 @@ class ShardedTableHandle:
         return self.own.group
 
     @property
-    def member(self) -> Member | None:
-        """The store in its group, on rank 0; None on other ranks, and for rows without a folder."""
-        return self.own.member
-
-    @property
-    def device(self) -> torch.device:
-        return self.own.device
-
-    @property
     def table(self) -> ShardedTable:
         """What reads and trains the rows of all ranks."""
         return self._table
@@ -132,10 +121,6 @@ class ShardedTableHandle:
     def local_table(self) -> OpenTable:
         """The open table with the rows of this rank. ClosedError."""
         return self.own.table
-
-    def join(self, group: TrainingGroup) -> None:
-        """Be trained together with others from here on. StoreError. Local."""
-        self.own.join(group)
 
     def rename(self, name: str) -> None:
         """Be called by another name from here on, with rows that are in memory."""
@@ -180,11 +165,6 @@ class ShardedTableHandle:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
 
-    @property
-    def exchanged(self) -> dict[str, dict[str, int]]:
-        """The metrics `ranks`: what this rank exchanged with the others since it opened the rows."""
-        return {"ranks": asdict(self._table.traffic)}
-
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """As `LocalTable.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
@@ -220,8 +200,8 @@ class ShardedTableHandle:
         self._release_folder()
 
     def _release_folder(self) -> None:
-        if self.member is not None:
-            self.member.leave()
+        if self.own.member is not None:
+            self.own.member.leave()
         if self.home is not None:
             self.home.release()
 

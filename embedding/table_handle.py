@@ -33,8 +33,6 @@ class TableHandle(LocalTable):
     awaited: of the embedding, the rows of a loaded state that it does not have.
     """
 
-    exchanged: Mapping[str, dict[str, int]] = {}  # metrics of what went between ranks
-
     def __init__(
         self,
         spec: TableSpec,
@@ -74,22 +72,25 @@ def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
     if options.persistent_path is None:
         return None
     folder = os.path.realpath(Path(options.persistent_path) / spec.name)
-    for is_last in (False, True):
-        older = _by_folder.get(folder)
-        if older is None or older.own.own_open is None:
-            return folder
-        if not is_last:
-            gc.collect()  # an embedding that nobody can use may wait in a circle of references
-    raise StoreError(
-        f"embedding {spec.name!r}: another embedding of that name in this process has {folder} open; use that one in "
-        "both places, or call its close(), or give one of them another name or persistent_path, or del all that holds "
-        "the other one, such as its EagerOptimizer"
-    )
+    if _opened(folder) is not None:
+        gc.collect()  # an embedding that nobody can use may wait in a circle of references
+    if _opened(folder) is not None:
+        raise StoreError(
+            f"embedding {spec.name!r}: another embedding of that name in this process has {folder} open; use that one "
+            "in both places, or call its close(), or give one of them another name or persistent_path, or del all that "
+            "holds the other one, such as its EagerOptimizer"
+        )
+    return folder
 
 
 def open_handle(store: str) -> Any:
     """The handle of this process to a store, by the real path of its folder. Raises StoreError if it has none open."""
-    handle = _by_folder.get(store)
-    if handle is None or handle.own.own_open is None:
+    handle = _opened(store)
+    if handle is None:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
     return handle
+
+
+def _opened(folder: str) -> Any:
+    handle = _by_folder.get(folder)
+    return None if handle is None or handle.own.own_open is None else handle

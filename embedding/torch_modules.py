@@ -47,9 +47,6 @@ class Weight(ReadOnlyCopy):
         super().__init__(tensor, remedy)
         self.table, self.step = table, step
 
-    def _like(self, view: Tensor) -> Self:
-        return type(self)(view, self.remedy, self.table, self.step)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_grad = getattr(func, "__self__", None) is Tensor.grad and detect_fake_mode() is None  # Dynamo reads it
@@ -66,7 +63,7 @@ class Weight(ReadOnlyCopy):
 
 
 class TorchTable(MultiTableEmbedding):
-    """One table with torch's arguments. All of them are those of `Embedding` and `EmbeddingBag`."""
+    """One table, with the arguments of torch.nn.Embedding and those of `MultiTableEmbedding`."""
 
     parameter_name = "weight"  # so that code which chooses parameters by name finds it
     num_embeddings: int | None
@@ -74,10 +71,11 @@ class TorchTable(MultiTableEmbedding):
     _is_made = False  # in the constructor, where reset_parameters leaves rows of an earlier run
 
     def __init__(
-        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None, max_norm: float | None,
-        norm_type: float, scale_grad_by_freq: bool, sparse: bool, weight: Tensor | None, device: Any,
-        dtype: torch.dtype | None, store: Store, name: str | None, initializer: Mapping[str, Any] | None,
-        seed: int | None, world: World | None,
+        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+        _weight: Tensor | None = None, _freeze: bool = False, device: Any = None, dtype: torch.dtype | None = None,
+        *, store: Store = None, name: str | None = None, initializer: Mapping[str, Any] | None = None,
+        seed: int | None = None, world: World | None = None,
     ) -> None:  # fmt: skip
         if num_embeddings is not None and (num_embeddings := as_int(num_embeddings, minimum=1)) is None:
             raise OptionError("num_embeddings: give a whole number from 1, or None for a table that takes any id")
@@ -95,10 +93,12 @@ class TorchTable(MultiTableEmbedding):
             self.set_spec(zero_key=self.padding_idx % 2**64)
         if device is not None:
             self.to(device)
-        if weight is not None:
-            self.load_dense(weight)
+        if _weight is not None:
+            self.load_dense(_weight)
         elif type(self).reset_parameters is not TorchTable.reset_parameters:  # torch's constructor calls it
             self.reset_parameters()
+        if _freeze:
+            self.requires_grad_(False)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -174,7 +174,7 @@ class TorchTable(MultiTableEmbedding):
         """
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
             raise InputError("embeddings: give a tensor [num_embeddings, embedding_dim]")
-        made = cls(*embeddings.shape, *arguments, _weight=embeddings, **options)  # type: ignore[call-arg]
+        made = cls(*embeddings.shape, *arguments, _weight=embeddings, **options)  # type: ignore[misc]
         return made.requires_grad_(not freeze)
 
 
@@ -199,20 +199,6 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
     Raises:
         OptionError: also for `max_norm` and `scale_grad_by_freq`, which are not supported.
     """
-
-    def __init__(
-        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
-        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-        _weight: Tensor | None = None, _freeze: bool = False, device: Any = None, dtype: torch.dtype | None = None,
-        *, store: Store = None, name: str | None = None, initializer: Mapping[str, Any] | None = None,
-        seed: int | None = None, world: World | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
-            device, dtype, store, name, initializer, seed, world,
-        )  # fmt: skip
-        if _freeze:
-            self.requires_grad_(False)
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         """Rows of ids, input.shape + (embedding_dim,).
@@ -251,7 +237,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
             raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for the largest of each column, call max of rows")
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
-            device, dtype, store, name, initializer, seed, world,
+            False, device, dtype, store=store, name=name, initializer=initializer, seed=seed, world=world,
         )  # fmt: skip
         self.mode, self.include_last_offset = mode, include_last_offset
 
