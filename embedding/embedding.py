@@ -401,7 +401,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 weakref.finalize(self, self._handle.finish)
                 if self._handle.own.unsettled:
                     self._awaited[:] = self._awaited or [UNKNOWN]
-            elif self._handle.own.device != device:
+            elif self._handle.device != device:
                 self._handle.own.move(device)
             handle = self._handle
         if self._awaited and not for_load:

@@ -113,6 +113,10 @@ class ShardedTableHandle:
         return self.own.group
 
     @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+    @property
     def table(self) -> ShardedTable:
         """What reads and trains the rows of all ranks."""
         return self._table
