@@ -380,6 +380,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return table
 
     def table_handle(self, for_load: bool = False) -> Handle:
+        """The handle of the table, which is opened at the first use. for_load: its rows are about to be replaced."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "

@@ -38,7 +38,7 @@ class ModelSnapshots:
         SnapshotError, also if an embedding has no persistent_path;
         StoreError, OptionError.
         """
-        tables, world = self._opened(), _world_of(self._stored())
+        tables, world = self._snapshots(), _world_of(self._stored())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -47,7 +47,7 @@ class ModelSnapshots:
         All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
         OptimizerError.
         """
-        tables, world = self._opened(for_load=True), _world_of(self._stored())
+        tables, world = self._snapshots(for_load=True), _world_of(self._stored())
         reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
@@ -78,7 +78,7 @@ class ModelSnapshots:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return found
 
-    def _opened(self, for_load: bool = False) -> list[Any]:
+    def _snapshots(self, for_load: bool = False) -> list[Any]:
         return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
 
 

@@ -19,10 +19,10 @@ from .shadow import is_mix, is_write, name_of, shares_memory
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
-_OF_STATE = (
-    "the rows of a state_dict(): they are a copy, so no row of the embedding would change, and the next state may have "
-    "other rows in their places; give a state to load_state_dict, call put or load_dense, average what "
-    "tierbed.to_dense_state_dict(model) returns, or clone() the tensor"
+_A_COPY = (
+    "they are a copy, so no row of the embedding would change, and the next state may have other rows in their places; "
+    "give a state to load_state_dict, call put or load_dense, average what tierbed.to_dense_state_dict(model) returns, "
+    "or clone() the tensor"
 )
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
 
@@ -99,7 +99,7 @@ class StateTensor(ReadOnlyCopy):
 
     def __init__(self, tensor: Tensor, is_whole: bool, is_own: bool = False) -> None:
         """is_whole: False on a rank whose rows are in the state of rank 0. is_own: True for a copy to write to."""
-        super().__init__(tensor, "" if is_own else _OF_STATE)
+        super().__init__(tensor, "" if is_own else f"the rows of a state_dict(): {_A_COPY}")
         self.is_whole, self.is_own = is_whole, is_own
 
     @classmethod
@@ -111,7 +111,7 @@ class StateTensor(ReadOnlyCopy):
             if (writes and any(not one.is_own if one is target else name != "copy_" for one in states)) or (
                 not writes and is_mix(func) and any(one.is_floating_point() for one in states)
             ):
-                raise InputError(f"{name} of {_OF_STATE}")
+                raise InputError(f"{name} of the rows of a state_dict(): {_A_COPY}")
         return super().__torch_function__(func, types, args, given)
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:

@@ -91,34 +91,38 @@ class RowTensors:
     @classmethod
     def parse(cls, tensors: Mapping[str, Any]) -> RowTensors:
         """From `tensors`. Raises SnapshotError that says what is wrong with them."""
+        try:
+            return cls._parse(tensors)
+        except ValueError as error:
+            raise SnapshotError(str(error)) from error
+
+    @classmethod
+    def _parse(cls, tensors: Mapping[str, Any]) -> RowTensors:
         lacking = [name for name in FIELDS if not isinstance(tensors.get(name), Tensor)]
         if lacking:
-            raise SnapshotError(f"rows lack the tensors {lacking}")
+            raise ValueError(f"rows lack the tensors {lacking}")
         given = {name: tensors[name].detach().cpu().contiguous() for name in FIELDS}
         try:
             description = json.loads(given["description"].numpy().tobytes())
         except (ValueError, TypeError) as error:
-            raise SnapshotError(f"their description cannot be read: {error}") from error
-        try:
-            check_description(description)
-        except ValueError as error:
-            raise SnapshotError(str(error)) from error
+            raise ValueError(f"their description cannot be read: {error}") from error
+        check_description(description)
         if description.get(NOT_WHOLE):
-            raise SnapshotError("it has no rows: those of all ranks are in the state_dict() of rank 0; load that")
+            raise ValueError("it has no rows: those of all ranks are in the state_dict() of rank 0; load that")
         for name, (dtype, shape) in _shapes(RowForm.described(description), len(given["table"])).items():
             if given[name].dtype != dtype or list(given[name].shape) != shape:
-                raise SnapshotError(
+                raise ValueError(
                     f"rows.{name} is {given[name].dtype} {list(given[name].shape)}, and is to be {dtype} {shape}"
                 )
         for name in ("table", "updates", "step"):
             numbers = given[name].numpy()
             if len(numbers) and not (numbers.min() >= 0 and numbers.max() < 2**32):
-                raise SnapshotError(f"rows.{name} has numbers from {numbers.min()} to {numbers.max()}, not of 32 bits")
+                raise ValueError(f"rows.{name} has numbers from {numbers.min()} to {numbers.max()}, not of 32 bits")
         table, key = given["table"].numpy(), given["key"].numpy()
         order = np.lexsort((key, table))
         table, key = table[order], key[order]
         if ((table[1:] == table[:-1]) & (key[1:] == key[:-1])).any():
-            raise SnapshotError("a row is in them twice")
+            raise ValueError("a row is in them twice")
         return cls(description, given)
 
 

@@ -53,6 +53,7 @@ class SavedRows(EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
     _version = 3  # of the state_dict; version 1 had no extra state, and 2 a shadow [1]
+    table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class SavedRows(EmbeddingBase):
         # empty, not None: graphs watch a value that is None, and would trace again
         # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
         self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # by the latest load_state_dict: its list of errors, which tells it from others, and the rows
+        # by the latest load_state_dict: its list of errors, by which it is known, and the rows
         self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
@@ -79,13 +80,6 @@ class SavedRows(EmbeddingBase):
     def is_awaiting(self) -> bool:
         """Whether the rows are to be those of a loaded state_dict, and are not yet."""
         return bool(self._awaited)
-
-    def table_handle(self, for_load: bool = False) -> Any:
-        """The handle of the table, which is opened at the first use.
-
-        for_load: whether its rows are about to be replaced.
-        """
-        raise NotImplementedError
 
     def fix_seed(self) -> None:
         """Called at the first use: an embedding without a name has its own seed from here on."""

@@ -72,9 +72,9 @@ def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
     if options.persistent_path is None:
         return None
     folder = os.path.realpath(Path(options.persistent_path) / spec.name)
-    if _opened(folder) is not None:
+    if _find_open(folder) is not None:
         gc.collect()  # an embedding that nobody can use may wait in a circle of references
-    if _opened(folder) is not None:
+    if _find_open(folder) is not None:
         raise StoreError(
             f"embedding {spec.name!r}: another embedding of that name in this process has {folder} open; use that one "
             "in both places, or call its close(), or give one of them another name or persistent_path, or del all that "
@@ -85,12 +85,12 @@ def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
 
 def open_handle(store: str) -> Any:
     """The handle of this process to a store, by the real path of its folder. Raises StoreError if it has none open."""
-    handle = _opened(store)
+    handle = _find_open(store)
     if handle is None:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
     return handle
 
 
-def _opened(folder: str) -> Any:
+def _find_open(folder: str) -> Any:
     handle = _by_folder.get(folder)
     return None if handle is None or handle.own.own_open is None else handle

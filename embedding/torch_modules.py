@@ -296,17 +296,17 @@ def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     Raises:
         InputError: a table takes any id.
     """
-    tables = {path: one for path, one in model.named_modules(remove_duplicate=False) if isinstance(one, TorchTable)}
-    prefixes = {path: f"{path}." if path else "" for path in tables}
+    modules = model.named_modules(remove_duplicate=False)
+    tables = {f"{path}." if path else "": one for path, one in modules if isinstance(one, TorchTable)}
     with rows_apart():
         state = model.state_dict()
     dense: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():
-        path = next((path for path, prefix in prefixes.items() if key.startswith(prefix)), None)
-        if path is None:
+        prefix = next((prefix for prefix in tables if key.startswith(prefix)), None)
+        if prefix is None:
             dense[key] = value
-        elif f"{prefixes[path]}weight" not in dense:
-            dense[f"{prefixes[path]}weight"] = tables[path].to_dense_state_dict()["weight"]
+        elif f"{prefix}weight" not in dense:
+            dense[f"{prefix}weight"] = tables[prefix].to_dense_state_dict()["weight"]
     return dense
 
 
