@@ -6,7 +6,7 @@ In FBGEMM and TorchRec a write into a tensor of rows is a write into the table. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from torch.utils import _pytree as pytree
 
 from ..engine.errors import InputError
 from .shadow import is_mix, is_write, name_of, shares_memory
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
 
 _A_COPY = (
     "they are a copy, so no row of the embedding would change, and the next state may have other rows in their places; "
@@ -117,7 +114,7 @@ class StateTensor(ReadOnlyCopy):
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
         return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies tensors by it
 
-    def __create_write_items__(self, name: str, value: Any) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, value: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 

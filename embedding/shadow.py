@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -14,9 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine.errors import GraphError, InputError, OptionError
-
-if TYPE_CHECKING:
-    from ..engine.ops.rows_contract import EmbeddingBase
+from ..engine.ops.rows_contract import EmbeddingBase
 
 log = logging.getLogger("tierbed")
 _SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}

@@ -81,11 +81,10 @@ class ShardedTableHandle:
             if rows is not None and home is not None and not rows.is_live:
                 world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
                 remove_other_shares(home.path, world.size)  # not while a restart would search for them
+            if rows is not None and rows.member is not None:
+                own.share(rows.member)
             undo.pop_all()
-        assert own is not None
-        self.own = own
-        if rows is not None and rows.member is not None:
-            own.share(rows.member)
+        self.own: LocalTable = own
         register(folder, self)
         store = None if home is None or home.folder is None else home.snapshot_store
         place = None if home is None else home.snapshots
