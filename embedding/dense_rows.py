@@ -26,7 +26,6 @@ from .saved_rows import EXTRA, ROWS, extra_state_of
 
 log = logging.getLogger("tierbed")
 CHUNK = 1 << 16  # rows
-States = dict[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -40,7 +39,7 @@ def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype 
     return weights
 
 
-def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, States]:
+def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
     """The optimizer's states of each table, by name: [rows, dim] of a state of elements, [rows] of one number a row.
 
     counts: the rows of each table, by its number. StoreError if ranks share the rows.
@@ -53,12 +52,13 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, S
     follow_in_backward(embedding)
     table = embedding.table_handle().local_table
     state, of_row = table.state, _of_row(table)
+    columns = [() if of_row[name] else (width,) for name, width in zip(state.names, state.widths, strict=True)]
     # without inference mode, since a read-only copy detects writes by the tensor's version
     with torch.inference_mode(False):
         states = {
             number: {
-                name: torch.full((rows, width), float(value))
-                for name, width, value in zip(state.names, state.widths, state.initial, strict=True)
+                name: torch.full((rows, *shape), float(value))
+                for name, shape, value in zip(state.names, columns, state.initial, strict=True)
             }
             for number, rows in counts.items()
         }
@@ -67,14 +67,10 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, S
                 chosen = (chunk["table"] == number) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][chosen].astype("i8"))
                 for name, copied in states[number].items():
-                    copied[keys] = torch.from_numpy(table.form.numbers(chunk, name)[chosen])
-        return {
-            number: {
-                name: (copied.flatten() if of_row[name] else copied).to(embedding.device)
-                for name, copied in of_table.items()
-            }
-            for number, of_table in states.items()
-        }
+                    numbers = torch.from_numpy(table.form.numbers(chunk, name)[chosen])
+                    copied[keys] = numbers.view(len(keys), *copied.shape[1:])
+        device = embedding.device
+        return {number: {name: one.to(device) for name, one in own.items()} for number, own in states.items()}
 
 
 def dense_tensors(
@@ -113,7 +109,7 @@ def dense_tensors(
         )
     with table.lock:
         hyper = table.optimizer.hyper(at) if at and table.optimizer is not None else []
-        kept = [] if len(given) == spec.num_tables else [rows for rows in _kept(table, given) if len(rows)]
+        kept = [] if len(given) == spec.num_tables else _kept(table, given)
         if kept and at != table.step:
             raise InputError(
                 f"step={at} of embedding {spec.name!r}: the rows of other tables are kept, and were trained for "
@@ -228,22 +224,19 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
 
 def _of_row(table: OpenTable) -> dict[str, bool]:
     """Whether each state is one number a row. With a dim of 1 widths do not show it."""
-    if table.optimizer is None:
-        return {
-            name: width != table.spec.dim for name, width in zip(table.state.names, table.state.widths, strict=True)
-        }
-    return {
-        name: width == 1 for name, width in zip(table.state.names, table.optimizer.row_state(2).widths, strict=True)
-    }
+    dim, widths = table.spec.dim, table.state.widths
+    if table.optimizer is not None:
+        dim, widths = 2, table.optimizer.row_state(2).widths
+    return {name: width != dim for name, width in zip(table.state.names, widths, strict=True)}
 
 
-def _kept(table: OpenTable, given: Collection[int]) -> Iterator[RowArray]:
+def _kept(table: OpenTable, given: Collection[int]) -> list[RowArray]:
     """The rows of the other tables, as of the last step."""
-    for _, rows in scan_caught_up(table):
-        kept = rows[~np.isin(rows["table"], list(given))].copy()
-        if table.catch_up_rule:
-            kept["step"] = table.step
-        yield kept
+    chunks = (rows[~np.isin(rows["table"], list(given))] for _, rows in scan_caught_up(table))
+    kept = [rows for rows in chunks if len(rows)]  # copies
+    for rows in kept if table.catch_up_rule else ():
+        rows["step"] = table.step
+    return kept
 
 
 def _dense(

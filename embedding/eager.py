@@ -26,18 +26,31 @@ from ..engine.signals import uninterrupted
 from ..engine.table.row_step import row_step
 from .ddp_guard import refuse_eager_ranks
 from .dense_part import DensePart, note_versions, warn_of_state
-from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients
+from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients, set_grad
 from .lookup_op import embeddings_of
 from .model_snapshots import ModelSnapshots
 from .names import check_distinct, name_embeddings
 from .saved_rows import SavedRows
-from .training_group import train_together
+from .training_group import TrainingGroup, train_together
 
 log = logging.getLogger("tierbed")
 
 MAX_SHARED = 62  # embeddings over ranks, each a bit of a note
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # the attribute of a parameter by which torch's hook finds what it steps
+
+
+def _of_wrapped(name: str) -> Any:
+    """An attribute that is the wrapped optimizer's, and cannot be set."""
+
+    def refuse(_: EagerOptimizer, value: Any) -> None:
+        raise OptimizerError(
+            f"{name} = of an EagerOptimizer: no row would follow it. Change settings in place, as in "
+            "optimizer.param_groups[0]['lr'] = 0.01; to begin without state, call model.load_state_dict("
+            "tierbed.to_dense_state_dict(model)) and make another optimizer"
+        )
+
+    return property(lambda self: getattr(self.optimizer, name), refuse)
 
 
 class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
@@ -52,19 +65,20 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     Learning rate schedulers may be made over the `EagerOptimizer`, or over the wrapped optimizer,
     `optimizer.optimizer`: the param groups are the same.
 
-    optimizer: holds the parameters of all embeddings under `module` that are trained, and any others. Rows follow its
-    param groups; docs/optimizers.md says which kinds of optimizers they can follow.
-    module: the model. None trains the embeddings whose parameters `optimizer` holds, and takes its other parameters for
-    the dense part. Then `save_snapshot` and recovery leave out embeddings that `optimizer` does not hold.
+    optimizer: holds the parameters of all trained embeddings under `module`, and any others. Rows follow its param
+    groups; docs/optimizers.md says which kinds of optimizers they can follow.
+    module: the model. With None the embeddings are those whose parameters `optimizer` holds: `save_snapshot` and
+    recovery leave out others.
 
     From here until this object is gone, backward() through a lookup keeps the lookup's gradient for `step()`. A newer
     EagerOptimizer over an embedding takes over, and `step()` of the older one raises OptimizerError. The constructor
-    raises OptimizerError for what is no torch optimizer, an optimizer that rows cannot follow, an embedding of `module`
-    that `optimizer` does not hold, gradients that the older EagerOptimizer has not applied, and a module that ranks
-    share with an embedding that they do not. Embeddings that have a world are trained by the mean over its ranks, which
-    all call `step()`; dense parameters are left to a DistributedDataParallel beside them.
+    raises it for an optimizer that rows cannot follow, an embedding of `module` that `optimizer` does not hold,
+    gradients that the older EagerOptimizer has not applied, and a module that ranks share with an embedding that they
+    do not. Embeddings with a world train by the mean over its ranks, which all call `step()`; dense parameters are left
+    to a DistributedDataParallel beside them.
     """
 
+    state, param_groups = _of_wrapped("state"), _of_wrapped("param_groups")
     _warns_of_lazy_rows = True
     _step_supports_amp_scaling = False  # a GradScaler unscales gradients itself, also where the wrapped one could
 
@@ -78,8 +92,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         check_is_optimizer(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        root = nn.ParameterList(parameters) if module is None else module
+        root = nn.ParameterList(self._parameters()) if module is None else module
         found = embeddings_of(groups) if module is None else module.modules()
         modules = [one for one in found if isinstance(one, EmbeddingBase)]
         embeddings = [one for one in modules if one.shadow.requires_grad]
@@ -115,13 +128,12 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if self._warns_of_lazy_rows:
             note_lazy(self.row_optimizers())
         for embedding in embeddings:
-            older = holders.get(embedding.handle)
-            if isinstance(older, EagerOptimizer):
-                older._lose(embedding)
+            if (older := holders.get(embedding.handle)) is not None:
+                older.give_up(embedding)
             holders[embedding.handle] = self
 
-    def _lose(self, embedding: EmbeddingBase) -> None:
-        """A newer EagerOptimizer trains the embedding from here on."""
+    def give_up(self, embedding: EmbeddingBase) -> None:
+        """Called when a newer EagerOptimizer takes the embedding over."""
         self._lost_embedding = embedding.name
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
@@ -138,14 +150,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "its step(), or drop them by zero_grad() of the model, before you make a new one"
             )
 
-    def _modules(self) -> Iterable[nn.Module]:
-        if self._module is None:
-            return [embedding for embedding, _ in self._rows]
-        module = self._module()
-        return () if module is None else module.modules()
-
     def _snapshot_embeddings(self) -> list[SavedRows]:
-        return [one for one in self._modules() if isinstance(one, SavedRows)]
+        module = None if self._module is None else self._module()
+        found = [one for one, _ in self._rows] if self._module is None else [] if module is None else module.modules()
+        return [one for one in found if isinstance(one, SavedRows)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Those of its embeddings."""
@@ -156,15 +164,6 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("state", "param_groups"):
-            raise OptimizerError(
-                f"{name} = of an EagerOptimizer: no row would follow it. Change settings in place, as in "
-                "optimizer.param_groups[0]['lr'] = 0.01; to begin without state, call model.load_state_dict("
-                "tierbed.to_dense_state_dict(model)) and make another optimizer"
-            )
-        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError(
@@ -199,20 +198,23 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             check_not_traced(embedding)
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = self._called(closure)
-        shadows = [embedding.shadow for embedding, _ in self._rows]
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except BaseException as error:
+                if self._world.must_report(error):
+                    self._world.handshake(STEP, error)  # the other ranks wait for this one
+                raise
         with uninterrupted():
-            self._step_rows()
-            with torch._C.DisableTorchFunctionSubclass():
-                grads = [shadow.grad for shadow in shadows]
-                for shadow in shadows:
-                    shadow.grad = None
+            with torch.no_grad():
+                reached = self._reached()
+                trained = [(embedding, rows) for embedding, rows, _ in reached]
+                row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
+            grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._rows]
             with self._amid_updates():
                 self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
-            with torch._C.DisableTorchFunctionSubclass():
-                for shadow, grad in zip(shadows, grads, strict=True):
-                    shadow.grad = grad
+            for embedding, grad in grads:
+                set_grad(embedding, grad)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -225,8 +227,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for embedding, _ in self._rows:
             check_not_traced(embedding)
-            with torch._C.DisableTorchFunctionSubclass():
-                embedding.shadow.grad = None
+            set_grad(embedding, None)
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -277,12 +278,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """The state_dict of the wrapped optimizer. The state of rows is with the rows."""
         state = self.optimizer.state_dict()
         # empty before the first step, and of optimizers without state; by names of TorchRec's
-        if not all(isinstance(number, int) for number in state["state"] or [""]):
-            return state
-        shadows = {id(embedding.shadow) for embedding, _ in self._rows}
-        numbered = enumerate(p for group in self.param_groups for p in group["params"])
-        for number in (number for number, parameter in numbered if id(parameter) in shadows):
-            state["state"].setdefault(number, {})  # get_state_dict of torch wants one of each parameter
+        if all(isinstance(number, int) for number in state["state"] or [""]):
+            for number in self._row_numbers():
+                state["state"].setdefault(number, {})  # get_state_dict of torch wants one of each parameter
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -290,11 +288,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
         OptimizerError for the state of dense rows, which `load_dense` of their embedding takes.
         """
-        numbered = enumerate(p for group in self.param_groups for p in group["params"])
-        numbers = {id(parameter): number for number, parameter in numbered}
-        for embedding, _ in self._rows:
-            of_rows = state_dict.get("state", {}).get(numbers.get(id(embedding.shadow)), {})
-            for name, value in of_rows.items():
+        for number, embedding in self._row_numbers().items():
+            for name, value in state_dict.get("state", {}).get(number, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     raise OptimizerError(
                         f"state_dict: {name!r} {list(value.shape)} is of the rows of embedding {embedding.name!r}, "
@@ -303,20 +298,13 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
         self._begins, self._partial_update = False, ""
 
-    def _called(self, closure: Callable[[], Any]) -> Any:
-        """The result of a closure. What it raises on this rank alone is raised on those that wait for this one."""
-        try:
-            return closure()
-        except BaseException as error:
-            if self._world.must_report(error):
-                self._world.handshake(STEP, error)
-            raise
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    @torch.no_grad()
-    def _step_rows(self) -> None:
-        reached = self._reached()
-        trained = [(embedding, rows) for embedding, rows, _ in reached]
-        row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
+    def _row_numbers(self) -> dict[int, EmbeddingBase]:
+        """The embeddings by the numbers that their parameters have in a state_dict."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        return {numbers[id(e.shadow)]: e for e, _ in self._rows if id(e.shadow) in numbers}
 
     def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
@@ -365,8 +353,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """The parameters of the module and the optimizer that are no rows; None if they are not known."""
         module = None if self._module is None else self._module()
         shadows = {id(embedding.shadow) for embedding in embeddings}
-        groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        found = [*([] if module is None else module.parameters()), *groups]
+        found = [*([] if module is None else module.parameters()), *self._parameters()]
         return [one for one in dict.fromkeys(found) if id(one) not in shadows]
 
     def _pinned(self) -> None:
@@ -423,7 +410,7 @@ class InBackwardOptimizer(EagerOptimizer):
         self._embedding = ref(embedding)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        groups = [embedding.group for embedding, _ in self._rows if embedding.group is not None]
+        groups = self._groups()
         try:
             return super().step(closure)
         except BaseException:
@@ -434,26 +421,23 @@ class InBackwardOptimizer(EagerOptimizer):
 
     def _pinned(self) -> None:
         super()._pinned()
-        for embedding, _ in self._rows:
-            if embedding.group is not None:
-                embedding.group.begin_pass()
+        for group in self._groups():
+            group.begin_pass()
 
-
-def train_in_backward(embedding: EmbeddingBase) -> None:
-    """Let torch's `apply_optimizer_in_backward` update the rows of an embedding. OptimizerError if none can follow."""
-    follow_in_backward(embedding)
-    if embedding.group is not None:
-        embedding.group.check_passed()
+    def _groups(self) -> list[TrainingGroup]:
+        return [embedding.group for embedding, _ in self._rows if embedding.group is not None]
 
 
 def follow_in_backward(embedding: EmbeddingBase) -> None:
     """Let the rows follow the optimizer that `apply_optimizer_in_backward` gave the embedding, if there is one."""
-    given = getattr(embedding.shadow, IN_BACKWARD, None) if embedding.shadow.requires_grad else None
-    if given is not None and len(given) != 1:
+    given = getattr(embedding.shadow, IN_BACKWARD, None)
+    if given is None or not embedding.shadow.requires_grad:
+        return
+    if len(given) != 1:
         raise OptimizerError(
             f"embedding {embedding.name!r}: apply_optimizer_in_backward gave it {len(given)} optimizers; give it one"
         )
-    if given is not None and not isinstance(given[0], InBackwardOptimizer):
+    if not isinstance(given[0], InBackwardOptimizer):
         given[0] = InBackwardOptimizer(given[0], embedding)
 
 

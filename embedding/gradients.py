@@ -23,7 +23,7 @@ from ..engine.optim.base import positive
 from ..engine.options.lookup import Lookup
 
 # the EagerOptimizer that steps an embedding, by its handle
-holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
 _LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}
@@ -189,18 +189,16 @@ class ShadowGrad(Tensor):
     operations raise GraphError: they would leave the rows out.
     """
 
-    rows: RowGradients
+    def __new__(cls, rows: RowGradients) -> ShadowGrad:
+        plain = torch.zeros_like(rows.embedding.shadow)
+        return torch.Tensor._make_subclass(cls, plain)  # no view, unlike as_subclass
+
+    def __init__(self, rows: RowGradients) -> None:
+        """`rows` as the gradient of the parameter that their embedding has."""
+        self.rows = rows
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShadowGrad(rows of embedding {self.rows.embedding.name!r})"
-
-    @classmethod
-    def of(cls, rows: RowGradients) -> ShadowGrad:
-        """`rows` as the gradient of the parameter that their embedding has."""
-        plain = torch.zeros_like(rows.embedding.shadow)
-        grad = torch.Tensor._make_subclass(cls, plain)  # no view, unlike as_subclass
-        grad.rows = rows
-        return grad
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -326,10 +324,17 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
                 f"embedding {name!r}: its parameter has a gradient hook, and no tensor holds the gradients of its "
                 "rows; remove the hook, and register it on what a lookup returns"
             )
-        if (rows := kept_gradients(embedding)) is None:
-            rows = RowGradients(embedding)
-            shadow.grad = ShadowGrad.of(rows)
+    if (rows := kept_gradients(embedding)) is None:
+        rows = RowGradients(embedding)
+        set_grad(embedding, ShadowGrad(rows))
     rows.add(lookup, grad, weights, order)
+
+
+def set_grad(embedding: EmbeddingBase, grad: Tensor | None) -> Tensor | None:
+    """Replace the gradient of the embedding's parameter. Returns the one before."""
+    with torch._C.DisableTorchFunctionSubclass():
+        before, embedding.shadow.grad = embedding.shadow.grad, grad
+    return before
 
 
 def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:

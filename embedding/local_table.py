@@ -58,7 +58,7 @@ class LocalTable:
         self._table: OpenTable | None = None
         self._closed_at = 0  # the step of the rows when they were closed
         self._service = Service()
-        self._target: SaveTarget | None = None
+        self._served: tuple[SaveTarget, StoreFolder | None] | None = None
         self._persistence = TablePersistence(
             spec, options, device, shard, self._partners, () if group is None else group.folders()
         )
@@ -159,11 +159,11 @@ class LocalTable:
         """On rank 0: note changes of the rows of all ranks in the record of the store's group."""
         self._persistence.share(member)
 
-    def serve(self, target: SaveTarget) -> None:
-        """Serve other processes that request snapshots, while the folder is locked."""
-        self._target = target
-        if self.store is not None:
-            self._service.start(self.store.path, target)
+    def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
+        """Serve other processes that request snapshots of a folder, until `close`. folder: None on ranks without it."""
+        self._served = target, folder
+        if folder is not None:
+            self._service.start(folder.path, target)
 
     def check_optimizer(self, optimizer: RowOptimizer) -> None:
         """Raises OptimizerError if the rows have another state, OptionError if lines have no room for it."""
@@ -331,8 +331,8 @@ class LocalTable:
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without its rows, which are lost
                         self._release()
-                    elif self._target is not None:
-                        self.serve(self._target)
+                    elif self._served is not None:
+                        self.serve(*self._served)
                     raise
             self._release()
             if deferred is not None:

@@ -14,9 +14,8 @@ from ..engine.checks import checked_arguments
 from ..engine.errors import OptionError, SnapshotError
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import ALL, LoadReport, Selection
-from .conversion import converter
 from .saved_rows import SavedRows, rows_stay
-from .snapshots import Snapshots
+from .shadow import converter
 from .together import load_rows_together, load_together, save_together
 
 
@@ -39,7 +38,7 @@ class ModelSnapshots:
         SnapshotError, also if an embedding has no persistent_path;
         StoreError, OptionError.
         """
-        tables, world = self._opened(), _world_of(self._stored())
+        tables, world = self._snapshots(), _world_of(self._stored())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -48,7 +47,7 @@ class ModelSnapshots:
         All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
         OptimizerError.
         """
-        tables, world = self._opened(for_load=True), _world_of(self._stored())
+        tables, world = self._snapshots(for_load=True), _world_of(self._stored())
         reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
@@ -79,7 +78,7 @@ class ModelSnapshots:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return found
 
-    def _opened(self, for_load: bool = False) -> list[Snapshots]:
+    def _snapshots(self, for_load: bool = False) -> list[Any]:
         return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
 
 

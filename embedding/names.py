@@ -18,7 +18,7 @@ WRAPPERS = {
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
 }  # fmt: skip
 # of this process, so that equal scripts have equal names and rows; ranks make others besides those that they share
-_unnamed, _seeded = {"": count(1), "shared ": count(1)}, {"": count(1), "shared ": count(1)}
+_unnamed, _seeded = {False: count(1), True: count(1)}, {False: count(1), True: count(1)}
 
 
 def bare_name(name: str) -> str:
@@ -28,14 +28,12 @@ def bare_name(name: str) -> str:
 
 def provisional_name(is_shared: bool) -> str:
     """What messages call an embedding that has no name yet."""
-    kind = "shared " * is_shared
-    return f"unnamed-{kind.replace(' ', '-')}{next(_unnamed[kind])}"
+    return f"unnamed-{'shared-' * is_shared}{next(_unnamed[is_shared])}"
 
 
 def next_seed(is_shared: bool) -> int:
     """The seed of the next embedding without a name. is_shared: True for rows that are spread over ranks."""
-    kind = "shared " * is_shared
-    return zlib.crc32(f"{kind}embedding {next(_seeded[kind])}".encode())
+    return zlib.crc32(f"{'shared ' * is_shared}embedding {next(_seeded[is_shared])}".encode())
 
 
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model: str = "") -> None:

@@ -155,6 +155,11 @@ class RecoveryDecision:
         if self.base not in (None, EMPTY):
             self._join(row_count_op(self._op), self._has_read, self._counted, error)
 
+    def leave(self) -> None:
+        """On rank 0: the store is not opened after all."""
+        if self.member is not None:
+            self.member.leave()
+
     def _join(self, op: str, has_joined: bool, passed: bool, error: BaseException | None) -> None:
         if passed:
             return

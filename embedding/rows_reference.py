@@ -88,13 +88,10 @@ def reference_at(step: int | None, snapshots: Path | None, base: str | None, now
 
 def of_unopened(store: Path, fresh: bool) -> RowsReference:
     """The name of the rows of a store folder that is not open, as far as its files show their version. StoreError."""
-    return RowsReference(None, version=NO_ROWS if fresh else _version_of(store))
-
-
-def _version_of(store: Path) -> str | None:
-    file = GroupFile(FolderState(store))
-    entry = file.own_entry()
-    return entry.live or (None if entry.snapshot is None else f"{entry.snapshot}:0")
+    entry = None if fresh else GroupFile(FolderState(store)).own_entry()
+    if entry is None:
+        return RowsReference(None, version=NO_ROWS)
+    return RowsReference(None, version=entry.live or (entry.snapshot and f"{entry.snapshot}:0"))
 
 
 def is_at(awaited: RowsReference, mine: RowsReference, saved: RowsReference | None) -> bool | None:

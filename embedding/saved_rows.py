@@ -33,11 +33,11 @@ from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import LoadReport, Selection, Where
 from .names import next_seed
-from .rows_in_tensors import FIELDS, RowTensors
+from .read_only import StateTensor
+from .rows_in_tensors import FIELDS, NOT_WHOLE, RowTensors
 from .rows_reference import NO_ROWS, UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
-from .table_handle import TableHandle
+from .shadow import ShadowCopy
 from .together import save_together
-from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
 
@@ -50,39 +50,36 @@ _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
 class SavedRows(EmbeddingBase):
-    """The part of the embedding modules that saves their rows."""
+    """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
     _version = 3  # of the state_dict; version 1 had no extra state, and 2 a shadow [1]
-    _closed: bool
-    _has_seed: bool
-    _handle: TableHandle | None
-    group: TrainingGroup | None = None  # the embeddings that it is trained together with
-    _loading: RLock  # held while the rows of a loaded state_dict are loaded
-    _calls_when_open: list[Callable[[], None]]
-    _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
-    _has_warned: bool  # of its first state_dict
-    # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
-    _copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()]
-    _loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()]  # by the latest load_state_dict: its errors, the rows
-    rows_are_chosen: bool  # whether a load brought the rows, or the user keeps them whatever the dense part is
+    table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
+        self._handle: Any = None  # a `TableHandle`, from the first use on
+        self.is_closed = self._has_seed = False
+        self._has_warned = False  # of its first state_dict
+        self._calls_when_open: list[Callable[[], None]] = []
+        self._loading = RLock()  # held while the rows of a loaded state_dict are loaded
+        self.rows_are_chosen = False  # whether a load brought the rows, or the user keeps them whatever the rest is
+        self._awaited: list[RowsReference] = []  # the rows of a loaded state_dict that the embedding does not have yet
+        # empty, not None: graphs watch a value that is None, and would trace again
+        # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
+        self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
+        # by the latest load_state_dict: its list of errors, by which it is known, and the rows
+        self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
     def is_open(self) -> bool:
         """Whether the embedding's store is open, from the first use to `close`."""
-        return self._handle is not None and not self._closed
+        return self._handle is not None and not self.is_closed
 
     @property
     def is_awaiting(self) -> bool:
         """Whether the rows are to be those of a loaded state_dict, and are not yet."""
         return bool(self._awaited)
-
-    def table_handle(self, for_load: bool = False) -> TableHandle:
-        """The handle of the table, which is opened at the first use.
-
-        for_load: whether its rows are about to be replaced.
-        """
-        raise NotImplementedError
 
     def fix_seed(self) -> None:
         """Called at the first use: an embedding without a name has its own seed from here on."""
@@ -98,10 +95,10 @@ class SavedRows(EmbeddingBase):
             self._calls_when_open.append(call)
 
     @property
-    def open_handle(self) -> TableHandle | None:
-        """The handle of the table, if it is open in this process."""
+    def open_handle(self) -> Any:
+        """The handle of the table, if it is open in this process; else None."""
         handle = self._handle
-        return None if handle is None or self._closed or handle.own.own_open is None else handle
+        return None if handle is None or self.is_closed or handle.own.own_open is None else handle
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """A block before the first collective of a call: what it raises on one rank is raised on all."""
@@ -196,7 +193,7 @@ class SavedRows(EmbeddingBase):
     def keep_rows(self) -> None:
         """Keep the rows as they are, though a loaded state_dict is of others, or the dense part of none."""
         self.rows_are_chosen = True
-        if self._awaited and not self._closed and self.store_options.persistent_path is not None:
+        if self._awaited and not self.is_closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
         self._awaited.clear()
 
@@ -213,10 +210,11 @@ class SavedRows(EmbeddingBase):
         """The name of the rows for a state_dict."""
         if self._awaited:
             return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
-        kept = self.store_options.state_dict_snapshots
+        options = self.store_options
+        kept, place = options.state_dict_snapshots, options.persistent_path
         if not are_apart() and kept and detect_fake_mode() is None:
             return self.table_handle().snapshots.save_for_state(None if kept is True else kept)
-        if not are_apart() and self.store_options.persistent_path is not None and not self._has_warned:
+        if not are_apart() and place is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
@@ -226,11 +224,9 @@ class SavedRows(EmbeddingBase):
             )
         if self._handle is not None:
             return self._handle.snapshots.rows_reference()
-        place = self.store_options.persistent_path
-        options = self.store_options
         if place is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
-        return of_unopened(Path(place) / self.name, self.store_options.open == "fresh")
+        return of_unopened(Path(place) / self.name, options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Load the extra state of `load_state_dict()`: the rows that it names.
@@ -261,16 +257,12 @@ class SavedRows(EmbeddingBase):
         except Exception:
             for other in () if self.group is None else self.group.embeddings:
                 if other is not self:
-                    other.note_stopped(f"embedding {self.name!r}")
+                    other.note_failed(f"embedding {self.name!r}")
             raise
 
-    def note_failed(self) -> None:
-        """A load failed: it is not known that the rows belong to the rest of the model."""
-        self._awaited[:] = [UNKNOWN]
-
-    def note_stopped(self, what: str) -> None:
-        """A load stopped at `what`: it is not known that the rows belong to the rest of the model."""
-        self._awaited[:] = [stopped_at(what)]
+    def note_failed(self, stopped: str | None = None) -> None:
+        """A load failed, or stopped at `stopped`: it is not known that the rows belong to the rest of the model."""
+        self._awaited[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
 
     def _await_rows(self) -> None:
         with self._loading:
@@ -278,9 +270,12 @@ class SavedRows(EmbeddingBase):
                 self._load_awaited(self._awaited[0])
 
     def _load_awaited(self, awaited: RowsReference) -> None:
-        handle = self.table_handle(for_load=True)
+        handle, options = self.table_handle(for_load=True), self.store_options
         try:
-            found, said = handle.snapshots.go_to(awaited) or self._emptied(handle, awaited), ""
+            found, said = handle.snapshots.go_to(awaited), ""
+            if not found and options.state_dict_snapshots and self.world is None and awaited.version == NO_ROWS:
+                handle.load_state(RowTensors.none(self.spec).tensors)
+                found = True
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
             if _mode.get() != STAY or isinstance(error, ClosedError):
                 raise
@@ -291,13 +286,8 @@ class SavedRows(EmbeddingBase):
             return
         if handle.own.unsettled:
             raise StoreError(handle.own.unsettled)
-        said = said or unlike(
-            self.name,
-            handle.snapshots.rows_reference(),
-            awaited,
-            bool(self.store_options.state_dict_snapshots),
-            self.store_options.persistent_path is None,
-        )
+        snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
+        said = said or unlike(self.name, handle.snapshots.rows_reference(), awaited, snapshots, in_memory)
         if _mode.get() == STAY:
             self._awaited.clear()
             log.warning("%s; its rows stay", said)
@@ -307,17 +297,12 @@ class SavedRows(EmbeddingBase):
             "accepts its rows"
         )
 
-    def _emptied(self, handle: TableHandle, awaited: RowsReference) -> bool:
-        """Whether all rows were deleted, for a state of none."""
-        empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == NO_ROWS
-        if empties:
-            handle.load_tensors(RowTensors.none(self.spec).tensors)
-        return bool(empties)
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
-            destination[prefix + self.parameter_name].is_in_state = True  # of a _ShadowCopy
+            shadow = destination[prefix + self.parameter_name]
+            if isinstance(shadow, ShadowCopy):  # not that of a trace
+                shadow.enter_state()
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
@@ -330,9 +315,11 @@ class SavedRows(EmbeddingBase):
                 return found  # type: ignore[return-value]
         if self._handle is None:
             self.fix_seed()
-        rows = RowTensors.none(self.spec).tensors if self._handle is None else self._handle.tensors().tensors
-        self._copied = prefix, weakref.ref(rows[FIELDS[0]]), self._moment()
-        return rows
+        rows = RowTensors.none(self.spec) if self._handle is None else self._handle.tensors()
+        is_whole = not rows.description.get(NOT_WHOLE)
+        tensors = {name: StateTensor(tensor, is_whole) for name, tensor in rows.tensors.items()}
+        self._copied = prefix, weakref.ref(tensors[FIELDS[0]]), self._moment()
+        return tensors
 
     def _moment(self) -> Any:
         """Equal for two calls if no row has changed in between."""
@@ -347,15 +334,9 @@ class SavedRows(EmbeddingBase):
         return bool(self._copied[2] == self._moment())
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: list[str]
     ) -> None:
+        missing, _, errors = rest
         given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
         if tensors and not are_apart():
@@ -369,7 +350,7 @@ class SavedRows(EmbeddingBase):
                         prefix + self.parameter_name,
                     )
                 if not self._has_loaded(tensors, errors):
-                    self.table_handle(for_load=True).load_tensors(tensors)
+                    self.table_handle(for_load=True).load_state(tensors)
                 self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self.rows_are_chosen = True
                 self._awaited.clear()
@@ -389,7 +370,7 @@ class SavedRows(EmbeddingBase):
             moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
 
@@ -428,13 +409,17 @@ def extra_state_of(rows: RowsReference) -> Tensor:
 
 
 @contextmanager
-def rows_apart() -> Iterator[None]:
-    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
-    token = _mode.set(APART)
+def _in_mode(mode: str) -> Iterator[None]:
+    token = _mode.set(mode)
     try:
         yield
     finally:
         _mode.reset(token)
+
+
+def rows_apart() -> AbstractContextManager[None]:
+    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
+    return _in_mode(APART)
 
 
 def are_apart() -> bool:
@@ -442,15 +427,9 @@ def are_apart() -> bool:
     return _mode.get() == APART
 
 
-@contextmanager
-def rows_stay(lenient: bool) -> Iterator[None]:
+def rows_stay(lenient: bool) -> AbstractContextManager[None]:
     """A block in which `load_state_dict` lets rows stay that the state is not of, if `lenient`."""
-    token = _mode.set(STAY) if lenient and not are_apart() else None
-    try:
-        yield
-    finally:
-        if token is not None:
-            _mode.reset(token)
+    return _in_mode(STAY) if lenient and not are_apart() else nullcontext()
 
 
 def _check_flag(argument: str, value: object) -> None:

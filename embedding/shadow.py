@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..engine.errors import GraphError, InputError
-
-if TYPE_CHECKING:
-    from ..engine.ops.rows_contract import EmbeddingBase
+from ..engine.errors import GraphError, InputError, OptionError
+from ..engine.ops.rows_contract import EmbeddingBase
 
 log = logging.getLogger("tierbed")
 _SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}
@@ -32,6 +30,7 @@ _WRITE = (
     "or load_dense, and carry them over by load_state_dict"
 )
 _READ = "read emb.weight, or the rows of some ids by emb.get, or those of all embeddings by tierbed.to_dense_state_dict"
+IN_PART = "A model around it may be converted in part by now: make or load it again"
 _noted: set[str] = set()  # the operations that read a parameter and got no row
 
 
@@ -87,7 +86,7 @@ class _Guarded(Tensor):
             if module == "torch._ops.tierbed":
                 return result
             if isinstance(result, np.ndarray):
-                result.flags.writeable = False
+                result.setflags(write=False)
             if isinstance(result, np.ndarray) or func.__name__ in _NUMBERS:
                 _note_read(func, args, given)
             if torch.compiler.is_dynamo_compiling():
@@ -113,9 +112,22 @@ class _Guarded(Tensor):
 class Shadow(_Guarded, nn.Parameter):
     """The parameter of an embedding, [1, 1] of zeros, by which optimizers and autograd reach its rows."""
 
+    def belong_to(self, embedding: EmbeddingBase) -> None:
+        self.owner = ref(embedding)
 
-class _ShadowCopy(_Guarded):
+
+class ShadowCopy(_Guarded):
     """A tensor made of a `Shadow`, such as a state_dict() or an average of weights has."""
+
+    def __new__(cls, tensor: Tensor, *_: Any) -> ShadowCopy:
+        return Tensor._make_subclass(cls, tensor, tensor.grad_fn is not None)
+
+    def __init__(self, tensor: Tensor, source: _Guarded, is_own: bool) -> None:
+        self.owner, self.is_own, self.is_in_state = source.owner, is_own or source.is_own, source.is_in_state
+
+    def enter_state(self) -> None:
+        """Called when a state_dict() takes it."""
+        self.is_in_state = True
 
 
 def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
@@ -126,8 +138,38 @@ def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -
         )
     if type(parameter) is nn.Parameter:  # not that of a trace
         shadow: Any = parameter
-        shadow.__class__, shadow.owner = Shadow, ref(embedding)
+        shadow.__class__ = Shadow
+        shadow.belong_to(embedding)
     return parameter
+
+
+def converter(
+    embedding: EmbeddingBase, function: Callable[[Tensor], Tensor], by_now: str = IN_PART
+) -> Callable[[Tensor], Tensor]:
+    """Wrap `function`, which moves or converts a module, so that it moves an embedding's parameter alone.
+
+    OptionError for another dtype than that of lookups' results, and for a GPU where there is none. by_now: says what is
+    converted when this raises.
+    """
+    try:
+        dtype = function(embedding.shadow.detach()).dtype
+    except (AssertionError, RuntimeError) as error:
+        if torch.cuda.is_available():
+            raise
+        raise OptionError(
+            f'embedding {embedding.name!r}: torch has no such device here ({error}); call .to("cpu"), where its rows '
+            f"have the same bits. {by_now}"
+        ) from error
+    if dtype not in (torch.float32, embedding.output_dtype):
+        if dtype in (torch.float16, torch.bfloat16):
+            remedy = f"give output_dtype={dtype} when it is made, and dtype={dtype} for stored rows of 16 bits"
+        else:
+            remedy = f"rows are float32 at most: convert its results by .to({dtype})"
+        raise OptionError(
+            f"embedding {embedding.name!r}: a conversion to {dtype} would change neither its rows nor what lookups "
+            f"return, {embedding.output_dtype}; {remedy}, or convert the other modules alone. {by_now}"
+        )
+    return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # no Shadow
 
 
 def _checked(result: Any, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
@@ -139,10 +181,7 @@ def _checked(result: Any, func: Any, args: Sequence[Any], given: Mapping[str, An
         return result
     for one in _guarded(args, given):
         if name in _COPIES or shares_memory(one, result):
-            copy = Tensor._make_subclass(_ShadowCopy, result, recorded)
-            copy.owner, copy.is_own = one.owner, name in _COPIES or one.is_own
-            copy.is_in_state = one.is_in_state
-            return copy
+            return ShadowCopy(result, one, name in _COPIES)
     if recorded:
         raise _misuse(func, args, given)
     if not name.startswith(("new_", "__get__", "copy_")) and not name.endswith("like"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from contextlib import ExitStack
 from typing import Any
 from zlib import crc32
 
@@ -17,8 +17,8 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.store_options import StoreOptions
 from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import RowForm
+from ..engine.table.table import OpenTable
 from ..engine.version import __version__
-from ..snapshots.control.server import Service
 from ..snapshots.files.format import HashShard
 from ..snapshots.store.folder_state import remove_other_shares
 from .local_table import LocalTable
@@ -29,11 +29,11 @@ from .rows_reference import RowsReference
 from .save_requests import RankRequests
 from .shared_folder import SharedFolder
 from .snapshots import Snapshots
-from .table_handle import TableHandle, claimed_folder, open_handle
+from .table_handle import claimed_folder, open_handle, register
 from .training_group import TrainingGroup
 
 
-class ShardedTableHandle(TableHandle):
+class ShardedTableHandle:
     """The open rows of an embedding that ranks share. `own` are those of this rank, with its own tiers and folder.
 
     home: the store folder of all of them; None for rows in memory. Every rank makes each call, or it is about the rows
@@ -56,20 +56,40 @@ class ShardedTableHandle(TableHandle):
         op = f"opening embedding {spec.name!r}"
         described, error = catch(lambda: _described(world, spec, options, optimizer))
         world.handshake(op, error, described)
-        folder = None
-        if options.persistent_path is not None:
-            folder = world.call_on_all_ranks(f"{op}: folder", lambda: self._take(spec, options))
-        try:
-            self.own = self._open(op, spec, options, optimizer, device, group, for_load)
-        except BaseException:
-            if self.home is not None:
-                self.home.release()
-            raise
-        self.register(folder)
-        store = None if self.home is None or self.home.folder is None else self.home.snapshot_store
-        place, shard = None if self.home is None else self.home.snapshots, HashShard(world.rank, world.size)
-        self.snapshots = Snapshots(self.own, world, place, store, shard, self.close)
-        self.requests = requests = RankRequests(world, self, open_handle)
+
+        def take() -> str | None:
+            folder = claimed_folder(spec, options)
+            self.home = SharedFolder(world.rank, spec.name, options)
+            return folder
+
+        folder = world.call_on_all_ranks(f"{op}: folder", take) if options.persistent_path is not None else None
+        home = self.home
+        with ExitStack() as undo:
+            rows = None
+            if home is not None:
+                undo.callback(home.release)
+                rows = RecoveryDecision(world, op, home, options.open, for_load, group)
+                undo.callback(rows.leave)
+            shard = RankShard(world.rank, world.size, world.on_host)
+            decide = None if rows is None else rows.decide
+            own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
+            if own is not None:
+                undo.callback(own.close)
+            if rows is not None:
+                rows.finish(error)
+            world.handshake(f"{op}: done", error)
+            if rows is not None and home is not None and not rows.is_live:
+                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
+                remove_other_shares(home.path, world.size)  # not while a restart would search for them
+            if rows is not None and rows.member is not None:
+                own.share(rows.member)
+            undo.pop_all()
+        self.own: LocalTable = own
+        register(folder, self)
+        store = None if home is None or home.folder is None else home.snapshot_store
+        place = None if home is None else home.snapshots
+        self.snapshots = Snapshots(own, world, place, store, HashShard(world.rank, world.size), self.close)
+        self.requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
         self._table = ShardedTable(
             world,
@@ -78,54 +98,35 @@ class ShardedTableHandle(TableHandle):
             self.own.count_write,
             capacity,
             self.snapshots.at_step,
-            requests,
+            self.requests,
         )
-        self._service = Service()
-        self._serve()
+        own.serve(self.requests, None if home is None else home.folder)
 
-    def _take(self, spec: TableSpec, options: StoreOptions) -> str | None:
-        folder = claimed_folder(spec, options)
-        self.home = SharedFolder(self.world.rank, spec.name, options)
-        return folder
+    @property
+    def name(self) -> str:
+        return self.own.name
 
-    def _open(
-        self,
-        op: str,
-        spec: TableSpec,
-        options: StoreOptions,
-        optimizer: RowOptimizer | None,
-        device: torch.device,
-        group: TrainingGroup | None,
-        for_load: bool,
-    ) -> LocalTable:
-        world, home = self.world, self.home
-        shard = RankShard(world.rank, world.size, world.on_host)
-        rows = None if home is None else RecoveryDecision(world, op, home, options.open, for_load, group)
-        decide = None if rows is None else rows.decide
-        own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
-        try:
-            if rows is not None:
-                rows.finish(error)
-            world.handshake(f"{op}: done", error)
-            assert own is not None
-            if rows is not None and home is not None and not rows.is_live:
-                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
-                remove_other_shares(home.path, world.size)  # not while a restart would search for them
-        except BaseException:
-            if own is not None:
-                own.close()
-            if rows is not None and rows.member is not None:
-                rows.member.leave()
-            raise
-        if rows is not None and rows.member is not None:
-            own.share(rows.member)
-        return own
+    @property
+    def group(self) -> TrainingGroup | None:
+        """The embeddings that it is trained together with."""
+        return self.own.group
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
 
     @property
     def table(self) -> ShardedTable:
+        """What reads and trains the rows of all ranks."""
         return self._table
 
+    @property
+    def local_table(self) -> OpenTable:
+        """The open table with the rows of this rank. ClosedError."""
+        return self.own.table
+
     def rename(self, name: str) -> None:
+        """Be called by another name from here on, with rows that are in memory."""
         self.own.rename(name)
         self._table.rename(name)
 
@@ -141,7 +142,7 @@ class ShardedTableHandle(TableHandle):
         parts = [np.frombuffer(part, dtype) for part in self.world.exchange_bytes(op, mine, readers=1)]
         return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, parts)), parts)
 
-    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, Any]) -> None:
         """Replace all rows: each rank takes its part. Every rank calls it, with the same rows."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
@@ -167,11 +168,6 @@ class ShardedTableHandle(TableHandle):
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
 
-    @property
-    def exchanged(self) -> dict[str, dict[str, int]]:
-        """The metrics `ranks`: what this rank exchanged with the others since it opened the rows."""
-        return {"ranks": asdict(self._table.traffic)}
-
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """As `LocalTable.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
@@ -188,18 +184,14 @@ class ShardedTableHandle(TableHandle):
         self.own.forget_announced()
 
     def release(self) -> None:
+        """Drop the pin that a failed step left."""
         self._table.release()
 
     def close(self) -> None:
         """As `LocalTable.close`, for the rows of this rank. Waits for no other rank."""
         self.snapshots.drop_saving()
-        self._service.stop()
         try:
             self.own.close()
-        except BaseException:
-            if self.own.is_open:
-                self._serve()
-            raise
         finally:
             if not self.own.is_open:
                 self._release_folder()
@@ -207,18 +199,12 @@ class ShardedTableHandle(TableHandle):
     def finish(self) -> None:
         """Close at the end of the embedding or the process, as `LocalTable.finish`. Waits for no other rank."""
         self.snapshots.drop_saving()
-        self._service.stop()
         self.own.finish()
         self._release_folder()
 
-    def _serve(self) -> None:
-        """Answer other processes that ask for snapshots, on rank 0."""
-        if self.home is not None and self.home.folder is not None:
-            self._service.start(self.home.path, self.requests)
-
     def _release_folder(self) -> None:
-        if self.member is not None:
-            self.member.leave()
+        if self.own.member is not None:
+            self.own.member.leave()
         if self.home is not None:
             self.home.release()
 

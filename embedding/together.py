@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from ..distributed.world import World
 from ..engine.errors import OptionError, SnapshotError
@@ -16,12 +17,11 @@ from ..snapshots.store.group import loading
 from ..snapshots.store.group_file import check_one_moment
 from ..snapshots.store.selection import LoadReport
 from .saving import BackgroundSaving, write_and_commit
-from .snapshots import Snapshots
 from .training_group import between_steps, tear
 
 log = logging.getLogger("tierbed")
 
-Tables = Sequence[Snapshots]
+Tables = Sequence[Any]  # each the `Snapshots` of an embedding
 
 
 def save_together(
@@ -68,7 +68,7 @@ def save_together(
     return None
 
 
-def _kind_of(table: Snapshots) -> str:
+def _kind_of(table: Any) -> str:
     """The kind of an incremental snapshot of a table that is saved with others."""
     if table.last:
         return "incremental"

@@ -51,7 +51,7 @@ class TrainingGroup:
 
     def members(self) -> list[Member]:
         """The stores of those that are open here."""
-        return [handle.member for handle in self.handles() if handle.member is not None]
+        return [handle.own.member for handle in self.handles() if handle.own.member is not None]
 
     def folders(self) -> list[Path]:
         """The store folders of all of them."""
@@ -65,8 +65,8 @@ class TrainingGroup:
     def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """A step of embeddings raised: if it updated some of them alone, or in a backward pass, rows differ in step."""
         found = [one.open_handle for one in embeddings if one.group is self and one.world is None]
-        handles = [handle for handle in found if handle is not None and handle.member is not None]
-        behind = [table for one in handles if (table := one.own.table).in_step or table.failure is not None]
+        handles = [handle.own for handle in found if handle is not None and handle.own.member is not None]
+        behind = [table for one in handles if (table := one.table).in_step or table.failure is not None]
         if 0 < len(behind) < len(handles) and any(table.refused or table.failure is not None for table in behind):
             tear([one.member for one in handles], f"a step raised during its updates ({error!r})")
         if torch._C._current_graph_task_id() != -1:
@@ -90,7 +90,7 @@ def train_together(modules: Iterable[Any]) -> None:
     for one in sorted(together.embeddings, key=lambda one: one.name):
         one.group = together
         if (handle := one.open_handle) is not None:
-            handle.join(together)
+            handle.own.join(together)
 
 
 def tear(members: Iterable[Member], why: str) -> None:

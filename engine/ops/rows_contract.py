@@ -44,10 +44,6 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     # "path": the module has no name until its place in a model is known; "default": a name that may change; "given"
     naming: str = "given"
 
-    def join(self) -> None:
-        """Note that `group` has changed."""
-        raise NotImplementedError
-
     @property
     def name(self) -> str:
         raise NotImplementedError
@@ -113,3 +109,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let `rows_optimizer` make the next updates. OptimizerError."""
         raise NotImplementedError
+
+    def forget_optimizer(self) -> None:
+        """Let the next update ask for its optimizer again."""
+        self.row_optimizer = None

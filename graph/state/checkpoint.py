@@ -388,7 +388,7 @@ def load(
                 put(before)
             except BaseException:
                 for embedding in embeddings.values():
-                    embedding.note_stopped(f"checkpoint {folder.name!r}")
+                    embedding.note_failed(f"checkpoint {folder.name!r}")
             raise
     except (GraphError, OptimizerError, *MALFORMED) as error:
         if isinstance(error, TierbedError) and not isinstance(error, GraphError | OptimizerError):

@@ -88,7 +88,7 @@ class TableView(NamedTuple):
             f"weight of table {name!r} is a copy, so a write into it changes no stored row; call embedding_of({name!r})"
             f".put(torch.arange({rows}), rows, {name!r}) or load_dense, or clone() it for a tensor of your own"
         )
-        return ReadOnlyCopy.of(dense_rows(embedding, number, rows, self.dtype), remedy)
+        return ReadOnlyCopy(dense_rows(embedding, number, rows, self.dtype), remedy)
 
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
         """The table's embedding, its number there, and how many rows it has as a dense table. InputError."""

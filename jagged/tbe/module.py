@@ -273,7 +273,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 f"split_optimizer_states of {self.name!r} copies them, so a write into that of table {table!r} "
                 "changes no row; call load_dense, or clone() it for a tensor of your own"
             )
-            copies.append({name: ReadOnlyCopy.of(state, remedy) for name, state in states.items()})
+            copies.append({name: ReadOnlyCopy(state, remedy) for name, state in states.items()})
         return copies if self._rows is not None and self._rows.states else []
 
     @checked_arguments("weights", "states")

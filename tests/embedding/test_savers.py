@@ -44,11 +44,11 @@ def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path: Path, 
 
     def train() -> None:
         for rows in both:
-            rows._table().yield_to_reader()
+            rows.table_handle().table.yield_to_reader()
         pinned = [rows.pin([Lookup(IDS, torch.zeros_like(IDS))]) for rows in both]
         pinned[0].update([torch.ones(len(IDS), DIM)])
         amid.set()
-        while not (both[0]._table().step_gate.is_wanted or saved.done()):
+        while not (both[0].table_handle().table.step_gate.is_wanted or saved.done()):
             pass
         pinned[1].update([torch.ones(len(IDS), DIM)])
 
@@ -97,7 +97,7 @@ def test_a_save_for_another_process_waits_for_a_save_of_the_group(tmp_path: Path
 def test_rows_that_wait_to_be_erased_are_erased_by_the_thread_that_has_the_lock(tmp_path: Path) -> None:
     with make(options("ssd", tmp_path), "sgd", tables=1) as rows:
         rows.put(IDS, torch.ones(len(IDS), DIM), 0)
-        table = rows._table()
+        table = rows.table_handle().table
         for call in (table.flush_ahead, lambda: next(table.scan())):
             with table.lock:
                 ask_to_leave(table, [int(rows.size()) - 1])
@@ -114,6 +114,6 @@ def test_a_save_that_a_load_overtakes_saves_the_new_rows(tmp_path: Path) -> None
     with make(options("ssd", tmp_path), "sgd", tables=1) as rows:
         rows.save_snapshot("empty")
         rows.put(IDS, torch.ones(len(IDS), DIM), 0)
-        before = rows._table()
+        before = rows.table_handle().table
         rows.load_snapshot("empty")
         before.flush_ahead()  # as a save that waited for the load

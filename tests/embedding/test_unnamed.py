@@ -115,7 +115,7 @@ def test_a_folder_waits_for_its_name(tmp_path: Path) -> None:
 def test_unnamed_embeddings_begin_unlike_each_other_and_equal_scripts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     for _ in range(2):
-        monkeypatch.setitem(names._seeded, "", count(1))
+        monkeypatch.setitem(names._seeded, False, count(1))
         made = [*Towers().each(), *Towers(make=lambda path: tierbed.Embedding(9, 4)).each()]
         runs.append([one(IDS).detach() for one in made])
     flat = torch.stack(runs[0]).flatten(1)

@@ -332,7 +332,7 @@ def test_numbers_of_the_rule_before_are_not_taken_for_those_of_catch_up_adam(tmp
             optimizer = CatchUpAdam(embedding.parameters(), lr=0.01)
             embedding.attach(optimizer, optimizer.param_groups[0])
             embedding.put([3], torch.ones(1, DIM))
-            description = embedding._table().describe()
+            description = embedding.table_handle().table.describe()
             assert (description["optimizer"], description["hyper"], description["step"]) == ("catch_up_adam", [], 1)
     with make(options(store, tmp_path), tables=1, padding_idx=0) as reader:
         assert (reader.get(IDS[3:4]) == 1).all()

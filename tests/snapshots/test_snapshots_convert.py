@@ -202,7 +202,7 @@ def test_an_embedding_of_another_dtype_loads_a_snapshot_where_it_is_told_to(
         for name, dtype in zip(("embedding", "sum"), types, strict=True):
             was = form.numbers(rows, name)
             wanted = was if dtype is torch.float32 else by_torch(was, names[dtype])
-            same_numbers(embedding._table().form.numbers(narrow, name), wanted)
+            same_numbers(embedding.table_handle().table.form.numbers(narrow, name), wanted)
         embedding.save_snapshot("narrow")
         train(embedding, [1, 2])
         assert embedding.load_snapshot("narrow", convert=True).rows == 100  # nothing to convert

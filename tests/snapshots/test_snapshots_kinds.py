@@ -109,7 +109,7 @@ def test_rows_that_a_broken_off_erase_left_are_in_no_count(tmp_path: Path) -> No
     with open_at(tmp_path, "device") as embedding:
         embedding.put(range(9), torch.ones(9, DIM), 0)
         embedding.save_snapshot("a")
-        ask_to_leave(embedding._table(), [3, 4], "expired")
+        ask_to_leave(embedding.table_handle().table, [3, 4], "expired")
         embedding.save_snapshot("b", "incremental")
         assert embedding.size() == 7
         embedding.load_snapshot("b")

@@ -101,7 +101,7 @@ def test_weights_alone_go_on_with_another_optimizer(
         rows, initial = contents(embedding), np.float32(0.1)
         if types[1] == torch.bfloat16:
             initial = widened(narrowed(np.array([initial]), "bfloat16"), "bfloat16")[0]
-        np.testing.assert_array_equal(embedding._table().form.numbers(rows, "sum"), initial)
+        np.testing.assert_array_equal(embedding.table_handle().table.form.numbers(rows, "sum"), initial)
         assert (rows["step"] == 0).all()
         grow(embedding, 1)
 

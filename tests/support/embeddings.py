@@ -87,7 +87,7 @@ def pin_and_update(
 
 def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
     """Every row with optimizer state and lifecycle record, in the order of a scan."""
-    table = embedding._table()
+    table = embedding.table_handle().table
     return np.concatenate([np.empty(0, table.form.dtype), *(rows.copy() for _, rows in table.scan())])
 
 

@@ -76,7 +76,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
         "    threading.main_thread().join()\n"
         "    print(sum(len(rows) for _, rows in chunks))\n"
         "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
-        "embedding._table().observers.save_in_background('it', write)\n"
+        "embedding.table_handle().table.observers.save_in_background('it', write)\n"
     )
     assert run_script(script, whole=True).stdout == "999\n"
 

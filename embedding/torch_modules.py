@@ -1,4 +1,4 @@
-"""What `Embedding` and `EmbeddingBag` share: one table with the attributes and the `weight` of torch's modules."""
+"""`Embedding` and `EmbeddingBag`, with the signatures, the attributes and the `weight` of torch's modules."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class Weight(ReadOnlyCopy):
     of it raises, too.
     """
 
-    table: OpenTable | None = None
-    step = 0
+    def __init__(self, tensor: Tensor, remedy: str, table: OpenTable, step: int) -> None:
+        super().__init__(tensor, remedy)
+        self.table, self.step = table, step
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,20 +54,16 @@ class Weight(ReadOnlyCopy):
             raise InputError(args[0].remedy)
         result = super().__torch_function__(func, types, args, kwargs)
         for one in pytree.tree_leaves((args, kwargs)) if isinstance(result, Tensor | np.ndarray) else ():
-            if not isinstance(one, Weight) or one.table is None:
-                continue
-            if one.table.step != one.step or one.table.is_replaced:
+            if isinstance(one, Weight) and (one.table.step != one.step or one.table.is_replaced):
                 raise InputError(
                     f"weight of embedding {one.table.spec.name!r} was read before a training step or a load, and has "
                     "the rows of then; read the attribute in each forward pass, and clone() what is to stay"
                 )
-            if isinstance(result, Weight):
-                result.table, result.step = one.table, one.step
         return result
 
 
 class TorchTable(MultiTableEmbedding):
-    """One table with torch's arguments. All of them are those of `Embedding` and `EmbeddingBag`."""
+    """One table, with the arguments of torch.nn.Embedding and those of `MultiTableEmbedding`."""
 
     parameter_name = "weight"  # so that code which chooses parameters by name finds it
     num_embeddings: int | None
@@ -74,10 +71,11 @@ class TorchTable(MultiTableEmbedding):
     _is_made = False  # in the constructor, where reset_parameters leaves rows of an earlier run
 
     def __init__(
-        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None, max_norm: float | None,
-        norm_type: float, scale_grad_by_freq: bool, sparse: bool, weight: Tensor | None, device: Any,
-        dtype: torch.dtype | None, store: Store, name: str | None, initializer: Mapping[str, Any] | None,
-        seed: int | None, world: World | None,
+        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+        _weight: Tensor | None = None, _freeze: bool = False, device: Any = None, dtype: torch.dtype | None = None,
+        *, store: Store = None, name: str | None = None, initializer: Mapping[str, Any] | None = None,
+        seed: int | None = None, world: World | None = None,
     ) -> None:  # fmt: skip
         if num_embeddings is not None and (num_embeddings := as_int(num_embeddings, minimum=1)) is None:
             raise OptionError("num_embeddings: give a whole number from 1, or None for a table that takes any id")
@@ -95,10 +93,12 @@ class TorchTable(MultiTableEmbedding):
             self.set_spec(zero_key=self.padding_idx % 2**64)
         if device is not None:
             self.to(device)
-        if weight is not None:
-            self.load_dense(weight)
+        if _weight is not None:
+            self.load_dense(_weight)
         elif type(self).reset_parameters is not TorchTable.reset_parameters:  # torch's constructor calls it
             self.reset_parameters()
+        if _freeze:
+            self.requires_grad_(False)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -135,10 +135,8 @@ class TorchTable(MultiTableEmbedding):
             if not torch.compiler.is_dynamo_compiling() and isinstance(rows_now, FakeTensor):
                 setattr(rows_now.untyped_storage(), REMEDY, self._remedy())
             return rows_now
-        weight = Weight.of(rows_now, self._remedy())
-        weight.table = self._local_table()
-        weight.step = weight.table.step
-        return weight
+        table = self.table_handle().local_table
+        return Weight(rows_now, self._remedy(), table, table.step)
 
     def _remedy(self) -> str:
         return (
@@ -176,8 +174,120 @@ class TorchTable(MultiTableEmbedding):
         """
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
             raise InputError("embeddings: give a tensor [num_embeddings, embedding_dim]")
-        made = cls(*embeddings.shape, *arguments, _weight=embeddings, **options)  # type: ignore[call-arg]
+        made = cls(*embeddings.shape, *arguments, _weight=embeddings, **options)  # type: ignore[misc]
         return made.requires_grad_(not freeze)
+
+
+class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
+    """torch.nn.Embedding over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
+
+    Args:
+        num_embeddings: how many ids there are, from 0; None for a table that takes any id and grows.
+        embedding_dim: the numbers of a row.
+        padding_idx: the id whose row gets no gradient from lookups. The row begins as zeros, and may be loaded with
+            other values, as torch's.
+        sparse: changes nothing: gradients are of the rows that were looked up.
+        device: where lookups run: "cpu", "cuda" or "meta".
+        dtype: of rows and results: torch.float32, float16 or bfloat16; None is torch's default dtype.
+        store: a `make_*_store_options`, or the dict that it prints; or the path of a TOML file with a table [name],
+            or with one table. None keeps rows in host memory.
+        name: names the folder in the store; None takes the module's path in the model.
+        initializer: how rows begin; None is normal(0, 1), as torch's.
+        seed: of initial rows, as `MultiTableEmbedding`. torch.manual_seed does not change them.
+        world: a `World` over whose ranks the rows are spread.
+
+    Raises:
+        OptionError: also for `max_norm` and `scale_grad_by_freq`, which are not supported.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """Rows of ids, input.shape + (embedding_dim,).
+
+        input: integers of any shape. Raises InputError.
+        """
+        rows = MultiTableEmbedding.forward(self, input)  # super() takes longer
+        if self.padding_idx is None or not rows.requires_grad:
+            return rows
+        is_padding = input.to(torch.int64) == self.padding_idx  # in a narrow dtype torch compares the low bits
+        return torch.where(is_padding.unsqueeze(-1), rows.detach(), rows)
+
+
+class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
+    """torch.nn.EmbeddingBag over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
+
+    Args:
+        mode: "sum" or "mean".
+        include_last_offset: whether offsets have one number more, the end of the last bag.
+        padding_idx: the id that is left out of bags. Its row begins as zeros.
+
+    The other arguments are those of `Embedding`.
+
+    Raises:
+        OptionError: also for mode="max", `max_norm` and `scale_grad_by_freq`, which are not supported.
+    """
+
+    def __init__(
+        self, num_embeddings: int | None, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
+        include_last_offset: bool = False, padding_idx: int | None = None, device: Any = None,
+        dtype: torch.dtype | None = None, *, store: Store = None, name: str | None = None,
+        initializer: Mapping[str, Any] | None = None, seed: int | None = None, world: World | None = None,
+    ) -> None:  # fmt: skip
+        if mode not in ("sum", "mean"):
+            raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for the largest of each column, call max of rows")
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            False, device, dtype, store=store, name=name, initializer=initializer, seed=seed, world=world,
+        )  # fmt: skip
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Sums or means of bags of rows, [bags, embedding_dim]. An empty bag is zeros.
+
+        Args:
+            input: integers [n], the ids of all bags one after another, with offsets; or [bags, L].
+            offsets: int64 or int32 [bags], where each bag begins; [bags + 1] with `include_last_offset`.
+            per_sample_weights: floats of the shape of input, by which rows are multiplied, for mode="sum".
+
+        Raises:
+            InputError: for other shapes and dtypes, and ids that are out of range.
+        """
+        offsets, weights, pooling = self._ends(input, offsets), per_sample_weights, self.mode
+        if weights is not None:
+            if self.mode != "sum":
+                raise InputError(f"per_sample_weights: mode={self.mode!r} takes none; make it with mode='sum'")
+            if not isinstance(weights, Tensor) or weights.shape != input.shape or not weights.is_floating_point():
+                raise InputError(f"per_sample_weights: give a tensor of floats {tuple(input.shape)}, as input is")
+            weights = weights.to(torch.float32)
+        if self.padding_idx is None:
+            return MultiTableEmbedding.forward(self, input, None, offsets, pooling, weights)
+        is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # as in Embedding
+        weights = is_row if weights is None else weights * is_row
+        sums = MultiTableEmbedding.forward(self, input, None, offsets, "sum", weights)
+        return sums if self.mode == "sum" else sums / _counts(is_row, offsets).to(sums.dtype)
+
+    def _ends(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """The offsets with the end of the last bag. InputError."""
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2):
+            got = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
+            raise InputError(f"input of embedding {self.name!r}: {got}; give a tensor [n] with offsets, or [bags, L]")
+        if input.dim() == 2:
+            if offsets is not None:
+                raise InputError("offsets: input [bags, L] has a bag in each row; leave offsets out")
+            return None
+        if not isinstance(offsets, Tensor) or offsets.dim() != 1:
+            raise InputError("offsets: input [n] has bags one after another; give a 1-D tensor, where each bag begins")
+        return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
+
+    def prefetch(self, input: Tensor, offsets: Tensor | None = None) -> None:  # type: ignore[override]
+        """Announce the lookup of a later training step, as `MultiTableEmbedding.prefetch`."""
+        pooling = self.mode if self.padding_idx is None else "sum"  # as forward looks up
+        super().prefetch(input, None, self._ends(input, offsets), pooling)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
 def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
@@ -186,17 +296,17 @@ def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     Raises:
         InputError: a table takes any id.
     """
-    tables = {path: one for path, one in model.named_modules(remove_duplicate=False) if isinstance(one, TorchTable)}
-    prefixes = {path: f"{path}." if path else "" for path in tables}
+    modules = model.named_modules(remove_duplicate=False)
+    tables = {f"{path}." if path else "": one for path, one in modules if isinstance(one, TorchTable)}
     with rows_apart():
         state = model.state_dict()
     dense: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():
-        path = next((path for path, prefix in prefixes.items() if key.startswith(prefix)), None)
-        if path is None:
+        prefix = next((prefix for prefix in tables if key.startswith(prefix)), None)
+        if prefix is None:
             dense[key] = value
-        elif f"{prefixes[path]}weight" not in dense:
-            dense[f"{prefixes[path]}weight"] = tables[path].to_dense_state_dict()["weight"]
+        elif f"{prefix}weight" not in dense:
+            dense[f"{prefix}weight"] = tables[prefix].to_dense_state_dict()["weight"]
     return dense
 
 
@@ -231,3 +341,11 @@ def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
     if padding is None:
         raise OptionError(f"padding_idx={padding_idx!r}: give a whole number from {low} to {high}, or None")
     return padding if num_embeddings is None else padding % num_embeddings
+
+
+def _counts(is_row: Tensor, offsets: Tensor | None) -> Tensor:
+    """The ids of each bag that are no padding [bags, 1], at least 1."""
+    if offsets is None:
+        return is_row.sum(-1, keepdim=True).clamp(min=1)
+    ends = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.to(torch.int64).cumsum(0)])
+    return (ends[offsets[1:].long()] - ends[offsets[:-1].long()]).clamp(min=1).unsqueeze(-1)
