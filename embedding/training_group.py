@@ -23,15 +23,23 @@ class TrainingGroup:
         self.embeddings: WeakSet[Any] = WeakSet()
         self.gate = StepGate()  # of all their tables
 
+    def add(self, embeddings: Iterable[Any]) -> None:
+        """Let these be trained together with the others."""
+        self.embeddings |= WeakSet(embeddings)
+        for one in sorted(self.embeddings, key=lambda one: one.name):
+            one.group = self
+            if (handle := one.open_handle) is not None:
+                handle.join(self)
+
     def begin_pass(self) -> None:
         """A backward pass has pinned the rows of one of them, which it updates before it comes to others."""
         if not self.gate.closed:
-            self.gate.closed = True
+            self.gate.close()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def end_pass(self) -> None:
         """The backward pass has updated all that it reached."""
-        self.gate.closed = False
+        self.gate.open()
 
     def check_passed(self) -> None:
         """Called before a forward pass and a close: if the last backward pass raised, rows may differ in step."""
@@ -84,13 +92,7 @@ def train_together(modules: Iterable[Any]) -> None:
     together = next(iter(groups.values()), None) or TrainingGroup()
     if len(stored) < 2 or (len(groups) == 1 and all(one.group is together for one in stored)):
         return
-    for group in groups.values():
-        together.embeddings |= group.embeddings
-    together.embeddings |= WeakSet(stored)
-    for one in sorted(together.embeddings, key=lambda one: one.name):
-        one.group = together
-        if (handle := one.open_handle) is not None:
-            handle.join(together)
+    together.add([*stored, *(one for group in groups.values() for one in group.embeddings)])
 
 
 def tear(members: Iterable[Member], why: str) -> None:
@@ -99,11 +101,10 @@ def tear(members: Iterable[Member], why: str) -> None:
     why: what left their rows at different steps.
     """
     for member in members:
-        member.broken = (
+        member.fail(
             f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
             "make them again: with a persistent_path they go back to the last step of which all have rows"
         )
-        member.expect_change()
 
 
 @contextmanager
