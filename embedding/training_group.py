@@ -101,7 +101,7 @@ def tear(members: Iterable[Member], why: str) -> None:
     why: what left their rows at different steps.
     """
     for member in members:
-        member.fail(
+        member.tear(
             f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
             "make them again: with a persistent_path they go back to the last step of which all have rows"
         )

@@ -106,7 +106,7 @@ class Member(Rows):
         self.expect_change, self.partners = expect_change, partners
 
     def tear(self, why: str) -> None:
-        """Let the rows neither be written nor saved before a load."""
+        """Let the rows not be written or saved, or be marked clean, before a load."""
         self.broken = why
         self.expect_change()
 
@@ -182,11 +182,6 @@ class Member(Rows):
             self.equal(now)
         if self.broken == LOADING:
             self.broken = broken
-
-    def fail(self, why: str) -> None:
-        """Let the rows not be written or saved, or be marked clean, before a load."""
-        self.broken = why
-        self.expect_change()
 
     def closed(self, live: str) -> None:
         """The rows are live rows of a version, which have a clean marker. StoreError."""
