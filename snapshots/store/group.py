@@ -243,7 +243,7 @@ def open_store(
     broken until then. shards, beside: as of `GroupFile`. Raises StoreError, SnapshotError.
     """
     with _changing:
-        file = GroupFile(store, shards, beside, {**_open_stores(), os.path.realpath(store.path): store})
+        file = GroupFile(store, shards, beside)
         group = next((one for one in _groups if one.file.key == file.key), None) or Group(file)
         entry, broken = Entry(EMPTY), ""
         try:
@@ -356,7 +356,7 @@ class Group:
             if self.file.path is not None:
                 self._lock = lock_of_group(self.file)
                 store = next(iter(self.members.values())).store
-                file = GroupFile(store, self.file.shards, self.file.beside, _open_stores())
+                file = GroupFile(store, self.file.shards, self.file.beside)
                 if file.path != self.file.path:  # another process let it join others, or took it out
                     raise StoreError(_changed_text(store))
                 self.file = file
@@ -471,19 +471,17 @@ def _join(groups: Sequence[Group]) -> None:
                 others,
             )
     record = union([group.record for group in groups], {id: one.now for id, one in rows.items()})
-    file = groups[0].file.but(path=path, record=replace(record, places=places, joining=True), here=_open_stores())
+    file = groups[0].file.but(path=path, record=replace(record, places=places, joining=True))
     put(path, file.record.plain())
     for group in groups:
         if group.file.path is not None:
             put(group.file.path, {"forward": Link.to(path, group.file.path.parent)})
         for one in group.members.values() if group.file.path is None else ():
             file.lead(one.home, one.id)
-    file = file.but(record=replace(file.record, joining=False))
-    put(path, file.record.plain())
     joined = Group(file, rows, lock)
     for one in members:
         one.join(joined)
-    joined.write()
+    joined.write()  # by which the union is complete
     for group in groups:
         if group.file.path is not None and not group.rows.keys() - joined.members.keys():
             remove(group.file.path)  # nothing leads there any more
@@ -546,12 +544,6 @@ def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, An
     """The groups of stores, and by the ids of the stores of each what is given for them."""
     groups = {one.group for one in snapshots}
     return [(group, {one.id: given for one, given in snapshots.items() if one.group is group}) for group in groups]
-
-
-def _open_stores() -> dict[str, FolderState]:
-    """The stores that this process has open, by their real paths."""
-    members = [member for group in _groups for member in group.members.values()]
-    return {os.path.realpath(member.store.path): member.store for member in members}
 
 
 def file_of(store: FolderState) -> GroupFile:

@@ -41,16 +41,14 @@ class GroupFile:
         folder: FolderState,
         shards: Shards | None = None,
         beside: Sequence[Path] = (),
-        here: Mapping[str, FolderState] | None = None,
         is_alone: bool = False,
     ) -> None:
         """folder: of the store. shards: of stores whose rows ranks share; those on this host if it is not given.
 
-        beside: folders where others of the group may be now, if they have been moved. here: the stores that this
-        process has open, whose MARK nobody else writes, by their real paths. is_alone: whether it has no group,
-        whatever its MARK leads to, and is a new store for others.
+        beside: folders where others of the group may be now, if they have been moved. is_alone: whether it has no
+        group, whatever its MARK leads to, and is a new store for others.
         """
-        self.folder, self.shards, self.beside, self.here = folder, shards or {}, beside, here or {}
+        self.folder, self.shards, self.beside = folder, shards or {}, beside
         self.home = folder.recovery_folder  # whose MARK has the record, or leads to it
         mark, group = self.home.mark, OldGroup.of(self.home.mark)
         self.path: Path | None = None
@@ -185,8 +183,7 @@ class GroupFile:
         assert self.path is not None
         place = self.record.places[store]
         moved = [] if store == self.store else [path for path in self.beside if path.name == place.name]
-        paths = [path for path in (*place.paths(self.path.parent), *moved) if path.is_dir()]
-        return [self.here.get(os.path.realpath(path)) or FolderState(path) for path in paths]
+        return [FolderState(path) for path in (*place.paths(self.path.parent), *moved) if path.is_dir()]
 
     def _leads_here(self, folder: FolderState, store: str) -> bool:
         mark = folder.recovery_folder.mark

@@ -206,7 +206,7 @@ class Trainer:
         self.disk.put(self.group, joined)
         for key in keys:
             self.disk.put(key, Forward(self.group))
-        self.disk.put(self.group, replace(joined, joining=False))
+        self.write_record()
         for x in self.at:  # forwards of forwards; a kill leaves both ways
             self.disk.put(x, Forward(self.group))
         for key in keys:

@@ -96,6 +96,24 @@ def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path: Path
     assert killed(at, tmp_path, "mixed")[1] == 0
 
 
+def fresh(path: Path) -> list[int]:
+    model = Model(path, TWO, open="fresh")
+    found = model.at()
+    model.steps(2)
+    model.save_snapshot("again")
+    model.steps(1)
+    return found
+
+
+def test_all_start_over_where_a_refused_open_has_left_an_empty_folder(tmp_path: Path) -> None:
+    killed(played, tmp_path, TWO, APART)
+    shutil.rmtree(tmp_path / "b")
+    said = killed(moved, tmp_path, tmp_path, "ba")
+    assert f"'{tmp_path}/b' is not of the group that 'a' is trained in" in said
+    assert killed(fresh, tmp_path) == [0, 0]
+    assert killed(at, tmp_path) == [2, 2]
+
+
 def moved(path: Path, other: Path, order: str) -> list[int]:
     members = {
         n: make(options("host", p), "adagrad", name=n, tables=1, seed=0)
