@@ -136,6 +136,7 @@ class Member(Rows):
         with _changing:
             group = _locked(self)
             if self.id not in group.record.trained:  # else the record has no live part to clear, and a disk may be full
+                group.warn_of_lone_saves(self)
                 group.write({self.id: Entry(self.now.snapshot)}, trained=group.record.trained | {self.id})
             self.change()
 
@@ -427,6 +428,18 @@ class Group:
         if snapshots is not None and record.commit == snapshots:
             for rows in self.rows.values():
                 rows.forget_before(moment)
+
+    def warn_of_lone_saves(self, member: Member) -> None:
+        """The first change of a store since its last close, with whose rows saves and loads of others alone counted."""
+        now, commit = self.record.now, self.record.commit
+        alone = [id for id, one in now.items() if id != member.id and one.snapshot not in (None, commit[id])]
+        if alone and member.now.snapshot is None and NOTHING not in now.values():
+            log.warning(
+                "embedding %r is trained from here on, and no snapshot has the rows that it had, so a kill takes back what "
+                "was saved or loaded of %s alone: save a snapshot of all of them",
+                member.store.path.name,
+                ", ".join(sorted(repr(self.record.places[id].name) for id in alone)),
+            )
 
     def _newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
         """The newest moment that snapshots cover, and these. Those that were removed since are forgotten."""

@@ -73,10 +73,7 @@ class GroupFile:
 
     def read_again(self) -> Self:
         """The record as it is now, of a group whose lock was not taken before. StoreError."""
-        if self.path is None or not self.path.exists():
-            return self
-        path, record = self._follow(Link.to(self.path, self.home.path))
-        return self.but(path=path, record=record)
+        return self if self.path is None else type(self)(self.folder, self.shards, self.beside)
 
     @property
     def key(self) -> str:
@@ -150,6 +147,11 @@ class GroupFile:
         """The name of the snapshot of the last step that the record has of all stores; None for none."""
         id = self.record.commit[self.store]
         return None if id == EMPTY else name_of(self.folder.snapshots, id)
+
+    @property
+    def needed(self) -> set[str]:
+        """The ids of the snapshots of the store that may not be removed."""
+        return needed(self.record, self.store)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """The folders of the stores, by id. StoreError if one is missing, or is from before it joined the group.
@@ -265,11 +267,6 @@ class GroupFile:
             own = (usable(one, files) for one in (self.record.now[store], last))
             chosen[store] = next((one for one in own if one != NOTHING), Entry(ids[-1] if ids else EMPTY))
         return chosen
-
-
-def needed_ids(file: GroupFile) -> set[str]:
-    """The ids of the snapshots of a store that its record names."""
-    return {id for id in needed(file.record, {}, file.store) if id not in (None, EMPTY)}
 
 
 def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:

@@ -179,7 +179,7 @@ def next_record(record: Record, at: Mapping[str, Entry], moment: Snapshots | Non
     return after
 
 
-def needed(record: Record, at: Mapping[str, Entry], store: str) -> set[str | None]:
+def needed(record: Record, store: str) -> set[str]:
     """The snapshots of a store that may not be removed. Those of `before` serve only as long as they are kept."""
-    entries = {of_all[store].snapshot for of_all in (record.now, at) if store in of_all}
-    return entries | {ids.get(store) for ids in (record.commit, record.parents)}
+    ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
+    return {id for id in ids if id not in (None, EMPTY)}

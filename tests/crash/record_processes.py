@@ -284,7 +284,7 @@ class Trainer:
 
     def retain_replaced(self, store: str, old: str) -> None:
         """Link the old snapshot under its id first: after the exchange a kill leaves it in a temporary folder."""
-        if old in needed(self.disk.record(self.disk.leads_to(store)), self.at, store):
+        if old in needed(self.disk.record(self.disk.leads_to(store)), store):
             self.disk.write(lambda: self.disk.names[store].__setitem__(f"replaced-{old}", old))
 
     def count_snapshot(self, store: str, snapshot: str, span: Interval) -> None:
@@ -390,7 +390,7 @@ class Trainer:
         self.remove(store, list(self.disk.names[store]), self.disk.record(self.disk.leads_to(store)))
 
     def remove(self, store: str, names: Iterable[str], record: Record) -> None:
-        keep = needed(record, self.at, store)
+        keep = needed(record, store)
         for name in names:
             if self.disk.names[store][name] not in keep:
                 self.disk.write(lambda name=name: self.disk.names[store].pop(name))

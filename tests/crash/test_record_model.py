@@ -112,7 +112,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
         lambda record, at, moment: next_record(record, at, {x: e.snapshot or record.commit[x] for x, e in at.items()}),
     ),
     "recovery: of each store alone": patch(processes, "choose", choose_own),
-    "prune: what the commit needs": patch(processes, "needed", lambda record, at, x: {record.now[x].snapshot}),
+    "prune: what the commit needs": patch(processes, "needed", lambda record, x: {record.now[x].snapshot}),
     "overwrite: exchange without a link": patch(Trainer, "retain_replaced", exchange_only),
     "background: counts for the present rows": patch(Trainer, "count_snapshot", count_at_present),
     "background: older than the last write is dropped": patch(Trainer, "count_snapshot", count_newer_than_last_write),

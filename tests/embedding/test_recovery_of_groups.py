@@ -454,6 +454,20 @@ def test_a_state_of_rows_that_were_mixed_stays_in_the_one_it_was_loaded_into(tmp
     assert at(tmp_path) == [2, 1]
 
 
+def test_a_warning_says_when_saves_of_one_alone_count_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    in_process(played, tmp_path, TWO, "step 2; save two; step 1; close")
+    in_process(played, tmp_path, TWO, "step 1 a; a save s4; close")
+    with caplog.at_level(logging.WARNING, "tierbed"):
+        model = Model(tmp_path, TWO)
+        assert model.at() == [4, 3]
+        model.steps(1)
+        model.steps(1)
+    (said,) = [record.getMessage() for record in caplog.records if "takes back" in record.getMessage()]
+    assert said.startswith("embedding 'b' is trained from here on")
+    assert "saved or loaded of 'a' alone" in said
+    model.close()
+
+
 def test_rows_that_join_and_are_in_no_snapshot_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_process(alone, tmp_path)
     with caplog.at_level(logging.WARNING, "tierbed"):
