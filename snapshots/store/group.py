@@ -435,8 +435,8 @@ class Group:
         alone = [id for id, one in now.items() if id != member.id and one.snapshot not in (None, commit[id])]
         if alone and member.now.snapshot is None and NOTHING not in now.values():
             log.warning(
-                "embedding %r is trained from here on, and no snapshot has the rows that it had, so a kill takes back what "
-                "was saved or loaded of %s alone: save a snapshot of all of them",
+                "embedding %r is trained from here on, and no snapshot has the rows that it had, so a kill takes back "
+                "what was saved or loaded of %s alone: save a snapshot of all of them",
                 member.store.path.name,
                 ", ".join(sorted(repr(self.record.places[id].name) for id in alone)),
             )
