@@ -332,8 +332,8 @@ class Group:
                     sleep(POLL_SECONDS)  # it may only be opening one of them
                     self.file = file = file.read_again()
             self.file = file = file.read_again()
-            if mode == "error" and (unclean := file.unclean()):
-                raise StoreError(_unclean_text(file, unclean.values()))
+            if mode == "error":
+                file.check_closed()
             return file.newest()[file.store] if mode == "mixed" else file.target()[file.store]
 
     def _entry_beside(self, file: GroupFile) -> Entry:
@@ -582,18 +582,4 @@ def _changed_text(store: FolderState) -> str:
     return (
         f"{str(store.path)!r} was recovered or trained by another process since it was opened here: make the embedding "
         "again"
-    )
-
-
-def _unclean_text(file: GroupFile, unclean: Iterable[FolderState]) -> str:
-    """The error of open="error"."""
-    if file.path is None:
-        return (
-            f"store folder {str(file.folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
-            'open="resume" restores the last snapshot or starts empty'
-        )
-    paths = ", ".join(sorted(repr(str(one.path)) for one in unclean))
-    return (
-        f"{paths} of the store folders that are trained together were not closed by their last run, so their live "
-        'rows cannot be used; open="resume" recovers the last step of which all have the rows'
     )

@@ -58,12 +58,13 @@ class GroupFile:
             self.record = record_of_store(self)
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
-            self._check_no_copy()
         elif group is not None:
             self.path, record = record_of_group(self, group)
-            self.record = self._follow(Link.to(self.path, self.home.path))[1] if record is None else record
+            self.record = record or self._follow(Link.to(self.path, self.home.path))[1]
         elif mark.exists or not self._find_by_place():
             self.record = mark.record or record_of_store(self)
+        if self.path is not None:
+            self._check_listed()
 
     def but(self, **attributes: Any) -> Self:
         """A copy with other attributes."""
@@ -87,7 +88,7 @@ class GroupFile:
                 try:
                     content = unseal(read_record(path))
                     if "forward" not in content:
-                        return path, self._checked(path, Record.parse(content))
+                        return path, Record.parse(content)
                     link, folder = Link(*map(str, content["forward"])), path.parent
                     break
                 except (OSError, *INVALID) as wrong:
@@ -100,16 +101,13 @@ class GroupFile:
                     f"`tierbed store detach`, and load one of its snapshots ({named})"
                 )
 
-    def _checked(self, path: Path, record: Record) -> Record:
-        if self.store not in record.now:
+    def _check_listed(self) -> None:
+        """Raises StoreError if the record does not list this store, or another folder for it that leads there too."""
+        if self.store not in self.record.now:
             raise StoreError(
-                f"{str(self.folder.path)!r} is not listed in {str(path)!r}, to which it leads: it is from before it "
-                "was taken out; load one of its snapshots after `tierbed store detach`"
+                f"{str(self.folder.path)!r} is not listed in {str(self.path)!r}, to which it leads: it is from before "
+                "it was taken out; load one of its snapshots after `tierbed store detach`"
             )
-        return record
-
-    def _check_no_copy(self) -> None:
-        """Raises StoreError if the record lists another folder for this store, which exists and leads there as well."""
         same = [one for one in self._listed(self.store) if one.recovery_folder.mark.store == self.store]
         ours = (self.folder.path, self.folder.snapshot_store.path)
         if same and not any(os.path.samefile(one.path, path) for one in same for path in ours):
@@ -208,12 +206,24 @@ class GroupFile:
         known = self.shards.get(str(folder.path))
         return shard_versions(folder.path, folder.ranks) if known is None else known
 
-    def unclean(self) -> dict[str, FolderState]:
-        """The stores that their last run has not closed."""
-        members = self.members(lenient=True)
-        live = {store: self.record.now[store].live for store, folder in members.items() if folder.ranks}
-        lost = {x for x, version in live.items() if version and version != self.files(members[x]).one_live}
-        return {store: folder for store, folder in members.items() if store in self.record.trained | lost}
+    def check_closed(self) -> None:
+        """Raises StoreError if their last run has not closed all stores, for open="error"."""
+        unclean = []
+        for store, folder in self.members(lenient=True).items():
+            live = self.record.now[store].live if folder.ranks else None
+            if store in self.record.trained or (live and live != self.files(folder).one_live):
+                unclean.append(repr(str(folder.path)))
+        if unclean and self.path is None:
+            raise StoreError(
+                f"store folder {unclean[0]} was not closed by its last run, so its live rows cannot be used; "
+                'open="resume" restores the last snapshot or starts empty'
+            )
+        if unclean:
+            raise StoreError(
+                f"{', '.join(sorted(unclean))} of the store folders that are trained together were not closed by their "
+                'last run, so their live rows cannot be used; open="resume" recovers the last step of which all have '
+                "the rows"
+            )
 
     def _check_here(self, store: str, folder: FolderState) -> None:
         """Raises StoreError if live rows that no snapshot has may be in shards of ranks on other hosts."""
