@@ -161,7 +161,7 @@ class Member(Rows):
         self._came_as = self._writes, f"{snapshot}:0"
 
     def begin_load(self) -> None:
-        """The record says which snapshot's rows the store is to have."""
+        """The record is about to say which snapshot's rows the store is to have."""
         self.broken = LOADING
 
     def replaced(self, snapshot: str | None) -> None:
@@ -516,11 +516,11 @@ def loading(snapshots: Mapping[Member, str]) -> Iterator[None]:
             for member in snapshots:
                 _locked(member)
             before = {member: (member.now, member.broken) for member in snapshots}
-            for group, ids in _by_group(snapshots):
-                now = {id: Entry(snapshot) for id, snapshot in ids.items()}
-                group.write(now, parents={**group.record.parents, **ids})
             for member in snapshots:
                 member.begin_load()
+            for group, ids in _by_group(snapshots):
+                loaded = {id: Entry(snapshot) for id, snapshot in ids.items()}
+                group.write(loaded, parents={**group.record.parents, **ids})
         yield
         clock.tick()
     except BaseException:

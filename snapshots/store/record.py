@@ -167,7 +167,7 @@ def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
         return {x: value for one in records for x, value in getattr(one, name).items() if x in at}
 
     trained = frozenset(x for one in records for x in one.trained if x in at)
-    kept = {name: of_all(name) for name in ("commit", "before", "places", "parents", "undone")}
+    kept: dict[str, Any] = {name: of_all(name) for name in ("commit", "before", "places", "parents", "undone")}
     return Record(dict(at), trained=trained, **kept)
 
 

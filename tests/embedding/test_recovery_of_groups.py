@@ -26,6 +26,7 @@ from tierbed.embedding.training_group import train_together
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import request_save
+from tierbed.snapshots.store.group import Group
 
 TWO = ("host", "host")
 
@@ -307,6 +308,27 @@ def test_another_process_gets_no_snapshot_of_a_half_done_load(tmp_path: Path) ->
     assert "did not finish its current step" in killed(shell_amid_load, tmp_path)
     assert not any("shell" in of_store for of_store in names(tmp_path))
     assert killed(at, tmp_path) == [2, 2]
+
+
+def load_unrecorded(path: Path) -> list[int]:
+    write = Group.write
+
+    def full_once(self: Group, *_: object, **__: object) -> None:
+        Group.write = write  # type: ignore[method-assign]
+        raise StoreError("no space left")
+
+    model = Model(path, TWO)
+    found = model.at()
+    Group.write = full_once  # type: ignore[method-assign, assignment]
+    with pytest.raises(StoreError, match="no space left"):
+        model.load_snapshot("two")
+    return found
+
+
+def test_a_load_that_the_record_cannot_say_leaves_rows_and_record_as_they_were(tmp_path: Path) -> None:
+    in_process(played, tmp_path, TWO, "step 2; save two; step 1; close")
+    assert killed(load_unrecorded, tmp_path) == [3, 3]
+    assert killed(at, tmp_path) == [3, 3]
 
 
 def load_of_none(path: Path) -> list[str]:
