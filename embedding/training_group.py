@@ -34,12 +34,12 @@ class TrainingGroup:
     def begin_pass(self) -> None:
         """A backward pass has pinned the rows of one of them, which it updates before it comes to others."""
         if not self.gate.closed:
-            self.gate.close()
+            self.gate.closed = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def end_pass(self) -> None:
         """The backward pass has updated all that it reached."""
-        self.gate.open()
+        self.gate.closed = False
 
     def check_passed(self) -> None:
         """Called before a forward pass and a close: if the last backward pass raised, rows may differ in step."""

@@ -28,14 +28,6 @@ class StepGate:
         self._step_waits = Event()  # so no step runs
         self._reader_left = Event()
 
-    def close(self) -> None:
-        """A step has updated one of the tables and will pin others."""
-        self.closed = True
-
-    def open(self) -> None:
-        """The step has ended."""
-        self.closed = False
-
     def yield_to_reader(self, table: Table) -> None:
         """Wait until the reader has left. Called before a step if `is_wanted` is set. Ctrl-C ends the wait.
 

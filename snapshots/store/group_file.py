@@ -55,16 +55,20 @@ class GroupFile:
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
             self.store = secrets.token_hex(8)
-            self.record = record_of_store(self)
+            self.record = self._record_alone()
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
-            self.path, record = record_of_group(self, group)
+            self.path, record = record_of_group(folder, group, self.files)
             self.record = record or self._follow(Link.to(self.path, self.home.path))[1]
         elif mark.exists or not self._find_by_place():
-            self.record = mark.record or record_of_store(self)
+            self.record = mark.record or self._record_alone()
         if self.path is not None:
             self._check_listed()
+
+    def _record_alone(self) -> Record:
+        live, shards = self.files(self.folder).one_live, self.shards_of(self.folder)
+        return record_of_store(self.store, self.folder, live, shards)
 
     def but(self, **attributes: Any) -> Self:
         """A copy with other attributes."""

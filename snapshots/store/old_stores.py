@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..files.format import OLD_CANDIDATES, OLD_GROUP, snapshot_id
 from ..files.reader import list_snapshots
 from .folder_state import FolderState
 from .mark import Mark
-from .record import EMPTY, Entry, Place, Record
-
-if TYPE_CHECKING:
-    from .group_file import GroupFile
+from .record import EMPTY, Entry, Files, Place, Record
 
 PREFIX = "GROUP-"
 _UNKNOWN = "unknown"  # a snapshot that no folder has
@@ -50,35 +47,36 @@ def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
                     yield name, bool(ids)
 
 
-def record_of_store(file: GroupFile) -> Record:
-    """Of a new store, or of one that was trained alone."""
-    folder, mark = file.folder, file.home.mark
-    ids = {"": EMPTY} | {one.name: one.manifest.id for one in file.listing.snapshots}
-    candidates = [*_candidates(file.home)]
+def record_of_store(store: str, folder: FolderState, live: str | None, shards: Mapping[int, str | None]) -> Record:
+    """Of a new store, or of one that was trained alone. live, shards: versions of its rows, and of ranks' shards."""
+    home = folder.recovery_folder
+    ids = {"": EMPTY} | {one.name: one.manifest.id for one in list_snapshots(folder.snapshots).snapshots}
+    candidates = [*_candidates(home)]
     commit = ids.get(candidates[0][0] if candidates else next(reversed(ids)), EMPTY)
     parent = next((name for name, is_of_user in candidates if is_of_user), "")
-    live, shards = file.files(folder).one_live, file.shards_of(folder)
     if len(shards) < folder.ranks and None not in shards.values() and len({*shards.values()}) < 2:
         live = next(iter(shards.values()), _UNKNOWN)  # the others may be on other hosts
-    is_commit = mark.ranks is not None and live == f"{mark.ranks.run}:{mark.ranks.saved}"
+    is_commit = home.mark.ranks is not None and live == f"{home.mark.ranks.run}:{home.mark.ranks.saved}"
     is_commit |= live is None and not folder.was_open
     was_killed = live is None and folder.was_open
-    of_one = {file.store: commit}
+    of_one = {store: commit}
     return Record(
-        {file.store: Entry(commit if is_commit else None, live)},
+        {store: Entry(commit if is_commit else None, live)},
         of_one,
         of_one,
-        trained=frozenset({file.store} if was_killed else ()),
-        parents={file.store: ids.get(parent, EMPTY)} if parent else {},
+        trained=frozenset({store} if was_killed else ()),
+        parents={store: ids.get(parent, EMPTY)} if parent else {},
     )
 
 
-def record_of_group(file: GroupFile, group: OldGroup) -> tuple[Path, Record | None]:
+def record_of_group(
+    folder: FolderState, group: OldGroup, files: Callable[[FolderState], Files]
+) -> tuple[Path, Record | None]:
     """Of stores that were trained together. Its commit are the newest snapshots of one save of all.
 
-    Also where it will be; without a record if it is there since another of the stores was opened.
+    Also its path; no record if another of the stores was opened before, so that the file exists. files: of a store.
     """
-    found, waiting = dict[str, FolderState](), [(group, file.folder)]
+    found, waiting = dict[str, FolderState](), [(group, folder)]
     places = dict[str, Place]()  # of those that are not found
     while waiting:
         (id, others), folder = waiting.pop()
@@ -97,7 +95,7 @@ def record_of_group(file: GroupFile, group: OldGroup) -> tuple[Path, Record | No
         return path, None
     listed = {id: place._replace(relative=os.path.relpath(place.relative, first)) for id, place in places.items()}
     listed |= {id: Place.of(one.path, one.snapshot_store.path, first) for id, one in found.items()}
-    lives = {id: file.files(folder).one_live for id, folder in found.items()}
+    lives = {id: files(folder).one_live for id, folder in found.items()}
     saves = {
         id: {one.manifest.moment: one.manifest.id for one in list_snapshots(folder.snapshots).snapshots}
         for id, folder in found.items()
