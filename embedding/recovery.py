@@ -18,7 +18,6 @@ from ..snapshots.store.folder_state import (
     FolderState,
     holder,
     last_step,
-    remove_other_shares,
     shard_folder,
     shard_versions,
 )
@@ -37,20 +36,6 @@ class FolderContents(NamedTuple):
     noted_step: int | None
     begun: bool
     was_open: bool
-
-
-class RecoveryPoint(NamedTuple):
-    """A recovery snapshot: its name, step, and number of rows."""
-
-    name: str
-    step: int
-    rows: int
-
-    @classmethod
-    def of(cls, snapshot: Snapshot | None) -> RecoveryPoint | None:
-        if snapshot is None:
-            return None
-        return cls(snapshot.name, int(snapshot.description["step"]), snapshot.manifest.rows)
 
 
 class OpenPlan(NamedTuple):
@@ -97,8 +82,8 @@ def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> S
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
         found = (one for ids in (record.commit, record.before) for one in saved if one.manifest.id == ids[member.id])
-        base, whose = RecoveryPoint.of(next(found, None)), _whose(folder)
-        last = "it has none" if base is None else f"its last, {base.name!r}, is of step {base.step}"
+        base, whose = next(found, None), _whose(folder)
+        last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_step_of(base)}"
         raise StoreError(
             f"store folder {str(folder.path)!r} has live rows of {whose}, of step {step}, and no snapshot of them, as "
             f"another number of ranks needs ({last}): open it with {whose} once more and save one. To do without these "
@@ -120,8 +105,7 @@ def log_entry_of(
 
     shards: the versions of these, if ranks have them. reached: their last step, if it is known. who: opens it.
     """
-    base = RecoveryPoint.of(snapshot)
-    where, restored = f"store folder {folder.path}", recovery_text(base)
+    where, restored = f"store folder {folder.path}", recovery_text(snapshot)
     if not found.begun:
         return None
     if not found.was_open:
@@ -137,23 +121,27 @@ def log_entry_of(
         why = "was closed by its ranks at different steps"
     elif shards or found.clean_marker is not None:
         why = "is trained together with others that were not closed by their last run"
-    return logging.WARNING, f"{where} {why}; {who}{restored}; {lost_steps_text(base, reached)}"
+    return logging.WARNING, f"{where} {why}; {who}{restored}; {lost_steps_text(snapshot, reached)}"
 
 
 def _whose(folder: FolderState) -> str:
     return f"{folder.ranks} ranks" if folder.ranks else "one process"
 
 
-def recovery_text(base: RecoveryPoint | None) -> str:
+def _step_of(snapshot: Snapshot | None) -> int:
+    return 0 if snapshot is None else int(snapshot.description["step"])
+
+
+def recovery_text(base: Snapshot | None) -> str:
     """What a run begins with instead of the live rows, for the log."""
     if base is None:
         return "started empty: it has no snapshot of its own"
-    return f"restored its last snapshot {base.name!r}, of step {base.step}"
+    return f"restored its last snapshot {base.name!r}, of step {_step_of(base)}"
 
 
-def lost_steps_text(base: RecoveryPoint | None, reached: int | None) -> str:
+def lost_steps_text(base: Snapshot | None, reached: int | None) -> str:
     """What an unclean shutdown lost, for the log: the steps after `base`, up to `reached` if that is known."""
-    kept = 0 if base is None else base.step
+    kept = _step_of(base)
     if reached is None or reached < kept:
         return "what was written since is lost"
     if reached == kept:
@@ -167,13 +155,13 @@ def what_is_lost(folder: FolderState, member: Member | None, step: int) -> str:
         return "all ranks recover from the last snapshot in the next run"
     try:
         commit = member.group.record.commit[member.id]
-        base = RecoveryPoint.of(None if commit == EMPTY else snapshot_by_id(folder.snapshots, commit))
+        base = None if commit == EMPTY else snapshot_by_id(folder.snapshots, commit)
     except TierbedError as error:
         return f"the last snapshot, which the next run needs, cannot be read: {error}"
     if base is None:
         return "the next run starts empty: it has no snapshot of its own"
     lost = lost_steps_text(base, step)
-    return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost}"
+    return f"the next run restores its last snapshot {base.name!r}, of step {_step_of(base)}; {lost}"
 
 
 def lacks_space(error: TierbedError) -> bool:
@@ -200,12 +188,6 @@ def check_shards_unlocked(path: Path, ranks: int) -> None:
                 f"{str(place)!r}, the shard of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
                 "wait until that has closed it, or end that process"
             )
-
-
-def take_over_from_ranks(folder: StoreFolder, member: Member) -> None:
-    """Let the live rows be this process's alone, and remove those of ranks. Raises StoreError."""
-    member.move_to(folder)
-    remove_other_shares(folder.path, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.writer import write_snapshot
 from ..snapshots.store.closed_store import check_live, scan_live_rows
 from ..snapshots.store.folder import StoreFolder
-from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
+from ..snapshots.store.folder_state import FolderState, remove_other_shares, snapshot_folder_of
 from ..snapshots.store.group import Member, loading, open_store
 from ..snapshots.store.group_file import GroupFile
 from ..snapshots.store.mark import live_version
@@ -57,7 +57,6 @@ from .recovery import (
     lacks_space,
     no_space_to_open,
     plan_open,
-    take_over_from_ranks,
     what_is_lost,
 )
 from .rows_in_tensors import RowTensors
@@ -133,7 +132,8 @@ class TablePersistence:
             self._unsettled = opening.unsettled
             table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
             if self.member is not None and self.life is None:
-                take_over_from_ranks(self.folder, self.member)
+                self.member.move_to(self.folder)
+                remove_other_shares(self.folder.path, 1)
             return table
         except TierbedError as error:
             self._leave()
@@ -366,7 +366,7 @@ class TablePersistence:
                     table.close()
                     raise
                 return table
-            return self._restore(optimizer, marker, scan_live_rows(folder, marker), same_rows=True)
+            return self._restore(optimizer, marker, scan_live_rows(folder, marker))
         except (SnapshotError, StoreError) as error:
             if os_error_in(error) is not None:
                 raise
@@ -454,13 +454,11 @@ class TablePersistence:
         source: contextlib.AbstractContextManager[Chunks],
         running: OpenTable | None = None,
         whole: str | None = None,
-        same_rows: bool = False,
         verified: Callable[[], None] | None = None,
     ) -> OpenTable:
         """A table with the rows of `source`, built next to the live rows; closes `running` when all are read.
 
-        same_rows: whether the rows are the live rows of the folder, in another form. whole: the id of the snapshot that
-        has these rows; None if none has.
+        whole: the id of the snapshot that has these rows; None if none has.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None

@@ -23,6 +23,14 @@ class TrainingGroup:
         self.embeddings: WeakSet[Any] = WeakSet()
         self.gate = StepGate()  # of all their tables
 
+    def add(self, embeddings: Iterable[Any]) -> None:
+        """Let these be trained together with the others."""
+        self.embeddings |= WeakSet(embeddings)
+        for one in sorted(self.embeddings, key=lambda one: one.name):
+            one.group = self
+            if (handle := one.open_handle) is not None:
+                handle.own.join(self)
+
     def begin_pass(self) -> None:
         """A backward pass has pinned the rows of one of them, which it updates before it comes to others."""
         if not self.gate.closed:
@@ -51,7 +59,7 @@ class TrainingGroup:
 
     def members(self) -> list[Member]:
         """The stores of those that are open here."""
-        return [handle.own.member for handle in self.handles() if handle.own.member is not None]
+        return [handle.member for handle in self.handles() if handle.member is not None]
 
     def folders(self) -> list[Path]:
         """The store folders of all of them."""
@@ -65,8 +73,8 @@ class TrainingGroup:
     def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """A step of embeddings raised: if it updated some of them alone, or in a backward pass, rows differ in step."""
         found = [one.open_handle for one in embeddings if one.group is self and one.world is None]
-        handles = [handle.own for handle in found if handle is not None and handle.own.member is not None]
-        behind = [table for one in handles if (table := one.table).in_step or table.failure is not None]
+        handles = [handle for handle in found if handle is not None and handle.member is not None]
+        behind = [table for one in handles if (table := one.own.table).in_step or table.failure is not None]
         if 0 < len(behind) < len(handles) and any(table.refused or table.failure is not None for table in behind):
             tear([one.member for one in handles], f"a step raised during its updates ({error!r})")
         if torch._C._current_graph_task_id() != -1:
@@ -84,13 +92,7 @@ def train_together(modules: Iterable[Any]) -> None:
     together = next(iter(groups.values()), None) or TrainingGroup()
     if len(stored) < 2 or (len(groups) == 1 and all(one.group is together for one in stored)):
         return
-    for group in groups.values():
-        together.embeddings |= group.embeddings
-    together.embeddings |= WeakSet(stored)
-    for one in sorted(together.embeddings, key=lambda one: one.name):
-        one.group = together
-        if (handle := one.open_handle) is not None:
-            handle.own.join(together)
+    together.add([*stored, *(one for group in groups.values() for one in group.embeddings)])
 
 
 def tear(members: Iterable[Member], why: str) -> None:
@@ -99,11 +101,10 @@ def tear(members: Iterable[Member], why: str) -> None:
     why: what left their rows at different steps.
     """
     for member in members:
-        member.broken = (
+        member.tear(
             f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
             "make them again: with a persistent_path they go back to the last step of which all have rows"
         )
-        member.expect_change()
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def between_steps(handles: Iterable[Any], waits: bool = False) -> Iterator[None]
                 stack.enter_context(gate.between_steps(tables.copy, lambda: False))
             for table in tables:
                 stack.enter_context(table.lock)
-            if any(table.is_replaced or table.observers.is_saved_by_another for table in tables):
+            if any(table.is_replaced or table.is_saved_by_another for table in tables):
                 continue
             amid = [group for group in groups if waits and group.is_amid_step]
             gate = next((group.gate for group in amid if is_trained_elsewhere(group.embeddings)), None)

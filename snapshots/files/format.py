@@ -43,9 +43,10 @@ _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for its other fields
 LIVE = "version"  # the field of a clean marker with the version of the live rows
+OLD_CANDIDATES = "base"  # the field of MARK by which an earlier version named the recovery snapshot
 OLD_GROUP = "group"  # the field of MARK by which an earlier version noted which stores are trained together
 # fields of MARK beside the clean marker
-FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", "base", OLD_GROUP, "at")
+FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
 SHARE = "share"  # the field of MARK that names the rank of a shard
 FILES = "live_files"  # the field of MARK that identifies the files of its live rows
 # fields of MARK in addition to the description of a snapshot

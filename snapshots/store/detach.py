@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
 from .folder import StoreFolder
-from .group_file import GroupFile, lock_of_group, put
-from .record import NOTHING, Record
+from .group_file import GroupFile, lock_of_group, put, remove
+from .record import NOTHING, union
 
 
 class Detached(NamedTuple):
@@ -31,12 +30,11 @@ def detach(store: StoreFolder) -> Detached:
     try:
         file = GroupFile(store)
     except StoreError as error:
-        alone = GroupFile(store, is_alone=True)
-        _give_record(store, alone.store, alone.record)
+        _separate(store, GroupFile(store, is_alone=True))
         return Detached([], str(error))
     if file.path is None:
         return Detached([])
-    lock = lock_of_group(file.path, file)
+    lock = lock_of_group(file)
     try:
         locked = GroupFile(store)
         if locked.path == file.path:
@@ -48,34 +46,29 @@ def detach(store: StoreFolder) -> Detached:
 
 def _detach(store: StoreFolder, file: GroupFile) -> Detached:
     """Take a store out of the group of a record that is locked."""
-    record, path = file.record, file.path
+    record, path, entries = file.record, file.path, file.record.now
     assert path is not None
-    others = {other for other in record.now if other != file.store}
-    names = sorted(record.places[other].name for other in others)
-    entries = record.now
+    names = sorted(place.name for other, place in record.places.items() if other != file.store)
     if NOTHING in entries.values():  # a run was killed: all go back, this one as well
         try:
             entries = file.target()
-            others &= entries.keys()
             record = replace(record, trained=frozenset(entries))  # the next run of each notes what it goes back over
         except (StoreError, SnapshotError):  # which the others raise when they open, or what is lost is back
             entries = {**record.now, file.store: file.newest()[file.store]}
-    own = replace(record.part({file.store}), now={file.store: entries[file.store]}, places={}, joining=False)
-    rest = replace(record.part(others), now={other: entries[other] for other in others})
     put(path, replace(record, joining=True).plain())  # from here on it is no member once it does not lead here
-    _give_record(store, file.store, own)
-    if others:
-        put(path, rest.plain())
+    own = union([record], {file.store: entries[file.store]})
+    _separate(store, file.but(path=None, record=replace(own, places={})))
+    if others := {other: entry for other, entry in entries.items() if other != file.store}:
+        put(path, union([record], others).plain())
     else:
-        with suppress(OSError):  # nothing leads there any more
-            path.unlink()
+        remove(path)
     return Detached(names)
 
 
-def _give_record(store: StoreFolder, id: str, record: Record) -> None:
+def _separate(store: StoreFolder, file: GroupFile) -> None:
     """Let a store have its own record. Raises StoreError."""
     home = store.snapshot_store if store.ranks else store
-    home.change(store=id, record=record, link=None, candidates=None, group=None)
+    file.lead(home, file.store)
     for other in {store, store.snapshot_store} - {home}:
         if other.mark.link is not None:
             other.change(store="", record=None, link=None)

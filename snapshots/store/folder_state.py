@@ -13,9 +13,9 @@ from typing import Any
 
 from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, write_atomically
 from ...engine.errors import StoreError
-from ..files.format import SHARE, snapshot_id
+from ..files.format import SHARE
 from .lock import holder_of
-from .mark import Mark, RecoveryCandidate, live_version
+from .mark import Mark, live_version
 
 LOCK = "LOCK"
 RANKS = "ranks"  # the folder of the shards in a store folder
@@ -85,21 +85,6 @@ class FolderState:
             return int((self.path / "STEP").read_bytes())
         except (OSError, ValueError):
             return None
-
-    @property
-    def recovery_snapshot(self) -> str | None:
-        """The recovery snapshot of a store of an earlier version: "" for none, None if unknown."""
-        return next((one.name for one in self.mark.candidates or () if self._exists(one)), None)
-
-    @property
-    def parent_snapshot(self) -> str | None:
-        """In a store of an earlier version, the snapshot that a user saved or loaded last."""
-        own = (one for one in self.mark.candidates or () if not one.of_state)
-        return next((one.name for one in own if self._exists(one)), None)
-
-    def _exists(self, one: RecoveryCandidate) -> bool:
-        folder = self.snapshots / one.name
-        return not one.name or (folder.is_dir() and (one.replaced is None or snapshot_id(folder) != one.replaced))
 
     @property
     def has_begun(self) -> bool:

@@ -6,7 +6,6 @@ stores: a store is a member if both hold.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,19 +13,20 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...engine.durable import read_record, seal, unseal, write_atomically
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
 from ..files.reader import Listing, Snapshot, list_snapshots, name_of
+from .folder import StoreFolder
 from .folder_state import SNAPSHOTS, FolderState, shard_versions
 from .lock import FileLock, InUseError
-from .mark import Link, OldGroup, live_version
-from .record import EMPTY, NOTHING, Entry, Files, NoCommonRows, Place, Record, choose, needed, usable
+from .mark import Link, live_version
+from .old_stores import PREFIX, OldGroup, record_of_group, record_of_store
+from .record import EMPTY, NOTHING, Entry, Files, Record, choose, needed, usable
 
-PREFIX = "GROUP-"
-_UNKNOWN = "unknown"  # a snapshot that no folder has
+INVALID = (ValueError, TypeError, KeyError, AttributeError)  # what reading a damaged record raises
 Shards = Mapping[str, Mapping[int, str | None]]  # by the paths of stores, the versions of their shards on all hosts
 
 
@@ -41,35 +41,44 @@ class GroupFile:
         folder: FolderState,
         shards: Shards | None = None,
         beside: Sequence[Path] = (),
-        here: Mapping[str, FolderState] | None = None,
         is_alone: bool = False,
     ) -> None:
         """folder: of the store. shards: of stores whose rows ranks share; those on this host if it is not given.
 
-        beside: folders where others of the group may be now, if they have been moved. here: the stores that this
-        process has open, whose MARK nobody else writes, by their real paths. is_alone: whether it has no group,
-        whatever its MARK leads to, and is a new store for others.
+        beside: folders where others of the group may be now, if they have been moved. is_alone: whether it has no
+        group, whatever its MARK leads to, and is a new store for others.
         """
-        self.folder, self.shards, self.beside, self.here = folder, shards or {}, beside, here or {}
+        self.folder, self.shards, self.beside = folder, shards or {}, beside
         self.home = folder.recovery_folder  # whose MARK has the record, or leads to it
-        mark = self.home.mark
+        mark, group = self.home.mark, OldGroup.of(self.home.mark)
         self.path: Path | None = None
-        self.store = mark.store or (mark.group.id if mark.group is not None else secrets.token_hex(8))
+        self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
             self.store = secrets.token_hex(8)
-            self.record = self._of_old_store()
+            self.record = self._record_alone()
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
-            self._check_no_copy()
-        elif mark.group is not None:
-            self.path, self.record = self._of_old_group(mark.group)
+        elif group is not None:
+            self.path, record = record_of_group(folder, group, self.files)
+            self.record = record or self._follow(Link.to(self.path, self.home.path))[1]
         elif mark.exists or not self._find_by_place():
-            self.record = mark.record or self._of_old_store()
+            self.record = mark.record or self._record_alone()
+        if self.path is not None:
+            self._check_listed()
 
-    def read_again(self) -> None:
-        """Read the record once more, of a group whose lock was not taken before. StoreError."""
-        if self.path is not None and self.path.exists():
-            self.path, self.record = self._follow(Link.to(self.path, self.home.path))
+    def _record_alone(self) -> Record:
+        live, shards = self.files(self.folder).one_live, self.shards_of(self.folder)
+        return record_of_store(self.store, self.folder, live, shards)
+
+    def but(self, **attributes: Any) -> Self:
+        """A copy with other attributes."""
+        made = copy(self)
+        vars(made).update(attributes)
+        return made
+
+    def read_again(self) -> Self:
+        """The record as it is now, of a group whose lock was not taken before. StoreError."""
+        return self if self.path is None else type(self)(self.folder, self.shards, self.beside)
 
     @property
     def key(self) -> str:
@@ -83,10 +92,10 @@ class GroupFile:
                 try:
                     content = unseal(read_record(path))
                     if "forward" not in content:
-                        return path, self._checked(path, Record.parse(content))
+                        return path, Record.parse(content)
                     link, folder = Link(*map(str, content["forward"])), path.parent
                     break
-                except (OSError, ValueError, TypeError, KeyError, AttributeError) as wrong:
+                except (OSError, *INVALID) as wrong:
                     error = error or f"{str(path)!r}: {wrong}"
             else:
                 named = ", ".join(repr(one.name) for one in self.listing.snapshots) or "none"
@@ -96,20 +105,14 @@ class GroupFile:
                     f"`tierbed store detach`, and load one of its snapshots ({named})"
                 )
 
-    def _checked(self, path: Path, record: Record) -> Record:
-        if self.store not in record.now:
+    def _check_listed(self) -> None:
+        """Raises StoreError if the record does not list this store, or another folder for it that leads there too."""
+        if self.store not in self.record.now:
             raise StoreError(
-                f"{str(self.folder.path)!r} is not listed in {str(path)!r}, to which it leads: it is from before it "
-                "was taken out; load one of its snapshots after `tierbed store detach`"
+                f"{str(self.folder.path)!r} is not listed in {str(self.path)!r}, to which it leads: it is from before "
+                "it was taken out; load one of its snapshots after `tierbed store detach`"
             )
-        return record
-
-    def _check_no_copy(self) -> None:
-        """Raises StoreError if the record lists another folder for this store, which exists and leads there as well."""
-        assert self.path is not None
-        place = self.record.places[self.store]
-        there = [self._folder(path) for path in place.paths(self.path.parent) if path.is_dir()]
-        same = [one for one in there if one.recovery_folder.mark.store == self.store]
+        same = [one for one in self._listed(self.store) if one.recovery_folder.mark.store == self.store]
         ours = (self.folder.path, self.folder.snapshot_store.path)
         if same and not any(os.path.samefile(one.path, path) for one in same for path in ours):
             raise StoreError(
@@ -120,20 +123,22 @@ class GroupFile:
 
     def _find_by_place(self) -> bool:
         """Whether a record in the folder of the model lists this folder, whose MARK is lost, but not its snapshots."""
-        if not self.listing.snapshots:
-            return False
-        for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
-            with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-                record = Record.parse(unseal(read_record(path)))
-                if record.joining:
-                    continue
-                for store, place in record.places.items():
-                    if any(
-                        one.is_dir() and os.path.samefile(one, self.folder.path) for one in place.paths(path.parent)
-                    ):
-                        self.path, self.record, self.store = path, record, store
-                        return True
+        if self.listing.snapshots:
+            for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
+                with suppress(OSError, *INVALID):
+                    record = Record.parse(unseal(read_record(path)))
+                    for store, place in record.places.items() if not record.joining else ():
+                        there = [one for one in place.paths(path.parent) if one.is_dir()]
+                        if any(os.path.samefile(one, self.folder.path) for one in there):
+                            self.path, self.record, self.store = path, record, store
+                            return True
         return False
+
+    def lead(self, home: StoreFolder, store: str, **fields: Any) -> None:
+        """Let the MARK of a store have the record, or lead to its file. fields: others that change. StoreError."""
+        record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, home.path))
+        if fields or (home.mark.record, home.mark.link) != (record, link):
+            home.change(store=store, record=record, link=link, old={}, **fields)
 
     @property
     def listing(self) -> Listing:
@@ -145,80 +150,21 @@ class GroupFile:
         id = self.record.commit[self.store]
         return None if id == EMPTY else name_of(self.folder.snapshots, id)
 
-    def _of_old_store(self) -> Record:
-        """The record of a new store, or of one that an earlier version wrote and that was trained alone."""
-        mark, ids = self.home.mark, {one.name: one.manifest.id for one in self.listing.snapshots}
-        recovery, parent = self.home.recovery_snapshot, self.home.parent_snapshot
-        latest = next(reversed(ids.values()), EMPTY)
-        commit = latest if recovery is None else ids.get(recovery, EMPTY)
-        files = self.files(self.folder)
-        live = files.live[0] if len({*files.live}) == 1 else None
-        shards = self.shards_of(self.folder)
-        if len(shards) < self.folder.ranks and None not in shards.values() and len({*shards.values()}) < 2:
-            live = next(iter(shards.values()), _UNKNOWN)  # the others may be on other hosts
-        has_rows = mark.ranks is not None and live == f"{mark.ranks.run}:{mark.ranks.saved}"
-        snapshot = commit if live is None and not self.folder.was_open else commit if has_rows else None
-        trained = frozenset({self.store} if live is None and self.folder.was_open else ())
-        parents = {self.store: ids.get(parent or "", EMPTY)} if parent else {}
-        of_one = {self.store: commit}
-        return Record({self.store: Entry(snapshot, live)}, of_one, of_one, trained=trained, parents=parents)
-
-    def _of_old_group(self, group: OldGroup) -> tuple[Path, Record]:
-        """The record of stores that an earlier version trained together: where it will be, or is since one was opened.
-
-        Its commit are the newest snapshots of one save of all.
-        """
-        found, waiting = dict[str, FolderState](), [(group.id, self.folder, group)]
-        places = dict[str, tuple[Path, Place]]()
-        while waiting:
-            id, folder, noted = waiting.pop()
-            found[id] = folder
-            for other, place in noted.others.items():
-                path = next((one for one in place.paths(folder.path) if one.is_dir()), None)
-                places.setdefault(other, (folder.path, place))
-                state = None if path is None else FolderState(path)
-                theirs = None if state is None else state.recovery_folder.mark.group
-                if state is not None and theirs is not None and theirs.id == other and other not in found:
-                    waiting.append((other, state, theirs))
-        first = min(found.values(), key=lambda one: one.path.name).snapshot_store.path.parent
-        name = hashlib.sha256(" ".join(sorted({*found, *places})).encode()).hexdigest()[:16]
-        path = first / f"{PREFIX}{name}"
-        if path.exists():
-            return self._follow(Link.to(path, self.home.path))
-        listed = {id: Place.of(one.path, one.snapshot_store.path, first) for id, one in found.items()}
-        listed |= {
-            id: Place(place.name, os.path.relpath(place.paths(folder)[0], first), place.absolute)
-            for id, (folder, place) in places.items()
-            if id not in found
-        }
-        files = {id: self.files(folder) for id, folder in found.items()}
-        lives = {id: one.live[0] if len({*one.live}) == 1 else None for id, one in files.items()}
-        saves = {
-            id: {one.manifest.moment: one.manifest.id for one in list_snapshots(folder.snapshots).snapshots}
-            for id, folder in found.items()
-        }
-        shared = set.intersection(*({*of_store} - {None} for of_store in saves.values()))
-        newest = next((moment for moment in reversed(saves[min(saves)]) if moment in shared), None)
-        commit = {id: saves[id].get(newest, _UNKNOWN) if id in saves else _UNKNOWN for id in listed}
-        now = {id: Entry(None, lives.get(id)) for id in listed}
-        trained = frozenset(id for id, live in lives.items() if live is None)
-        parents = {id: commit[id] for id in commit if newest is not None}
-        return path, Record(now, commit, commit, places=listed, trained=trained, parents=parents)
+    @property
+    def needed(self) -> set[str]:
+        """The ids of the snapshots of the store that may not be removed."""
+        return needed(self.record, self.store)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """The folders of the stores, by id. StoreError if one is missing, or is from before it joined the group.
 
         lenient: leave these out instead.
         """
-        if self.path is None:
-            return {self.store: self.folder}
-        found: dict[str, FolderState] = {}
+        found = {self.store: self.folder}
         for store, place in self.record.places.items():
-            if store == self.store:
-                found[store] = self.folder
+            if store in found:
                 continue
-            moved = [path for path in self.beside if path.name == place.name]
-            there = [self._folder(path) for path in (*place.paths(self.path.parent), *moved) if path.is_dir()]
+            there = self._listed(store)
             if not there and not lenient:
                 raise StoreError(
                     f"the rows of embedding {place.name!r}, which was trained together with {self.folder.path.name!r}, "
@@ -236,15 +182,20 @@ class GroupFile:
                 )
         return found
 
-    def _folder(self, path: Path) -> FolderState:
-        return self.here.get(os.path.realpath(path)) or FolderState(path)
+    def _listed(self, store: str) -> list[FolderState]:
+        """The folders that exist where the record says that a store is, or where others have been moved."""
+        assert self.path is not None
+        place = self.record.places[store]
+        moved = [] if store == self.store else [path for path in self.beside if path.name == place.name]
+        return [FolderState(path) for path in (*place.paths(self.path.parent), *moved) if path.is_dir()]
 
     def _leads_here(self, folder: FolderState, store: str) -> bool:
         mark = folder.recovery_folder.mark
         if not mark.exists:  # it is lost
             return bool(list_snapshots(folder.snapshots).snapshots)
         if mark.link is None:  # it has not been opened since an earlier version trained it with these
-            return mark.group is not None and mark.group.id == store and self.store in mark.group.others
+            group = OldGroup.of(mark)
+            return group is not None and group.id == store and self.store in group.others
         direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
         return mark.store == store and (direct or GroupFile(folder).key == self.key)
 
@@ -259,12 +210,24 @@ class GroupFile:
         known = self.shards.get(str(folder.path))
         return shard_versions(folder.path, folder.ranks) if known is None else known
 
-    def unclean(self) -> dict[str, FolderState]:
-        """The stores that their last run has not closed."""
-        members = self.members(lenient=True)
-        live = {store: self.record.now[store].live for store, folder in members.items() if folder.ranks}
-        lost = {x for x, version in live.items() if version and {version} != {*self.files(members[x]).live}}
-        return {store: members[store] for store in self.record.trained | lost if store in members}
+    def check_closed(self) -> None:
+        """Raises StoreError if their last run has not closed all stores, for open="error"."""
+        unclean = []
+        for store, folder in self.members(lenient=True).items():
+            live = self.record.now[store].live if folder.ranks else None
+            if store in self.record.trained or (live and live != self.files(folder).one_live):
+                unclean.append(repr(str(folder.path)))
+        if unclean and self.path is None:
+            raise StoreError(
+                f"store folder {unclean[0]} was not closed by its last run, so its live rows cannot be used; "
+                'open="resume" restores the last snapshot or starts empty'
+            )
+        if unclean:
+            raise StoreError(
+                f"{', '.join(sorted(unclean))} of the store folders that are trained together were not closed by their "
+                'last run, so their live rows cannot be used; open="resume" recovers the last step of which all have '
+                "the rows"
+            )
 
     def _check_here(self, store: str, folder: FolderState) -> None:
         """Raises StoreError if live rows that no snapshot has may be in shards of ranks on other hosts."""
@@ -281,50 +244,33 @@ class GroupFile:
 
     def target(self) -> dict[str, Entry]:
         """What each member opens with, if no process trains one of them. StoreError, SnapshotError."""
-        members = self.members()
+        members, record = self.members(), self.record
         for store, folder in members.items():
             self._check_here(store, folder)
-        files = {store: self.files(folder) for store, folder in members.items()}
-        try:
-            chosen = choose(self.record, files)
-        except NoCommonRows:
+        chosen = choose(record, {store: self.files(folder) for store, folder in members.items()})
+        if chosen is None or any(e.snapshot != record.commit[x] and not e.live for x, e in chosen.items()):
             _check_damage(members.values())
-            raise StoreError(self._no_common_rows(members)) from None
-        if any(chosen[store].snapshot != self.record.commit[store] and not chosen[store].live for store in chosen):
-            _check_damage(members.values())
-        saved = any(self.record.parents.get(store, EMPTY) != EMPTY for store in members)
-        if saved and {*chosen.values()} == {Entry(EMPTY)} and chosen != {x: self.record.now[x] for x in chosen}:
-            raise StoreError(self._no_common_rows(members))
-        return chosen
+        if chosen is not None:
+            was_saved = any(record.parents.get(store, EMPTY) != EMPTY for store in members)
+            starts_over = {*chosen.values()} == {Entry(EMPTY)} and chosen != {x: record.now[x] for x in chosen}
+            if not (was_saved and starts_over):
+                return chosen
+        has = ", ".join(_text_of(one) for one in sorted(members.values(), key=lambda one: one.path.name))
+        raise StoreError(
+            "embeddings that are trained together were not closed by their last run, and there is no step of which all "
+            f"have the rows: {has}. Load a checkpoint by graph.load or load_checkpoint; or a snapshot into "
+            'each by load_snapshot, or `tierbed snapshot load`; or start over with the store option open="fresh" in '
+            'each; or accept these rows as they are with open="mixed"'
+        )
 
     def after_kill(self) -> dict[str, Entry]:
         """What each member would open with if the processes that have stores open were killed now."""
-        alone = replace(self.record, now={store: Entry(entry.snapshot) for store, entry in self.record.now.items()})
-        file = copy(self)
-        file.record = alone
-        return file.target()
+        now = {store: Entry(entry.snapshot) for store, entry in self.record.now.items()}
+        return self.but(record=replace(self.record, now=now)).target()
 
     def own_entry(self) -> Entry:
         """What the store opens with while another process trains others of its group. NOTHING if it is unknown."""
         return usable(self.record.now[self.store], self.files(self.folder))
-
-    def _no_common_rows(self, members: Mapping[str, FolderState]) -> str:
-        has = []
-        for folder in sorted(members.values(), key=lambda one: one.path.name):
-            snapshots, marker = list_snapshots(folder.snapshots).snapshots, folder.clean_marker
-            if marker is not None:
-                has.append(f"{folder.path.name!r} has live rows at step {marker['step']}")
-            elif snapshots:
-                latest = snapshots[-1]
-                has.append(f"{folder.path.name!r} has snapshot {latest.name!r}, at step {latest.description['step']}")
-            else:
-                has.append(f"{folder.path.name!r} has no snapshot")
-        return (
-            "embeddings that are trained together were not closed by their last run, and there is no step of which all "
-            f"have the rows: {', '.join(has)}. Load a checkpoint by graph.load or load_checkpoint; or a snapshot into "
-            'each by load_snapshot, or `tierbed snapshot load`; or start over with the store option open="fresh" in '
-            'each; or accept these rows as they are with open="mixed"'
-        )
 
     def newest(self) -> dict[str, Entry]:
         """What each member has by itself, for open="mixed"."""
@@ -335,11 +281,6 @@ class GroupFile:
             own = (usable(one, files) for one in (self.record.now[store], last))
             chosen[store] = next((one for one in own if one != NOTHING), Entry(ids[-1] if ids else EMPTY))
         return chosen
-
-
-def needed_ids(file: GroupFile) -> set[str]:
-    """The ids of the snapshots of a store that its record names."""
-    return {id for id in needed(file.record, {}, file.store) if id not in (None, EMPTY)}
 
 
 def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
@@ -359,10 +300,11 @@ def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> Non
         )
 
 
-def lock_of_group(path: Path, file: GroupFile) -> FileLock:
+def lock_of_group(file: GroupFile) -> FileLock:
     """The lock of the group whose record is in a file, as it was read. StoreError."""
+    assert file.path is not None
     try:
-        return FileLock(lock_file(path), f"the group of {file.folder.path.name!r}")
+        return FileLock(lock_file(file.path), f"the group of {file.folder.path.name!r}")
     except InUseError as error:
         names = ", ".join(sorted(repr(place.name) for place in file.record.places.values()))
         raise StoreError(
@@ -382,6 +324,24 @@ def put(path: Path, content: Mapping[str, Any]) -> None:
         write_atomically(path, seal(content))
     except OSError as error:
         raise StoreError(f"cannot write {str(path)!r}, the record of a group: {error}; {FolderState.remedy}") from error
+
+
+def remove(path: Path) -> None:
+    """Remove the file of a record to which no store leads any more, and its lock, as far as possible."""
+    with suppress(OSError):
+        path.unlink()
+        lock_file(path).unlink()
+
+
+def _text_of(folder: FolderState) -> str:
+    """The rows that a store has."""
+    snapshots, marker = list_snapshots(folder.snapshots).snapshots, folder.clean_marker
+    if marker is not None:
+        return f"{folder.path.name!r} has live rows at step {marker['step']}"
+    if snapshots:
+        latest = snapshots[-1]
+        return f"{folder.path.name!r} has snapshot {latest.name!r}, at step {latest.description['step']}"
+    return f"{folder.path.name!r} has no snapshot"
 
 
 def _check_damage(folders: Iterable[FolderState]) -> None:

@@ -13,7 +13,7 @@ from ...engine.errors import SnapshotError
 from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
 from .folder_state import FolderState
-from .group_file import GroupFile, needed_ids
+from .group_file import GroupFile
 
 REPLACED = "replaced-"  # prefix of a snapshot that a save has replaced, but recovery may need
 OF_STATE = "state_dict-"  # prefix of a snapshot that a `state_dict()` has made
@@ -54,7 +54,7 @@ def linked(place: Path, store: FolderState) -> Iterator[Snapshot]:
     try:
         yield Snapshot.open(folder)
     except Exception:
-        if new and snapshot.manifest.id not in needed_ids(GroupFile(store)):
+        if new and snapshot.manifest.id not in GroupFile(store).needed:
             remove_snapshot(folder)
         raise
 

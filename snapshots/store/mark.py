@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...engine.durable import unseal
-from ..files.format import FOLDER_FIELDS, LIVE, OLD_GROUP, SHARE
-from .record import Place, Record
+from ..files.format import FOLDER_FIELDS, LIVE, OLD_CANDIDATES, OLD_GROUP, SHARE
+from .record import Record
 
 LIVE_FOLDERS = ("live", "live-2")
 
@@ -42,59 +42,14 @@ class Link(NamedTuple):
         return [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
 
 
-class RecoveryCandidate(NamedTuple):
-    """A name for the recovery snapshot, "" for none: it counts once it no longer has the id `replaced`, if given.
-
-    of_state: whether a `state_dict()` made it.
-    """
-
-    name: str
-    replaced: str | None = None
-    of_state: bool = False
-
-    def plain(self) -> str | list[str]:
-        if self.of_state:
-            return [self.name]
-        return self.name if self.replaced is None else [self.name, self.replaced]
-
-    @classmethod
-    def parse(cls, value: Any) -> RecoveryCandidate | None:
-        """None if it is invalid."""
-        match value:
-            case str(name):
-                return cls(name)
-            case [str(name), str(replaced)]:
-                return cls(name, replaced)
-            case [str(name)]:
-                return cls(name, of_state=True)
-        return None
-
-
-class OldGroup(NamedTuple):
-    """What an earlier version noted of stores that are trained together: this one's id, and the places of others."""
-
-    id: str
-    others: dict[str, Place]
-
-    @classmethod
-    def parse(cls, value: Any) -> OldGroup | None:
-        """None if it is invalid."""
-        match value:
-            case {"id": str(id), "peers": dict(peers)}:
-                return cls(id, {str(other): Place(*map(str, place)) for other, place in peers.items()})
-        return None
-
-
 @dataclass(frozen=True)
 class Mark:
     """What MARK says.
 
     exists: whether there is such a file, undamaged. clean_marker: the description of the live rows, None if they are
     not clean or absent. live: their folder. ranks: of shards. store: the id of the store. record: of a store that is
-    trained alone. link: to the file with the record of its group otherwise.
-
-    A store that an earlier version wrote has neither. candidates: names for its recovery snapshot, of which the first
-    one that exists counts; None if it is unknown. group: of those that it was trained together with.
+    trained alone. link: to the file with the record of its group otherwise. A store that an earlier version wrote has
+    neither, but fields that `old_stores` reads: `old`.
     """
 
     exists: bool = True
@@ -104,8 +59,7 @@ class Mark:
     store: str = ""
     record: Record | None = None
     link: Link | None = None
-    candidates: tuple[RecoveryCandidate, ...] | None = None
-    group: OldGroup | None = None
+    old: Mapping[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -114,8 +68,7 @@ class Mark:
             "store": self.store,
             "record": self.record and self.record.plain(),
             "link": self.link,
-            "base": None if self.candidates is None else [one.plain() for one in self.candidates],
-            OLD_GROUP: self.group and {"id": self.group.id, "peers": self.group.others},
+            **self.old,
         }
         return {**(self.clean_marker or {}), **{name: value for name, value in fields.items() if value is not None}}
 
@@ -127,8 +80,7 @@ class Mark:
             if not isinstance(content, dict) or not content:
                 return cls(exists=False)
             marker = {name: value for name, value in content.items() if name not in FOLDER_FIELDS}
-            live, base, ranks = content.get("place"), content.get("base"), content.get("ranks")
-            candidates = [one for one in map(RecoveryCandidate.parse, base) if one] if isinstance(base, list) else None
+            live, ranks = content.get("place"), content.get("ranks")
             return cls(
                 clean_marker=marker if "live" in marker else None,
                 live=live if live in LIVE_FOLDERS else LIVE_FOLDERS[0],
@@ -136,8 +88,7 @@ class Mark:
                 store=str(content.get("store", "")),
                 record=None if content.get("record") is None else Record.parse(content["record"]),
                 link=None if content.get("link") is None else Link(*map(str, content["link"])),
-                candidates=None if candidates is None else tuple(candidates),
-                group=OldGroup.parse(content.get(OLD_GROUP)),
+                old={name: content[name] for name in (OLD_CANDIDATES, OLD_GROUP) if content.get(name) is not None},
             )
         except (ValueError, TypeError, KeyError, AttributeError):
             return cls(exists=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,14 +76,6 @@ class Record:
     undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     joining: bool = False
 
-    def part(self, stores: Collection[str]) -> Record:
-        """What it says of some of its stores."""
-        names = ("now", "commit", "before", "places", "parents", "undone")
-        fields: dict[str, Any] = {
-            name: {store: one for store, one in getattr(self, name).items() if store in stores} for name in names
-        }
-        return replace(self, trained=self.trained & {*stores}, **fields)
-
     def plain(self) -> dict[str, Any]:
         return {**vars(self), "trained": sorted(self.trained)}
 
@@ -115,17 +107,26 @@ class Files(NamedTuple):
     live: Sequence[str | None]
     snapshots: Collection[str]
 
+    @property
+    def one_live(self) -> str | None:
+        """The version that all shards have; None if there is none."""
+        return self.live[0] if len({*self.live}) == 1 else None
 
-class Interval(NamedTuple):
-    """The moments during which a store had a snapshot's rows. Known only to the process that holds the lock."""
+
+@dataclass(eq=False)
+class Interval:
+    """The moments during which a store had a snapshot's rows. Known only to the process that holds the lock.
+
+    snapshot: its id; "" until a save of the rows has ended.
+    """
 
     snapshot: str
     first: int
     last: int = FOREVER
 
-
-class NoCommonRows(Exception):
-    """No moment of which durable rows of every store exist."""
+    def end(self, moment: int) -> None:
+        """The rows are about to change after a moment."""
+        self.last = min(self.last, moment)
 
 
 def usable(entry: Entry, files: Files) -> Entry:
@@ -135,55 +136,50 @@ def usable(entry: Entry, files: Files) -> Entry:
     return Entry(entry.snapshot if has_snapshot else None, entry.live if has_live else None)
 
 
-def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry]:
+def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | None:
     """What each member opens with if the lock is free: `now` if no entry is missing, else `commit`, else `before`.
 
-    Raises NoCommonRows.
+    None if there is no moment of which durable rows of every store exist.
     """
     for entries in (record.now, *({x: Entry(ids[x]) for x in files} for ids in (record.commit, record.before))):
         chosen = {x: usable(entries[x], of_store) for x, of_store in files.items()}
         if NOTHING not in chosen.values():
             return chosen
-    raise NoCommonRows
+    return None
 
 
-def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> Snapshots | None:
-    """The snapshots of the newest moment at which every store had one."""
+def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[int, Snapshots] | None:
+    """The newest moment at which every store had a snapshot, and these."""
     for moment in sorted({min(span.last, clock) for store in spans.values() for span in store}, reverse=True):
-        at_moment = {
-            x: next((span.snapshot for span in reversed(store) if span.first <= moment <= span.last), None)
+        had = {
+            x: next((s.snapshot for s in reversed(store) if s.snapshot and s.first <= moment <= s.last), "")
             for x, store in spans.items()
         }
-        if None not in at_moment.values():
-            return {x: snapshot for x, snapshot in at_moment.items() if snapshot}
+        if all(had.values()):
+            return moment, had
     return None
+
+
+def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
+    """What the records of groups say of the stores of `at`, which have these entries."""
+
+    def of_all(name: str) -> dict[str, Any]:
+        return {x: value for one in records for x, value in getattr(one, name).items() if x in at}
+
+    trained = frozenset(x for one in records for x in one.trained if x in at)
+    kept: dict[str, Any] = {name: of_all(name) for name in ("commit", "before", "places", "parents", "undone")}
+    return Record(dict(at), trained=trained, **kept)
 
 
 def next_record(record: Record, at: Mapping[str, Entry], moment: Snapshots | None) -> Record:
     """The record to write when the members' entries are `at` and `moment` is the newest that snapshots cover."""
-    commit, before = ({x: ids[x] for x in at} for ids in (record.commit, record.before))
-    if moment is not None and moment != commit:
-        commit, before = dict(moment), commit
-    return replace(record, now=dict(at), commit=commit, before=before, joining=False)
+    after = union([record], at)
+    if moment is not None and moment != after.commit:
+        after = replace(after, commit=dict(moment), before=after.commit)
+    return after
 
 
-def needed(record: Record, at: Mapping[str, Entry], store: str) -> set[str | None]:
+def needed(record: Record, store: str) -> set[str]:
     """The snapshots of a store that may not be removed. Those of `before` serve only as long as they are kept."""
-    entries = {of_all[store].snapshot for of_all in (record.now, at) if store in of_all}
-    return entries | {ids.get(store) for ids in (record.commit, record.parents)}
-
-
-def union(records: Iterable[Record], at: Mapping[str, Entry]) -> Record:
-    """The record of groups that are trained together for the first time. Its places are to be set."""
-    joined = Record(dict(at), {}, {}, joining=True)
-    for one in records:
-        commit, before = ({x: id for x, id in ids.items() if x in at} for ids in (one.commit, one.before))
-        joined = replace(
-            joined,
-            commit={**joined.commit, **commit},
-            before={**joined.before, **before},
-            trained=joined.trained | one.trained,
-            parents={**joined.parents, **one.parents},
-            undone={**joined.undone, **one.undone},
-        )
-    return joined
+    ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
+    return {id for id in ids if id not in (None, EMPTY)}

@@ -15,7 +15,6 @@ from ..files.writer import children_of
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .group import file_of
-from .group_file import needed_ids
 from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
 from .record import Record, needed
 
@@ -81,7 +80,7 @@ def needed_names(store: FolderState) -> set[str]:
 
     Raises SnapshotError, StoreError.
     """
-    ids = {id for one in store.sharing for id in needed_ids(file_of(one))}
+    ids = {id for one in store.sharing for id in file_of(one).needed}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {snapshot_by_id(store.snapshots, id).name for id in ids & {one.manifest.id for one in snapshots}}
 
@@ -89,7 +88,7 @@ def needed_names(store: FolderState) -> set[str]:
 def undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
     """The names of the snapshots of a store that a recovery has undone, so that a run may save these names again."""
     low, high = record.undone.get(store, (0, 0))
-    kept = needed(record, {}, store)
+    kept = needed(record, store)
     return {
         one.name
         for one in (list_snapshots(snapshots).snapshots if high > low else ())

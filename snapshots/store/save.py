@@ -94,7 +94,7 @@ def begin_save(
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(one.name == name for one in other.chain[:-1]):
                 remove_snapshot(other.folder)  # its parent was left behind, so it was as well
-    if os.path.lexists(place) and snapshot_id(place) in needed(source.record, {}, source.store):
+    if os.path.lexists(place) and snapshot_id(place) in needed(source.record, source.store):
         keep_replaced(place)
     new.begin(place, source.description, overwrite or os.path.lexists(place))
     return place, parent

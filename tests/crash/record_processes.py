@@ -17,7 +17,6 @@ from tierbed.snapshots.store.record import (
     Entry,
     Files,
     Interval,
-    NoCommonRows,
     Record,
     Snapshots,
     choose,
@@ -109,10 +108,10 @@ class Disk:
         return HALF if entry.snapshot is None else self.contents[entry.snapshot]
 
     def target(self, key: str) -> dict[str, Entry]:
-        try:
-            return choose(self.record(key), {x: self.folder(x) for x in self.members(key)})
-        except NoCommonRows:
-            raise Refused("no moment has the rows of every store: lists the snapshots of each") from None
+        chosen = choose(self.record(key), {x: self.folder(x) for x in self.members(key)})
+        if chosen is None:
+            raise Refused("no moment has the rows of every store: lists the snapshots of each")
+        return chosen
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
@@ -129,7 +128,6 @@ class Trainer:
 
     def __init__(self, disk: Disk, draw: random.Random, run: int) -> None:
         self.disk, self.draw, self.run, self.clock, self.group = disk, draw, run, 0, ""
-        self.committed = 0  # the moment of the record's commit
         self.rows, self.entries, self.at = dict[str, Rows](), dict[str, Entry](), dict[str, Entry]()
         self.spans, self.since, self.writes = dict[str, list[Interval]](), dict[str, int](), 0
         self.background = dict[str, tuple[str, str, Rows, Interval]]()  # by store: name, id, rows, span
@@ -167,7 +165,7 @@ class Trainer:
         """A folder whose record lists another path for the store is a copy: it becomes a store alone."""
         record = self.disk.record(self.disk.leads_to(path))
         if path not in record.now:
-            entry = choose(record, {path[0]: self.disk.folder(path)})[path[0]]
+            entry = (choose(record, {path[0]: self.disk.folder(path)}) or {})[path[0]]
             snapshots = {path: entry.snapshot or EMPTY}
             self.disk.put(path, Record({path: entry}, snapshots, snapshots))
 
@@ -204,11 +202,11 @@ class Trainer:
     def join(self, keys: Sequence[str]) -> None:
         """One record for all, then each old one leads to it. A kill leaves each old group whole, here or there."""
         self.group = f"g{self.run}-{self.clock}-{self.disk.writes}"
-        joined = union([self.disk.record(key) for key in keys], self.at)
+        joined = replace(union([self.disk.record(key) for key in keys], self.at), joining=True)
         self.disk.put(self.group, joined)
         for key in keys:
             self.disk.put(key, Forward(self.group))
-        self.disk.put(self.group, replace(joined, joining=False))
+        self.write_record()
         for x in self.at:  # forwards of forwards; a kill leaves both ways
             self.disk.put(x, Forward(self.group))
         for key in keys:
@@ -217,17 +215,15 @@ class Trainer:
 
     def write_record(self, parents: Snapshots | None = None, trained: str = "", untrained: str = "") -> None:
         self.forget_removed()
-        record, moment = self.disk.record(self.group), newest_moment(self.spans, self.clock)
-        after = next_record(record, self.at, moment)
+        record, found = self.disk.record(self.group), newest_moment(self.spans, self.clock)
+        moment, snapshots = found or (0, None)
+        after = next_record(record, self.at, snapshots)
         now_trained = (after.trained | {*trained.split()}) - {*untrained.split()}
         after = replace(after, trained=now_trained, parents={**record.parents, **(parents or {})})
         if after != record:
             self.disk.put(self.group, after)
-        if moment is not None and after.commit == moment:
-            theirs = [[span for span in self.spans[x] if span.snapshot == moment[x]] for x in self.spans]
-            lasts = {min(span.last, self.clock) for spans in theirs for span in spans}
-            had = (m for m in lasts if all(any(span.first <= m <= span.last for span in one) for one in theirs))
-            self.committed = max(self.committed, *had)
+        if snapshots is not None and after.commit == snapshots:
+            self.spans = {x: [span for span in spans if span.last >= moment] for x, spans in self.spans.items()}
 
     def forget_removed(self) -> None:
         for x, spans in self.spans.items():
@@ -264,11 +260,8 @@ class Trainer:
         self.writes += 1
 
     def end_spans(self, store: str) -> None:
-        spans = [s._replace(last=min(s.last, self.clock)) for s in self.spans[store]]
-        self.spans[store] = [s for s in spans if s.last >= self.committed]
-        if store in self.background:
-            name, snapshot, rows, span = self.background[store]
-            self.background[store] = name, snapshot, rows, span._replace(last=min(span.last, self.clock))
+        for span in [*self.spans[store], *(self.background[x][3] for x in self.background if x == store)]:
+            span.end(self.clock)
 
     def step(self, stores: Collection[str], write: int, fails: bool = False, diverges: bool = False) -> None:
         """A joint write, also a load of some rows. It may fail within a store, or at a rank that others do not miss."""
@@ -291,7 +284,7 @@ class Trainer:
 
     def retain_replaced(self, store: str, old: str) -> None:
         """Link the old snapshot under its id first: after the exchange a kill leaves it in a temporary folder."""
-        if old in needed(self.disk.record(self.disk.leads_to(store)), self.at, store):
+        if old in needed(self.disk.record(self.disk.leads_to(store)), store):
             self.disk.write(lambda: self.disk.names[store].__setitem__(f"replaced-{old}", old))
 
     def count_snapshot(self, store: str, snapshot: str, span: Interval) -> None:
@@ -397,7 +390,7 @@ class Trainer:
         self.remove(store, list(self.disk.names[store]), self.disk.record(self.disk.leads_to(store)))
 
     def remove(self, store: str, names: Iterable[str], record: Record) -> None:
-        keep = needed(record, self.at, store)
+        keep = needed(record, store)
         for name in names:
             if self.disk.names[store][name] not in keep:
                 self.disk.write(lambda name=name: self.disk.names[store].pop(name))

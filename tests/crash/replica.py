@@ -255,7 +255,7 @@ class Replica:
 
     def required(self, member: str) -> set[str]:
         record = self.disk.record(self.disk.leads_to(member))
-        return {id for id in needed(record, {}, member) if id in self.disk.names[member].values()}
+        return {id for id in needed(record, member) if id in self.disk.names[member].values()}
 
     def fits(self, names: Names, removes: bool) -> bool:
         """Whether the folders can have these snapshots. removes: whether some may have been removed just now."""

@@ -20,10 +20,10 @@ HISTORIES = 2500
 MAX_HISTORIES = 3000  # until a fault is found; the slowest takes 598
 
 
-def newest_or_none(spans: Mapping[str, Any], clock: int) -> Mapping[str, str] | None:
+def newest_or_none(spans: Mapping[str, Any], clock: int) -> tuple[int, Mapping[str, str]] | None:
     """The commit is only the last write's entries, if all have a snapshot."""
-    last = {x: next((s.snapshot for s in store if s.last == FOREVER), None) for x, store in spans.items()}
-    return None if None in last.values() else last
+    last = {x: next((s.snapshot for s in store if s.last == FOREVER), "") for x, store in spans.items()}
+    return (clock, last) if all(last.values()) else None
 
 
 def copy_is_member(trainer: Trainer, path: str) -> None:
@@ -112,7 +112,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
         lambda record, at, moment: next_record(record, at, {x: e.snapshot or record.commit[x] for x, e in at.items()}),
     ),
     "recovery: of each store alone": patch(processes, "choose", choose_own),
-    "prune: what the commit needs": patch(processes, "needed", lambda record, at, x: {record.now[x].snapshot}),
+    "prune: what the commit needs": patch(processes, "needed", lambda record, x: {record.now[x].snapshot}),
     "overwrite: exchange without a link": patch(Trainer, "retain_replaced", exchange_only),
     "background: counts for the present rows": patch(Trainer, "count_snapshot", count_at_present),
     "background: older than the last write is dropped": patch(Trainer, "count_snapshot", count_newer_than_last_write),

@@ -18,7 +18,10 @@ from support.limits import descriptors
 from tierbed import TierbedError, cli
 from tierbed.engine.table.background_save import SaveHandle
 from tierbed.snapshots import Snapshot, list_snapshots
-from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.files.reader import name_of
+from tierbed.snapshots.store.folder_state import FolderState
+from tierbed.snapshots.store.group_file import GroupFile
+from tierbed.snapshots.store.record import EMPTY
 from tierbed.snapshots.store.retention import is_replaced
 
 from .history import History, in_order
@@ -176,9 +179,8 @@ class Trainer:
         self.open(self.draw())
 
     def command_save(self) -> None:
-        folder = StoreFolder(self.store_path)
-        with folder:
-            parent = folder.recovery_snapshot
+        file = GroupFile(FolderState(self.store_path))
+        parent = name_of(file.folder.snapshots, file.record.parents.get(file.store, EMPTY))
         kind = self.any_kind(parent)
         parent = parent if kind == "incremental" else None
         name = self.any_name(parent)

@@ -61,5 +61,5 @@ def test_a_group_of_before(tmp_path: Path, history: str, count: int, ranks: int)
         mark = FolderState(path / name).recovery_folder.mark
         assert mark.link is not None
         assert mark.link.paths(path / name)[0] == file
-        assert mark.group is None
+        assert not mark.old
     assert opened_as_before(path, count, ranks) == [SUMS[history] + 16] * count

@@ -26,6 +26,7 @@ from tierbed.embedding.training_group import train_together
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import request_save
+from tierbed.snapshots.store.group import Group
 
 TWO = ("host", "host")
 
@@ -94,6 +95,24 @@ def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path: Path
     assert killed(at, tmp_path) == [5, 5]
     shutil.rmtree(tmp_path / "b")
     assert killed(at, tmp_path, "mixed")[1] == 0
+
+
+def fresh(path: Path) -> list[int]:
+    model = Model(path, TWO, open="fresh")
+    found = model.at()
+    model.steps(2)
+    model.save_snapshot("again")
+    model.steps(1)
+    return found
+
+
+def test_all_start_over_where_a_refused_open_has_left_an_empty_folder(tmp_path: Path) -> None:
+    killed(played, tmp_path, TWO, APART)
+    shutil.rmtree(tmp_path / "b")
+    said = killed(moved, tmp_path, tmp_path, "ba")
+    assert f"'{tmp_path}/b' is not of the group that 'a' is trained in" in said
+    assert killed(fresh, tmp_path) == [0, 0]
+    assert killed(at, tmp_path) == [2, 2]
 
 
 def moved(path: Path, other: Path, order: str) -> list[int]:
@@ -291,6 +310,27 @@ def test_another_process_gets_no_snapshot_of_a_half_done_load(tmp_path: Path) ->
     assert killed(at, tmp_path) == [2, 2]
 
 
+def load_unrecorded(path: Path) -> list[int]:
+    write = Group.write
+
+    def full_once(self: Group, *_: object, **__: object) -> None:
+        Group.write = write  # type: ignore[method-assign]
+        raise StoreError("no space left")
+
+    model = Model(path, TWO)
+    found = model.at()
+    Group.write = full_once  # type: ignore[method-assign, assignment]
+    with pytest.raises(StoreError, match="no space left"):
+        model.load_snapshot("two")
+    return found
+
+
+def test_a_load_that_the_record_cannot_say_leaves_rows_and_record_as_they_were(tmp_path: Path) -> None:
+    in_process(played, tmp_path, TWO, "step 2; save two; step 1; close")
+    assert killed(load_unrecorded, tmp_path) == [3, 3]
+    assert killed(at, tmp_path) == [3, 3]
+
+
 def load_of_none(path: Path) -> list[str]:
     model = Model(path, TWO)
     said = [fails(partial(member.load_snapshot, "nope"), SnapshotError) for member in model.members]
@@ -434,6 +474,20 @@ def half_of_mixed_state(path: Path) -> list[int]:
 def test_a_state_of_rows_that_were_mixed_stays_in_the_one_it_was_loaded_into(tmp_path: Path) -> None:
     assert killed(half_of_mixed_state, tmp_path) == [2, 1]
     assert at(tmp_path) == [2, 1]
+
+
+def test_a_warning_says_when_saves_of_one_alone_count_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    in_process(played, tmp_path, TWO, "step 2; save two; step 1; close")
+    in_process(played, tmp_path, TWO, "step 1 a; a save s4; close")
+    with caplog.at_level(logging.WARNING, "tierbed"):
+        model = Model(tmp_path, TWO)
+        assert model.at() == [4, 3]
+        model.steps(1)
+        model.steps(1)
+    (said,) = [record.getMessage() for record in caplog.records if "takes back" in record.getMessage()]
+    assert said.startswith("embedding 'b' is trained from here on")
+    assert "saved or loaded of 'a' alone" in said
+    model.close()
 
 
 def test_rows_that_join_and_are_in_no_snapshot_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

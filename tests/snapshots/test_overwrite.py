@@ -150,7 +150,7 @@ def overwrite(embedding: MultiTableEmbedding, name: str, background: bool) -> No
 
 
 def test_a_save_that_the_record_cannot_name_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Group, **_: object) -> None:
+    def full(self: Group, *_: object, **__: object) -> None:
         raise StoreError("no space left")
 
     with open_embedding(tmp_path) as embedding:
