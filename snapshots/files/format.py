@@ -6,8 +6,9 @@ import dataclasses
 import errno
 import math
 import re
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
@@ -38,6 +39,7 @@ Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 _MAX_WIDTH = 1 << 20
 _MAX_DIM = 1 << 16  # of an embedding
+_MAX_REMEMBERED = 1 << 16  # bytes of a manifest
 LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
@@ -233,12 +235,12 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
-        fields = dataclasses.asdict(self)
-        del fields["moment"]
-        format = FORMAT
-        if self.parts is None and not self.form.is_narrow:
-            format = FORMAT - 1
-            del fields["parts"]
+        format = FORMAT - 1 if self.parts is None and not self.form.is_narrow else FORMAT
+        omitted = ("moment",) if format == FORMAT else ("moment", "parts")
+        names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
+        fields = {name: getattr(self, name) for name in names}
+        fields["files"] = {name: vars(file) for name, file in self.files.items()}
+        fields |= {name: vars(fields[name]) for name in ("parent", "rocksdb") if fields[name] is not None}
         data = seal({"format": format, **fields})
         Manifest.decode(data)
         return data
@@ -246,6 +248,13 @@ class Manifest:
     @staticmethod
     def decode(data: bytes) -> Manifest:
         """Read a manifest file that may be forged. Raises ValueError naming the error."""
+        decode = Manifest._decode if len(data) <= _MAX_REMEMBERED else Manifest._decode.__wrapped__
+        manifest: Manifest = decode(data)
+        return dataclasses.replace(manifest, description=deepcopy(manifest.description))  # which users may change
+
+    @staticmethod
+    @lru_cache(maxsize=256)  # a save reads all manifests of a store several times
+    def _decode(data: bytes) -> Manifest:
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]

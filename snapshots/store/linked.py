@@ -32,9 +32,9 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
             for name in () if rocksdb is None else rocksdb.files:
                 (place / ROCKSDB / name).parent.mkdir(parents=True, exist_ok=True)
                 _link(snapshot.folder / ROCKSDB / name, place / ROCKSDB / name)
-            for inside in (*place.glob(f"{ROCKSDB}/*"), *place.glob(ROCKSDB), place):
+            for inside in (*place.glob(f"{ROCKSDB}/*"), *place.glob(ROCKSDB)):
                 fsync_dir(inside)
-            _link(snapshot.folder / MANIFEST, place / MANIFEST)  # last: a folder with a manifest is complete
+            _link(snapshot.folder / MANIFEST, place / MANIFEST)
     except OSError as error:
         raise SnapshotError(
             f"snapshot {snapshot.name!r} was not linked into {str(folder.parent)!r}: {error}"
@@ -76,7 +76,7 @@ def check_linked(snapshot: Snapshot, folder: Path) -> None:
 def _link(file: Path, to: Path) -> None:
     check_regular(file)
     try:
-        os.link(file.resolve(), to)
+        os.link(file.resolve() if file.is_symlink() else file, to)
     except OSError:  # another file system, or no hard links
         shutil.copyfile(file, to)
         fsync_file(to)
