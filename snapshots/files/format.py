@@ -6,13 +6,13 @@ import dataclasses
 import errno
 import math
 import re
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from ...engine import _core
@@ -168,7 +168,12 @@ def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
 
 
 def _description(dtype: np.dtype[np.void], rows: int) -> bytes:
-    return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
+    return f"{{'descr': {_fields_of(dtype)}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
+
+
+@cache
+def _fields_of(dtype: np.dtype[np.void]) -> str:
+    return repr(dtype.descr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,12 +254,13 @@ class Manifest:
     def decode(data: bytes) -> Manifest:
         """Read a manifest file that may be forged. Raises ValueError naming the error."""
         decode = Manifest._decode if len(data) <= _MAX_REMEMBERED else Manifest._decode.__wrapped__
-        manifest: Manifest = decode(data)
-        return dataclasses.replace(manifest, description=deepcopy(manifest.description))  # which users may change
+        manifest, description = decode(data)
+        return dataclasses.replace(manifest, description=msgpack.unpackb(description))
 
     @staticmethod
     @lru_cache(maxsize=256)  # a save reads all manifests of a store several times
-    def _decode(data: bytes) -> Manifest:
+    def _decode(data: bytes) -> tuple[Manifest, bytes]:
+        """The manifest, and its description as msgpack: users may change the one that they get."""
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]
@@ -300,7 +306,8 @@ class Manifest:
         else:
             _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
         decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "moment": moment}
-        return Manifest(**{field: value[field] for field in fields} | decoded)
+        manifest = Manifest(**{field: value[field] for field in fields} | decoded)
+        return manifest, msgpack.packb(manifest.description)
 
 
 def _decode_parent(value: Any) -> Parent | None:

@@ -26,7 +26,8 @@ Task = Callable[[], Any]
 _END = object()
 _AHEAD = 3  # items of a source that are taken ahead
 _WAITING = 2  # tasks that may wait before another is done
-_SLOW_SECONDS, _THREADS = 1e-3, 16
+_SLOW_SECONDS = 1e-3  # of a task of `do_all`
+_SYNC_THREADS = 4
 
 
 @contextmanager
@@ -53,22 +54,21 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
 
 
 def do_all(tasks: Sequence[Task]) -> None:
-    """Do tasks that make something durable. If a disk takes long for the first, several threads do the others.
+    """Make several things durable. Raises what a task raises.
 
-    A disk merges such tasks if they overlap. Raises what the tasks raise.
+    Once a task takes long, several threads do the rest: a disk merges syncs that overlap. In memory threads would take
+    longer than the tasks.
     """
-    for done, task in enumerate(tasks):
+    waiting = deque(tasks)
+    is_slow = False
+    while waiting and not is_slow:
         begin = perf_counter()
-        task()
-        if perf_counter() - begin > _SLOW_SECONDS:
-            break
-    else:
-        return
-    others = tasks[done + 1 :]
+        waiting.popleft()()
+        is_slow = perf_counter() - begin > _SLOW_SECONDS
     with ExitStack() as stack:
-        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in others[:_THREADS]]
-        for thread, one in zip(cycle(threads), others, strict=False):
-            thread.add(one)
+        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in range(_SYNC_THREADS)]
+        for thread, task in zip(cycle(threads), waiting, strict=False):
+            thread.add(task)
 
 
 class TaskThread:

@@ -104,7 +104,7 @@ def write_rows(
             file, is_small = None, False
             for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
                 if file is None:
-                    file = files[name] = opened.enter_context(closing(_File(folder / name, rows.dtype)))
+                    file = files[name] = opened.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
                     is_small = rows.nbytes < _SMALL_BYTES
                 if is_small:
                     file.write(rows)
@@ -125,9 +125,9 @@ def write_rows(
 class _File:
     """A row file that is being written: `write` each chunk, then `finish`, then `sync`."""
 
-    def __init__(self, path: Path, dtype: np.dtype[np.void]) -> None:
+    def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
-        self._file = path.open("xb")
+        self._file = open(path, "xb")  # noqa: SIM115
         self._file.write(bytes(header_bytes(dtype)))  # replaced by the header once the count is known
         self._count = self._checksum = 0
 
