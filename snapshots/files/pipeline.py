@@ -66,7 +66,7 @@ def do_all(tasks: Sequence[Task]) -> None:
         waiting.popleft()()
         is_slow = perf_counter() - begin > _SLOW_SECONDS
     with ExitStack() as stack:
-        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in range(_SYNC_THREADS)]
+        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in range(min(_SYNC_THREADS, len(waiting)))]
         for thread, task in zip(cycle(threads), waiting, strict=False):
             thread.add(task)
 
