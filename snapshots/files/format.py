@@ -7,11 +7,12 @@ import errno
 import math
 import re
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from ...engine import _core
@@ -38,6 +39,7 @@ Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 _MAX_WIDTH = 1 << 20
 _MAX_DIM = 1 << 16  # of an embedding
+_MAX_REMEMBERED = 1 << 16  # bytes of a manifest
 LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
@@ -167,7 +169,12 @@ def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
 
 
 def _description(dtype: np.dtype[np.void], rows: int) -> bytes:
-    return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
+    return f"{{'descr': {_fields_of(dtype)}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
+
+
+@cache
+def _fields_of(dtype: np.dtype[np.void]) -> str:
+    return repr(dtype.descr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,12 +241,12 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
-        fields = dataclasses.asdict(self)
-        del fields["moment"]
-        format = FORMAT
-        if self.parts is None and not self.form.is_narrow:
-            format = FORMAT - 1
-            del fields["parts"]
+        format = FORMAT - 1 if self.parts is None and not self.form.is_narrow else FORMAT
+        omitted = ("moment",) if format == FORMAT else ("moment", "parts")
+        names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
+        fields = {name: getattr(self, name) for name in names}
+        fields["files"] = {name: vars(file) for name, file in self.files.items()}
+        fields |= {name: vars(fields[name]) for name in ("parent", "rocksdb") if fields[name] is not None}
         data = seal({"format": format, **fields})
         Manifest.decode(data)
         return data
@@ -247,6 +254,14 @@ class Manifest:
     @staticmethod
     def decode(data: bytes) -> Manifest:
         """Read a manifest file that may be forged. Raises ValueError naming the error."""
+        decode = Manifest._decode if len(data) <= _MAX_REMEMBERED else Manifest._decode.__wrapped__
+        manifest, description = decode(data)
+        return dataclasses.replace(manifest, description=msgpack.unpackb(description))
+
+    @staticmethod
+    @lru_cache(maxsize=256)  # a save reads all manifests of a store several times
+    def _decode(data: bytes) -> tuple[Manifest, bytes]:
+        """The manifest, and its description as msgpack: users may change the one that they get."""
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]
@@ -292,7 +307,8 @@ class Manifest:
         else:
             _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
         decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "moment": moment}
-        return Manifest(**{field: value[field] for field in fields} | decoded)
+        manifest = Manifest(**{field: value[field] for field in fields} | decoded)
+        return manifest, msgpack.packb(manifest.description)
 
 
 def _decode_parent(value: Any) -> Parent | None:

@@ -139,7 +139,8 @@ def write_part(
             rows_of_all = source.scan() if chunks is None else chunks
             files = write_rows(place, source.description, rows_of_all, progress, shard)
             rows = sum(file.rows for file in files.values())
-        fsync_dir(place)
+        if shard is not None:  # another process puts the snapshot in place, maybe on another host
+            fsync_dir(place)
         return Part(rows, files)
 
 
