@@ -126,7 +126,7 @@ def between_steps(handles: Iterable[Any], waits: bool = False) -> Iterator[None]
                 stack.enter_context(gate.between_steps(tables.copy, lambda: False))
             for table in tables:
                 stack.enter_context(table.lock)
-            if any(table.is_replaced or table.is_saved_by_another for table in tables):
+            if any(table.is_replaced or table.observers.is_saved_by_another for table in tables):
                 continue
             amid = [group for group in groups if waits and group.is_amid_step]
             gate = next((group.gate for group in amid if is_trained_elsewhere(group.embeddings)), None)

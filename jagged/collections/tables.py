@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...embedding.dense_rows import States, dense_rows, dense_states, dense_tensors, put_in_state
+from ...embedding.dense_rows import dense_rows, dense_states, dense_tensors, put_in_state
 from ...embedding.eager import follow_in_backward
 from ...embedding.embedding import MultiTableEmbedding
 from ...embedding.model_snapshots import ModelSnapshots
@@ -219,7 +219,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         view = self.embeddings.tables[self._tables[number]]
         return view.group, view.number
 
-    def _dense_states(self) -> dict[str, States]:
+    def _dense_states(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's states of each table, as `dense_states` has them. InputError, StoreError."""
         places = {name: self.embeddings.tables[name].dense() for name in self._tables}
         states = {
