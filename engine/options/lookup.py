@@ -227,20 +227,20 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
     if not isinstance(values, Tensor):
         return
     if values.is_nested:
-        problem = (
-            f"a nested tensor; make it contiguous(), with layout=torch.jagged, and give {name}.values(), and for its "
-            "bags offsets=ids.offsets() with pooling='sum' or 'mean'"
+        problem = "a nested tensor"
+        remedy = (
+            f"make it contiguous(), with layout=torch.jagged, and give {name}.values(), and for its bags "
+            "offsets=ids.offsets() with pooling='sum' or 'mean'"
         )
     elif values.device.type not in (*DEVICES, "meta"):
-        remedy = f"give {name}.cpu() or {name}.cuda()"
-        problem = f"on {values.device}; tables are on the CPU or on CUDA devices: {remedy}"
+        problem, remedy = f"on {values.device}", f"tables are on the CPU or on CUDA devices: give {name}.cpu() or .cuda()"
     elif values.device != ids.device:
-        problem = f"on {values.device} and the ids on {ids.device}; give {name}.to(ids.device)"
+        problem, remedy = f"on {values.device} and the ids on {ids.device}", f"give {name}.to(ids.device)"
     elif values.layout != torch.strided:
-        problem = f"{values.layout}; give {name}.to_dense()"
+        problem, remedy = f"{values.layout}", f"give {name}.to_dense()"
     else:
         return
-    raise InputError(f"{name} of embedding {spec.name!r} are {problem}")
+    raise InputError(f"{name} of embedding {spec.name!r} are {problem}; {remedy}")
 
 
 def _conversion(ids: Tensor, spec: TableSpec) -> str:
