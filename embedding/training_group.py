@@ -59,7 +59,7 @@ class TrainingGroup:
 
     def members(self) -> list[Member]:
         """The stores of those that are open here."""
-        return [handle.member for handle in self.handles() if handle.member is not None]
+        return [handle.own.member for handle in self.handles() if handle.own.member is not None]
 
     def folders(self) -> list[Path]:
         """The store folders of all of them."""
