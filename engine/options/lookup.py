@@ -233,7 +233,8 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
             "offsets=ids.offsets() with pooling='sum' or 'mean'"
         )
     elif values.device.type not in (*DEVICES, "meta"):
-        problem, remedy = f"on {values.device}", f"tables are on the CPU or on CUDA devices: give {name}.cpu() or .cuda()"
+        problem = f"on {values.device}"
+        remedy = f"tables are on the CPU or on CUDA devices: give {name}.cpu() or {name}.cuda()"
     elif values.device != ids.device:
         problem, remedy = f"on {values.device} and the ids on {ids.device}", f"give {name}.to(ids.device)"
     elif values.layout != torch.strided:
