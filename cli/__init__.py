@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 try:
-    import functools
     from importlib.metadata import version
-    from typing import Annotated, Any
+    from typing import Annotated
 
     import rich  # noqa: F401  output imports its parts when it needs them
     import typer
 
+    from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
     from .output import INTERRUPTED, PROBLEM, checked_stdout, print_error, print_interrupted, print_json_error
 except KeyboardInterrupt:  # printed as `main` does, without anything that is imported above
@@ -39,71 +39,43 @@ app.add_typer(snapshot_app, name="snapshot")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(store_app, name="store")
 
-for name, command in (
-    ("save", snapshot.save),
-    ("load", snapshot.load),
-    ("list", snapshot.list_),
-    ("inspect", snapshot.inspect),
-    ("verify", snapshot.verify),
-    ("diff", compare.diff),
-    ("export", export_import.export),
-    ("import", export_import.import_),
-    ("merge", snapshot.merge),
-    ("prune", snapshot.prune),
-    ("watch", watch.watch),
-):
-    snapshot_app.command(name)(command)
-checkpoint_app.command("list")(checkpoint.list_)
-checkpoint_app.command("inspect")(checkpoint.inspect)
-checkpoint_app.command("verify")(checkpoint.verify)
-checkpoint_app.command("prune")(checkpoint.prune)
-store_app.command("stat")(store.stat)
-store_app.command("compact")(store.compact)
-store_app.command("get", context_settings={"ignore_unknown_options": True})(store.get)  # a key may be negative
-store_app.command("options")(options.options)
-app.command("doctor")(doctor.doctor)
+COMMANDS = {  # in the order of --help
+    snapshot_app: (
+        *(snapshot.save, snapshot.load, snapshot.list_, snapshot.inspect, snapshot.verify, compare.diff),
+        *(export_import.export, export_import.import_, snapshot.merge, snapshot.prune, watch.watch),
+    ),
+    checkpoint_app: (checkpoint.list_, checkpoint.inspect, checkpoint.verify, checkpoint.prune),
+    store_app: (store.stat, store.compact, store.get, store.detach, options.options),
+    app: (doctor.doctor,),
+}
+for group, commands in COMMANDS.items():
+    for command in commands:
+        settings = {"ignore_unknown_options": command is store.get}  # whose key may be negative
+        group.command(command.__name__.rstrip("_"), context_settings=settings)(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run `tierbed`. Exits as docs/cli.md says: 0 for success, 1 for a problem, 2 for wrong usage."""
-    with checked_stdout():
-        _run(arguments)
-
-
-def _run(arguments: list[str] | None) -> None:
     as_json = "--json" in (sys.argv if arguments is None else arguments)
-    try:
-        _command()(arguments, prog_name="tierbed")
-    except SystemExit as end:
-        if end.code == INTERRUPTED:
-            print_interrupted(as_json)
-        raise
-    except KeyboardInterrupt:  # before a command started
-        print_interrupted(as_json)
-        raise SystemExit(INTERRUPTED) from None
-    except Exception as error:
-        message = _message(error)
-        if message is None:
+    with checked_stdout():
+        try:
+            typer.main.get_command(app)(arguments, prog_name="tierbed")
+        except SystemExit as end:
+            if end.code == INTERRUPTED:
+                print_interrupted(as_json)
             raise
-        print_error(f"tierbed: {message}")
-        if as_json:
-            print_json_error(message)
-        raise SystemExit(PROBLEM) from None
-
-
-@functools.cache
-def _command() -> Any:
-    return typer.main.get_command(app)
-
-
-def _message(error: Exception) -> str | None:
-    """The message for an error that is not a bug of tierbed, else None."""
-    if isinstance(error, ImportError):
-        return f"{error}; `tierbed doctor` lists what this installation lacks"
-    from ..engine.errors import TierbedError
-
-    of_file = isinstance(error, OSError) and error.filename is not None  # others are of stdout: `checked_stdout`
-    return str(error) if of_file or isinstance(error, TierbedError) else None
+        except KeyboardInterrupt:  # before a command started
+            print_interrupted(as_json)
+            raise SystemExit(INTERRUPTED) from None
+        except Exception as error:
+            remedy = "; `tierbed doctor` lists what this installation lacks" if isinstance(error, ImportError) else ""
+            of_file = isinstance(error, OSError) and error.filename is not None  # others are of stdout
+            if not (remedy or of_file or isinstance(error, TierbedError)):
+                raise  # a bug of tierbed
+            print_error(f"tierbed: {error}{remedy}")
+            if as_json:
+                print_json_error(f"{error}{remedy}")
+            raise SystemExit(PROBLEM) from None
 
 
 def _version(wanted: bool) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engine.errors import StoreError
 from .output import IN_USE, fail
 
 if TYPE_CHECKING:  # commands import the engine when they run, so that --help and completion do not load torch
@@ -17,22 +18,16 @@ if TYPE_CHECKING:  # commands import the engine when they run, so that --help an
     from ..snapshots.store.folder import StoreFolder
 
 
-def names_in(store: Path, incomplete: str) -> list[str]:
-    """The snapshots of a store whose names begin with `incomplete`, for completion."""
+def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete the name of a snapshot: of an argument, or the value of an option, that comes after the store."""
+    # after an option, words are not parsed as arguments yet
+    store = ctx.params.get("store") or next(iter(ctx.args), ".")
     try:
-        entries = os.scandir(store / "snapshots")
+        entries = os.scandir(Path(store) / "snapshots")
     except OSError:
         return []
     names = (entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     return sorted(name for name in names if name.startswith(incomplete) and name.isprintable())
-
-
-def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete an argument, or the value of an option, that comes after the store."""
-    store = ctx.params.get("store") or next(
-        iter(ctx.args), "."
-    )  # after an option, words are not parsed as arguments yet
-    return names_in(Path(store), incomplete)
 
 
 Store = Annotated[
@@ -59,7 +54,6 @@ Timeout = Annotated[
 @contextmanager
 def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
     """A block that locks store folders. Exits with `IN_USE` if another process has locked one of them."""
-    from ..engine.errors import StoreError
     from ..snapshots.store.folder_state import holder
 
     try:
@@ -71,15 +65,13 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 
 @contextmanager
-def locked_store(store: Path, as_json: bool) -> Iterator[StoreFolder]:
-    """The store folder, locked by this process. Exits with `IN_USE` if another process has locked it."""
+def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
+    """Lock store folders. If another process has locked one: exits with `IN_USE`, or StoreError without `exits`."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import existing_store
 
-    with exit_if_in_use([store], as_json):
-        folder = StoreFolder(existing_store(store))
-    with folder:
-        yield folder
+    with exit_if_in_use(stores if exits else (), as_json), ExitStack() as locks:
+        yield [locks.enter_context(StoreFolder(existing_store(store))) for store in stores]
 
 
 def table_of(text: str) -> int | str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..engine.errors import SnapshotError
 from .arguments import Json
 from .output import age, fail, print_fields, print_json, print_table, report_damaged, report_sound, size, text, when
 
@@ -78,7 +79,6 @@ def verify(path: Place, as_json: Json = False) -> None:
 
     Example: tierbed checkpoint verify runs/
     """
-    from ..engine.errors import SnapshotError
     from ..graph.state.kept import kept_at
 
     found, damaged = kept_at(path)

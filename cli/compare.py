@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..engine.errors import TierbedError
 from .arguments import Json, Name, Store, open_snapshot
 from .output import PROBLEM, USAGE, fail, print_fields, print_json, print_table, progress, text
 
@@ -25,7 +25,6 @@ def diff(
 
     Example: tierbed snapshot diff store/users monday tuesday
     """
-    from ..engine.errors import TierbedError
     from ..snapshots.inspection.comparison import compare
 
     try:
@@ -45,7 +44,7 @@ def diff(
 def _plain(found: Comparison) -> dict[str, Any]:
     from ..engine.options.table_names import with_table_name
 
-    counts = {sort: dict(sorted(getattr(found, sort).items())) for sort in ("added", "changed", "gone")}
+    counts = {sort: dict(sorted(tables.items())) for sort, tables in found.counts.items()}
     named = {"table_names": list(found.names)} if any(found.names) else {}
     return {
         "differs": found.differs,
@@ -53,22 +52,18 @@ def _plain(found: Comparison) -> dict[str, Any]:
         "same": found.same,
         "by_table": counts,
         **named,
-        "largest": {name: _number(value) for name, value in found.largest.items()},
+        "largest": found.largest,
         "fields": {name: list(pair) for name, pair in found.fields.items()},
         "rows": [
             {
                 "sort": row.sort,
                 **with_table_name(row.table, found.names),
                 "key": row.key,
-                "largest": _number(row.largest),
+                "largest": row.largest,
             }
             for row in found.first
         ],
     }
-
-
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
 
 
 def _print(found: Comparison) -> None:
@@ -77,14 +72,14 @@ def _print(found: Comparison) -> None:
     if not found.differs:
         print(f"the same: {found.same:,} rows")
         return
-    tables = sorted({*found.added, *found.changed, *found.gone})
-    counters = found.added, found.changed, found.gone
-    lines = [["table", "added", "changed", "gone"]]
+    counters = found.counts.values()
+    tables = sorted(set().union(*counters))
+    lines = [["table", *found.counts]]
     lines += [[label_of(table, found.names), *(f"{counter[table]:,}" for counter in counters)] for table in tables]
     sums = [counter.total() for counter in counters]
     print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
     print(f"{found.same:,} rows are the same")
-    if found.changed:
+    if found.counts["changed"]:
         print("greatest absolute difference: " + ", ".join(f"{n} {v:.6g}" for n, v in found.largest.items()))
     if found.fields:
         print()

@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from ..engine.errors import StoreError
 from .arguments import Json
 from .output import PROBLEM, aligned, print_json, size
 
@@ -88,7 +89,6 @@ def _tried(name: str, work: Callable[[], str], remedy: str, lacks: str = "", **k
 
 
 def _checks() -> Iterator[Check]:
-    """The findings on this installation."""
     yield Check("tierbed", True, version("tierbed"))
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     again = "install it again: pip install --force-reinstall"
@@ -127,7 +127,6 @@ def _core() -> str:
 
 
 def _rocksdb() -> Check:
-    from ..engine.errors import StoreError
     from ..engine.store.rocksdb import rocksdb_info
 
     try:
@@ -186,19 +185,15 @@ def _disk_checks(path: Path) -> Iterator[Check]:
 
 
 def _fsync(folder: Path) -> str:
+    from ..engine.durable import fsync_dir, fsync_file
+
     times = []
-    with open(folder / "file", "wb") as file:
-        for _ in range(5):
-            begin = time.perf_counter()
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-            times.append(time.perf_counter() - begin)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for _ in range(5):
+        begin = time.perf_counter()
+        (folder / "file").write_bytes(bytes(4096))
+        fsync_file(folder / "file")
+        times.append(time.perf_counter() - begin)
+    fsync_dir(folder)
     return f"{1000 * sorted(times)[2]:.2g} ms"
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..engine.errors import StoreError
 from .arguments import (
     Json,
     Name,
@@ -43,7 +44,10 @@ def export(
     """
     from ..snapshots.exchange.export import export_snapshot
 
-    chosen = format or _format_of(path)
+    try:
+        chosen = format or Format(path.suffix[1:].lower())
+    except ValueError:
+        raise typer.BadParameter(f"--format: {str(path)!r} has none; give one of {', '.join(Format)}") from None
     begin = time.monotonic()
     snapshot = open_snapshot(store, name)
     tables = check_tables(table, snapshot)
@@ -51,7 +55,8 @@ def export(
         rows = export_snapshot(
             snapshot, path, chosen.value, advance, tables=tables, state=not weights_only, overwrite=overwrite
         )
-    seconds, written = time.monotonic() - begin, _bytes_of(path)
+    seconds = time.monotonic() - begin
+    written = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
     if as_json:
         print_json({"path": str(path), "format": chosen.value, "rows": rows, "bytes": written, "seconds": seconds})
     else:
@@ -99,7 +104,6 @@ def import_(
     """
     import torch
 
-    from ..engine.errors import StoreError
     from ..snapshots.exchange.importing import import_snapshot
     from ..snapshots.store.status import existing_store
 
@@ -118,15 +122,4 @@ def import_(
         manifest = import_snapshot(
             store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=numbers, progress=advance
         )
-    report("imported", name, manifest, begin, as_json)
-
-
-def _format_of(path: Path) -> Format:
-    try:
-        return Format(path.suffix[1:].lower())
-    except ValueError:
-        raise typer.BadParameter(f"--format: {str(path)!r} has none; give one of {', '.join(Format)}") from None
-
-
-def _bytes_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+    report("imported", name, {"": manifest}, begin, as_json)

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import exit_if_in_use, locked_store
+from ..engine.errors import SnapshotError, StoreError, TierbedError
+from .arguments import locked
 from .output import IN_USE, ProgressCallback, fail
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
-    from ..snapshots.store.folder import StoreFolder
 
 
-def stores_at(path: Path) -> list[Path]:
-    """The store folder `path`, or those in the folder of a model. Raises StoreError."""
+def stores_at(path: Path) -> dict[Path, str]:
+    """The stores in the folder of a model, each with its name, or the store folder `path`, with "". Raises StoreError.
+
+    What commands print of several stores begins with these names.
+    """
     from ..snapshots.store.status import existing_store, stores_in
 
-    return stores_in(path) or [existing_store(path)]
-
-
-@contextmanager
-def locked_stores(stores: list[Path]) -> Iterator[list[StoreFolder]]:
-    """All stores, locked by this process. Raises StoreError."""
-    from ..snapshots.store.folder import StoreFolder
-
-    with ExitStack() as locks:
-        yield [locks.enter_context(StoreFolder(store)) for store in stores]
+    return {store: store.name for store in stores_in(path)} or {existing_store(path): ""}
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
@@ -43,7 +35,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 
     serving = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
-        with locked_store(store, as_json):  # exits and names the process, unless it has closed the store by now
+        with locked([store], as_json):  # exits and names the process, unless it has closed the store by now
             del serving[store]
     return serving
 
@@ -51,13 +43,13 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 def save_together(
     stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, advance: ProgressCallback, as_json: bool
 ) -> list[Manifest]:
-    """Save a snapshot of each store: of open stores by their process, all or none; then of closed stores by this one.
+    """Save a snapshot of each store: of open stores by their process, together; then of closed stores by this one.
 
     Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
-    from ..engine.errors import SnapshotError, StoreError, TierbedError
     from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
+    from ..snapshots.store.closed_store import save_closed_stores
 
     serving = serving_processes(stores, timeout, as_json)
     if len({*serving.values()}) > 1:
@@ -66,63 +58,6 @@ def save_together(
             f"several processes have these stores open, and they share no step: {those}; save each store by itself"
         )
         fail(message, IN_USE, as_json)
-    first = next(iter(serving), None)
-    if first is not None and request_save(first, name, kind, since(advance), timeout, overwrite, [*serving]) is None:
-        raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
-    closed = [store for store in stores if store not in serving]
-    try:  # after the open ones: while those are saved, their step may open one of these
-        with exit_if_in_use(() if serving else closed, as_json), locked_stores(closed) as folders:
-            _save_closed(folders, name, kind, overwrite, advance)
-    except TierbedError as error:
-        if not serving:
-            raise
-        saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
-        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
-    return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]
-
-
-def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bool, advance: ProgressCallback) -> None:
-    from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
-    from ..snapshots.store.closed_store import save_closed_store
-
-    def save(folder: StoreFolder, commit: Decided) -> None:
-        own = kind if kind != "incremental" or folder.recovery_folder.parent_snapshot else "full"
-        save_closed_store(folder, name, advance, own, overwrite, OfAll(name, folders[0].path, commit))
-
-    if folders:
-        all_or_none(folders[0].snapshots / name, [partial(save, folder) for folder in folders])
-
-
-def load_together(folders: list[StoreFolder], name: str, advance: ProgressCallback) -> list[Manifest]:
-    """Load a snapshot into each store, after all are verified. If a load is killed, the next run finishes it.
-
-    Raises StoreError, and SnapshotError, also for snapshots that were not saved together.
-    """
-    from ..snapshots.files.reader import Snapshot
-    from ..snapshots.files.versions import Instant
-    from ..snapshots.store.closed_store import check_load, load_into_store
-    from ..snapshots.store.instants import ClosedStore, Group, check_one_instant, rows_of
-
-    snapshots = [Snapshot.open(folder.snapshots / name) for folder in folders]
-    check_one_instant([folder.path.name for folder in folders], snapshots)
-    for folder, snapshot in zip(folders, snapshots, strict=True):
-        check_load(folder, snapshot)
-        snapshot.verify()
-    groups = [Group(folder.path, {}) for folder in folders]  # several groups, if the folder has several models
-    number = 1 + max(group.number for group in groups)
-    loaded = {group.first: rows_of(snapshot).now for group, snapshot in zip(groups, snapshots, strict=True)}
-    made = []
-    for folder, snapshot, group in zip(folders, snapshots, groups, strict=True):
-        versions = {id: loaded.get(id, member.present) for id, member in group.members.items()}
-        together = Instant(number, versions) if versions else None
-        made.append(load_into_store(folder, snapshot, advance, together=together)[0])
-    for folder in folders:
-        ClosedStore(folder).finish_load()
-    return made
-
-
-def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:
-    """A function of the rows done and their total, which calls `advance` with those done since its last call."""
     done = 0
 
     def advance_to(rows: int, of: int | None) -> None:
@@ -130,4 +65,16 @@ def since(advance: ProgressCallback) -> Callable[[int, int | None], None]:
         advance(rows - done)
         done = rows
 
-    return advance_to
+    first = next(iter(serving), None)
+    if first is not None and request_save(first, name, kind, advance_to, timeout, overwrite, [*serving]) is None:
+        raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
+    closed = [store for store in stores if store not in serving]
+    try:  # after the open ones: while those are saved, their step may open one of these
+        with locked(closed, as_json, exits=not serving) as folders:
+            save_closed_stores(folders, name, advance, kind, overwrite)
+    except TierbedError as error:
+        if not serving:
+            raise
+        saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
+        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
+    return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..engine.errors import OptionError, TierbedError
 from .arguments import Json
 from .output import PROBLEM, print_error, print_fields, print_json, size, text
 
@@ -33,7 +34,6 @@ def options(
 
     Example: tierbed store options deploy.toml
     """
-    from ..engine.errors import OptionError, TierbedError
     from ..engine.host_memory import free_host_memory
     from ..engine.options.store_options import load_store_options, read_store_options
     from ..engine.options.table_spec import check_name
@@ -115,7 +115,6 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
 
     Raises OptionError for an invalid path, and if the rows exceed the disk.
     """
-    from ..engine.errors import OptionError
     from ..engine.row_format import row_dtype
 
     if options.persistent_path is None:
@@ -164,7 +163,6 @@ def _disks(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _writable(option: str, path: Path) -> Path:
     """The nearest parent that exists. Raises OptionError if no folder can be created in it."""
-    from ..engine.errors import OptionError
 
     folder = path.absolute()
     while not os.path.lexists(folder):

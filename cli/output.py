@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from io import TextIOWrapper
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -48,12 +47,10 @@ def _plain(value: Any) -> Any:
 
 
 def print_json_error(message: str) -> None:
-    """Print the document of an error on stdout, in one line for scripts that read lines."""
     print_json({"error": message}, indent=None)
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    """Print the lines of `aligned`."""
     for line in aligned(rows, right):
         print(line)
 
@@ -73,12 +70,10 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def print_fields(fields: dict[str, Any]) -> None:
-    """Print a line for each field."""
     print_table([[name, words(value)] for name, value in fields.items()])
 
 
 def print_error(message: str) -> None:
-    """Print a line on stderr."""
     print(text(message), file=sys.stderr)
 
 
@@ -151,7 +146,6 @@ def size(count: int) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time in a suitable unit."""
     if seconds < 10:
         return f"{max(seconds, 0):.1f} s"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -251,18 +245,15 @@ def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
     return made
 
 
-def report(
-    done: str, name: str, made: Manifest | dict[Path, Manifest], begin: float, as_json: bool, **more: Any
-) -> None:
-    """Print what a command did since `begin`, in s of time.monotonic. made: by store, if several belong to a model."""
+def report(done: str, name: str, made: dict[str, Manifest], begin: float, as_json: bool, **more: Any) -> None:
+    """Print what a command did since `begin`, in s of time.monotonic. made: by the names that `stores_at` gives."""
     seconds = time.monotonic() - begin
-    by_store = {store.name: one for store, one in made.items()} if isinstance(made, dict) else {"": made}
     if as_json:
-        entries = {store: entry(name, one) for store, one in by_store.items()}
+        entries = {store: entry(name, one) for store, one in made.items()}
         print_json({**(entries.get("") or {"stores": entries}), **more, "seconds": round(seconds, 3)})
         return
     left = f", {more['left_out']:,} rows skipped" if more.get("left_out") else ""
-    for store, one in by_store.items():
+    for store, one in made.items():
         of = f" of {text(store)}" if store else ""
         kind = "" if one.kind == "full" else f"{one.kind}, "
         contents = f"{kind}{one.rows:,} rows, {size(one.total_bytes)}, step {one.description['step']:,}"

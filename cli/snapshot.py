@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engine.errors import SnapshotError, TierbedError
+from . import output
 from .arguments import (
     Json,
     Name,
@@ -19,29 +21,12 @@ from .arguments import (
     check_tables,
     complete_names,
     exit_if_in_use,
-    locked_store,
+    locked,
     open_snapshot,
 )
-from .model import load_together, locked_stores, save_together, serving_processes, since, stores_at
-from .output import (
-    NUMBER_COLUMNS,
-    SNAPSHOT_HEADER,
-    entry,
-    lines,
-    print_fields,
-    print_json,
-    print_table,
-    progress,
-    report,
-    report_damaged,
-    report_sound,
-    size,
-    text,
-)
+from .model import save_together, serving_processes, stores_at
 
 if TYPE_CHECKING:
-    from ..engine.errors import SnapshotError
-    from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.retention import PrunePlan
 
 
@@ -50,27 +35,24 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
-    from ..engine.errors import SnapshotError
     from ..snapshots.files.format import check_name
     from ..snapshots.files.writer import write_snapshot
-    from ..snapshots.store.instants import needed_snapshots, with_same_rows
+    from ..snapshots.store.retention import needed_names
 
     begin = time.monotonic()
     check_name(new)
-    with locked_store(store, as_json) as folder:
+    with locked([store], as_json) as (folder,):
         snapshot = open_snapshot(store, name)
         place = folder.snapshots / new
-        kept = (state.recovery_snapshots for state in folder.recovery_folders)
-        needed = needed_snapshots(folder.path).union(*kept)
-        if overwrite and new != name and new in needed:
+        if overwrite and new != name and new in needed_names(folder):
             raise SnapshotError(
                 f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: it is the recovery snapshot of live "
                 "rows; choose another name"
             )
-        with progress("merging", snapshot.manifest.rows) as advance:
-            same = with_same_rows(snapshot)
-            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), advance, overwrite, same)
-    report("merged", new, manifest, begin, as_json)
+        with output.progress("merging", snapshot.manifest.rows) as advance:
+            id = snapshot.manifest.id  # that of the same rows, by which recovery finds them
+            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), advance, overwrite, id)
+    output.report("merged", new, {"": manifest}, begin, as_json)
 
 
 def prune(
@@ -97,32 +79,31 @@ def prune(
         _prune(plans, keep_last, keep_every, timeout, as_json)
     if as_json:
         documents = {
-            one.name: {
-                "removed": [snapshot.name for snapshot in done.removed],
-                "kept": [snapshot.name for snapshot in done.kept],
-                "kept_for_live_rows": [snapshot.name for snapshot in done.kept_for_recovery],
-                "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in done.removed),
+            of: {
+                "removed": [snapshot.name for snapshot in plans[one].removed],
+                "kept": [snapshot.name for snapshot in plans[one].kept],
+                "kept_for_live_rows": [snapshot.name for snapshot in plans[one].kept_for_recovery],
+                "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in plans[one].removed),
                 "dry_run": dry_run,
             }
-            for one, done in plans.items()
+            for one, of in stores.items()
         }
-        print_json(documents[store.name] if stores == [store] else {"stores": documents})
+        output.print_json(documents.get("") or {"stores": documents})
         return
-    for one, done in plans.items():
-        prefix = "" if stores == [store] else f"{text(one.name)}/"
+    for one, of in stores.items():
+        done, prefix = plans[one], of and f"{output.text(of)}/"
         for snapshot in done.removed:
-            print(f"{'would remove' if dry_run else 'removed'} {prefix}{text(snapshot.name)}")
+            print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.text(snapshot.name)}")
         for snapshot in done.kept_for_recovery:
             why = "a save replaced it, but " if snapshot.name.startswith(REPLACED) else ""
             kept = "would keep" if dry_run else "kept"
-            print(f"{kept} {prefix}{text(snapshot.name)}: {why}recovery needs it")
+            print(f"{kept} {prefix}{output.text(snapshot.name)}: {why}recovery needs it")
         count, bytes = len(done.removed) + len(done.kept), sum(s.manifest.total_bytes for s in done.removed)
-        print(f"{prefix and prefix + ' '}{len(done.removed)} of {count} snapshots, {size(bytes)}")
+        print(f"{prefix and prefix + ' '}{len(done.removed)} of {count} snapshots, {output.size(bytes)}")
 
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
     """Prune stores, by the process that has one open or by this one, and update `plans` to what was done."""
-    from ..engine.errors import TierbedError
     from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
@@ -159,29 +140,23 @@ def verify(
     Example: tierbed snapshot verify store/users
     """
     from ..snapshots.files.reader import Listing, list_snapshots
+    from ..snapshots.files.verify import chains_of, verify_all
 
-    stores = stores_at(store)
     damaged: dict[str, SnapshotError] = {}
     sound: list[str] = []
-    for one in stores:
+    for one, of in stores_at(store).items():
         if names:
             listing = Listing([open_snapshot(one, name) for name in dict.fromkeys(names)], {})
         else:
             listing = list_snapshots(one / "snapshots")
-        wrong = {**listing.damaged, **_damaged_of(listing.snapshots)}
-        prefix = "" if stores == [store] else f"{one.name}/"
+        chains, broken = chains_of(listing.snapshots)
+        every = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
+        with output.progress("verifying", sum(snapshot.manifest.own_rows for snapshot in every.values())) as advance:
+            wrong = {**listing.damaged, **verify_all(chains, broken, advance)}
+        prefix = of and f"{of}/"
         damaged |= {prefix + name: error for name, error in wrong.items()}
         sound += [prefix + s.name for s in listing.snapshots if s.name not in wrong]
-    report_sound(sound, damaged, as_json)
-
-
-def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
-    from ..snapshots.files.verify import chains_of, verify_all
-
-    chains, damaged = chains_of(snapshots)
-    by_name = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
-    with progress("verifying", sum(snapshot.manifest.own_rows for snapshot in by_name.values())) as advance:
-        return verify_all(chains, damaged, advance)
+    output.report_sound(sound, damaged, as_json)
 
 
 Kind = StrEnum("Kind", ["full", "incremental", "checkpoint"])  # KINDS of snapshots/files/format.py
@@ -202,27 +177,11 @@ def save(
 
     Example: tierbed snapshot save store/users before-retraining
     """
-    from ..snapshots.control.client import request_save
-    from ..snapshots.store.closed_store import save_closed_store
-    from ..snapshots.store.folder_state import holder
-
     begin = time.monotonic()
     stores = stores_at(store)
-    if stores != [store]:
-        with progress("saving") as advance:
-            saved = save_together(stores, name, kind.value, overwrite, timeout, advance, as_json)
-        report("saved", name, dict(zip(stores, saved, strict=True)), begin, as_json)
-        return
-    manifest = None
-    with progress("saving") as advance:
-        if holder(store) is not None:
-            manifest = request_save(store, name, kind.value, since(advance), timeout, overwrite)
-    if manifest is None:
-        with locked_store(store, as_json) as folder:
-            marker = folder.clean_marker or {}
-            with progress("saving", marker.get("rows")) as advance:
-                manifest = save_closed_store(folder, name, advance, kind.value, overwrite)
-    report("saved", name, manifest, begin, as_json)
+    with output.progress("saving") as advance:
+        saved = save_together([*stores], name, kind.value, overwrite, timeout, advance, as_json)
+    output.report("saved", name, dict(zip(stores.values(), saved, strict=True)), begin, as_json)
 
 
 def load(
@@ -249,24 +208,23 @@ def load(
 
     Example: tierbed snapshot load store/users before-retraining
     """
-    from ..snapshots.store.closed_store import load_into_store
+    from ..snapshots.store.closed_store import load_into_stores
+    from ..snapshots.store.group_file import check_one_moment
     from ..snapshots.store.selection import Selection
 
     begin = time.monotonic()
     stores = stores_at(store)
-    if stores != [store]:
-        if table or weights_only or convert:
-            raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
-        with exit_if_in_use(stores, as_json), locked_stores(stores) as folders, progress("loading") as advance:
-            loaded = load_together(folders, name, advance)
-        report("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
-        return
-    with locked_store(store, as_json) as folder:
-        snapshot = open_snapshot(store, name)
-        selection = Selection(tables=check_tables(table, snapshot), state=not weights_only, convert=convert)
-        with progress("loading", snapshot.manifest.rows) as advance:
-            live, taken = load_into_store(folder, snapshot, advance, selection)
-    report("loaded", name, live, begin, as_json, left_out=taken.left_out)
+    is_one = "" in stores.values()
+    if not is_one and (table or weights_only or convert):
+        raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
+    with locked([*stores], as_json) as folders:
+        snapshots = [open_snapshot(one, name) for one in stores]
+        check_one_moment([one.name for one in stores], snapshots)
+        selection = Selection(tables=check_tables(table, snapshots[0]), state=not weights_only, convert=convert)
+        with output.progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
+            loaded, taken = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
+    left_out = {"left_out": taken[0].left_out} if is_one else {}
+    output.report("loaded", name, dict(zip(stores.values(), loaded, strict=True)), begin, as_json, **left_out)
 
 
 def list_(store: Store, as_json: Json = False) -> None:
@@ -276,19 +234,19 @@ def list_(store: Store, as_json: Json = False) -> None:
     """
     from ..snapshots.files.reader import list_snapshots
 
-    stores = stores_at(store)
-    is_one = stores == [store]
-    listings = {one.name: list_snapshots(one / "snapshots") for one in stores}
-    prefixes = {of: "" if is_one else f"{of}/" for of in listings}
+    listings = {of: list_snapshots(one / "snapshots") for one, of in stores_at(store).items()}
+    prefixes = {of: of and f"{of}/" for of in listings}
     damaged = {prefixes[of] + name: error for of, one in listings.items() for name, error in one.damaged.items()}
     if as_json:
-        entries = {of: [entry(s.name, s.manifest) for s in one.snapshots] for of, one in listings.items()}
-        found = {"snapshots": entries[store.name]} if is_one else {"stores": entries}
-        print_json({**found, "damaged": {name: str(error) for name, error in damaged.items()}})
+        entries = {of: [output.entry(s.name, s.manifest) for s in one.snapshots] for of, one in listings.items()}
+        found = {"snapshots": entries[""]} if "" in entries else {"stores": entries}
+        output.print_json({**found, "damaged": {name: str(error) for name, error in damaged.items()}})
     else:
-        every = [[prefixes[of] + line[0], *line[1:]] for of, one in listings.items() for line in lines(one.snapshots)]
-        print_table([SNAPSHOT_HEADER, *every], NUMBER_COLUMNS)
-    report_damaged(damaged)
+        every = [
+            [prefixes[of] + line[0], *line[1:]] for of, one in listings.items() for line in output.lines(one.snapshots)
+        ]
+        output.print_table([output.SNAPSHOT_HEADER, *every], output.NUMBER_COLUMNS)
+    output.report_damaged(damaged)
 
 
 def inspect(
@@ -314,20 +272,20 @@ def inspect(
 
         check_plot(plot)
     snapshot = open_snapshot(store, name)
-    with progress("reading", snapshot.manifest.rows) as advance:
+    with output.progress("reading", snapshot.manifest.rows) as advance:
         summary = summarise(snapshot, advance, first=rows)
     names = names_in(snapshot.description)
     if plot is not None:
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
-    figures = {**entry(name, snapshot.manifest), **summary.figures}
+    figures = {**output.entry(name, snapshot.manifest), **summary.figures}
     first = [plain_row(row, snapshot.description) for row in summary.first]
     description = with_named_hyper(snapshot.description)
     if as_json:
-        print_json({**figures, "description": description, "first_rows": first})
+        output.print_json({**figures, "description": description, "first_rows": first})
         return
     described = {"embedding" if field == "name" else field: of for field, of in description.items()}
     figures["rows_by_table"] = {label_of(table, names): count for table, count in figures["rows_by_table"].items()}
-    print_fields({**figures, **described})
+    output.print_fields({**figures, **described})
     for row in first:
         print()
-        print_fields(row)
+        output.print_fields(row)

@@ -1,4 +1,4 @@
-"""`tierbed store stat | compact | get`."""
+"""`tierbed store stat | compact | get | detach`."""
 
 from __future__ import annotations
 
@@ -10,24 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import Json, Store, Timeout, complete_names, locked_store, open_snapshot, table_of
-from .output import (
-    INTERRUPTED,
-    NO_ROW,
-    dtype_words,
-    dtypes,
-    fail,
-    print_fields,
-    print_interrupted,
-    print_json,
-    progress,
-    size,
-    span,
-    text,
-)
+from ..engine.errors import InputError
+from . import output
+from .arguments import Json, Store, Timeout, complete_names, locked, open_snapshot, table_of
 
 if TYPE_CHECKING:
-    from ..snapshots.store.status import Restart, StoreStatus
+    from ..snapshots.store.status import MemberStatus, Restart, StoreStatus
 
 _STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "elsewhere": "in shards on other hosts"}
 
@@ -41,26 +29,49 @@ def stat(store: Store, as_json: Json = False) -> None:
 
     status = store_status(store)
     if as_json:
-        print_json(plain(status))
+        output.print_json(plain(status))
         return
-    sizes = ", ".join(f"{size(count)} {part}" for part, count in status.bytes.items())
+    sizes = ", ".join(f"{output.size(count)} {part}" for part, count in status.bytes.items())
     by_table = status.rows_by_table or {}
-    tables = {"rows by table": ", ".join(f"{text(name)}: {rows:,}" for name, rows in by_table.items())}
+    tables = {"rows by table": ", ".join(f"{output.text(name)}: {rows:,}" for name, rows in by_table.items())}
     in_use = f"open in process {status.holder or 'unknown'}"
-    print_fields(
+    output.print_fields(
         {
             "state": {"open": in_use, **_STATES}[status.state],
             "live rows": _live(status),
-            **({} if status.marker is None else {"dtype": dtype_words(status.marker)}),
+            **({} if status.marker is None else {"dtype": output.dtype_words(status.marker)}),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
             "on disk": sizes,
-            "recovery": text(status.recovery_snapshot or "none"),
-            **({"trained together with": ", ".join(map(text, status.together))} if status.together else {}),
+            "recovery": output.text(status.recovery_snapshot or "none"),
+            **({"trained together with": ", ".join(map(output.text, status.partners))} if status.partners else {}),
+            **{f"record of {output.text(one.name)}": _describe_member(one) for one in status.group},
             "a restart": _describe_restart(status),
         }
     )
+
+
+def detach(store: Store, as_json: Json = False) -> None:
+    """Take a closed store out of its group: it is recovered alone, not with those that it was trained together with.
+
+    Its rows stay as they are. Do this for a copy of a store, for one that is used elsewhere, and for one whose group
+    is lost.
+
+    Example: tierbed store detach copy/users
+    """
+    from ..snapshots.store.detach import detach
+
+    with locked([store], as_json) as (folder,):
+        found = detach(folder)
+    if as_json:
+        output.print_json({"detached": found.problem is not None or bool(found.others), **found._asdict()})
+    elif found.problem is not None:
+        print(f"detached; its group is unknown: {output.text(found.problem)}")
+    elif found.others:
+        print(f"detached from {', '.join(map(output.text, found.others))}")
+    else:
+        print("nothing to detach: it is trained alone")
 
 
 def compact(
@@ -79,19 +90,21 @@ def compact(
 
     begin = time.monotonic()
     try:
-        with locked_store(store, as_json) as folder, progress("merging") as advance:
+        with locked([store], as_json) as (folder,), output.progress("merging") as advance:
             sizes = _watched(lambda: compact_live(folder, rocksdb_options), advance)
     except KeyboardInterrupt:
-        print_interrupted(as_json)
-        os._exit(INTERRUPTED)  # while RocksDB's threads run: its files are valid at any time
+        output.print_interrupted(as_json)
+        os._exit(output.INTERRUPTED)  # while RocksDB's threads run: its files are valid at any time
     seconds = time.monotonic() - begin
     if as_json:
         before, after = sizes or (None, None)
-        print_json({"merged": sizes is not None, "bytes_before": before, "bytes_after": after, "seconds": seconds})
+        output.print_json(
+            {"merged": sizes is not None, "bytes_before": before, "bytes_after": after, "seconds": seconds}
+        )
     elif sizes is None:
         print("nothing to merge: the live rows are row files, which every close rewrites")
     else:
-        print(f"merged: {size(sizes[0])} before, {size(sizes[1])} after, in {span(seconds)}")
+        print(f"merged: {output.size(sizes[0])} before, {output.size(sizes[1])} after, in {output.span(seconds)}")
 
 
 def get(
@@ -120,7 +133,6 @@ def get(
 
     Example: tierbed store get store/users 42 --table 1
     """
-    from ..engine.errors import InputError
     from ..snapshots.control.client import request_row
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.inspection.row import live_row, plain_row, snapshot_row
@@ -138,19 +150,21 @@ def get(
         ):
             found, row = asked, None
         else:
-            with locked_store(store, as_json) as folder:
+            with locked([store], as_json) as (folder,):
                 row, description = live_row(folder, table_of(table), key)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
     if row is not None:
         found = plain_row(row[0], description)
     if not found:
-        fail(f"there is no row of table {table}, key {key}: lookups return its initial value", NO_ROW, as_json)
+        output.fail(
+            f"there is no row of table {table}, key {key}: lookups return its initial value", output.NO_ROW, as_json
+        )
     if as_json:
-        print_json(found)
+        output.print_json(found)
     else:
         states = found.pop("states")
-        print_fields({**found, **states})
+        output.print_fields({**found, **states})
 
 
 def plain(status: StoreStatus) -> dict[str, Any]:
@@ -162,8 +176,9 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "holder": status.holder,
         "live": status.live,
         "ranks": status.ranks,
-        "together": list(status.together),
-        **({"dtype": None, "state_dtype": None} if status.marker is None else dtypes(status.marker)),
+        "together": list(status.partners),
+        "group": [one._asdict() for one in status.group],
+        **({"dtype": None, "state_dtype": None} if status.marker is None else output.dtypes(status.marker)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
         "step": status.step,
@@ -177,6 +192,14 @@ def _live(status: StoreStatus) -> str | None:
     if status.ranks is not None:
         return f"shards of {status.ranks} ranks"
     return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live)
+
+
+def _describe_member(one: MemberStatus) -> str:
+    step = "an unknown step" if one.step is None else f"step {one.step:,}"
+    has = [*(["live rows"] if one.live else []), *([f"snapshot {output.text(one.snapshot)}"] if one.snapshot else [])]
+    now = f"{' and '.join(has) or 'no rows'} of {step}" if has or one.step == 0 else "rows that are not saved"
+    common = output.text(one.common or "no rows")
+    return f"{now}; with the others {common}" + ("" if one.common_step is None else f" of step {one.common_step:,}")
 
 
 def _describe_restart(status: StoreStatus) -> str:
@@ -196,7 +219,7 @@ def _describe_source(restart: Restart) -> str:
         case "live":
             return f"resumes from the live rows, at step {restart.step:,}"
         case "snapshot":
-            kept = f"rolls back to snapshot {text(restart.snapshot)}, at step {restart.step:,}"
+            kept = f"rolls back to snapshot {output.text(restart.snapshot)}, at step {restart.step:,}"
         case "empty":
             kept = "starts empty"
         case _:
@@ -209,22 +232,12 @@ def _describe_source(restart: Restart) -> str:
 
 def _watched(work: Callable[[], Any], advance: Callable[[int], None]) -> Any:
     """The result of work in a thread, so that the bar is updated and Ctrl-C works."""
-    from ..engine.threads import Thread
+    from concurrent.futures import ThreadPoolExecutor, wait
 
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome[:] = work(), None
-        except BaseException as error:
-            outcome[:] = None, error
-
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
+    pool = ThreadPoolExecutor(1)  # no block, whose end would wait for the thread after Ctrl-C
+    result = pool.submit(work)
+    while not result.done():
+        wait([result], 0.2)
         advance(0)
-    result, error = outcome or (None, MemoryError("the merge thread died without raising an error"))
-    if error is not None:
-        raise error
-    return result
+    pool.shutdown()
+    return result.result()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -41,14 +43,15 @@ def watch(
 
     Example: tierbed snapshot watch store/users
     """
-    views = _views(store, interval)
-    try:
-        if as_json or not sys.stdout.isatty():
-            _print_changes(views, as_json)
-        else:
-            _show(views)
-    except KeyboardInterrupt:
-        pass
+    show = partial(_print_changes, as_json=as_json) if as_json or not sys.stdout.isatty() else _show
+
+    def views() -> Iterator[View]:
+        while True:
+            yield poll(store)
+            time.sleep(interval)
+
+    with suppress(KeyboardInterrupt):
+        show(views())
 
 
 def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
@@ -74,7 +77,6 @@ def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
 
 
 def poll(store: Path) -> View:
-    """The current state of a store. Raises StoreError, SnapshotError."""
     from ..snapshots.files.reader import list_snapshots
     from ..snapshots.store.status import store_status
 
@@ -82,12 +84,6 @@ def poll(store: Path) -> View:
     snapshots = {s.name: s for s in listing.snapshots}
     damaged = {name: str(e) for name, e in listing.damaged.items() if (store / "snapshots" / name).is_dir()}
     return View(store_status(store), snapshots, damaged)
-
-
-def _views(store: Path, interval: float) -> Iterator[View]:
-    while True:
-        yield poll(store)
-        time.sleep(interval)
 
 
 def _print_changes(views: Iterator[View], as_json: bool) -> None:

@@ -7,14 +7,13 @@ broadcast once is its rank's own, whichever graph uses it next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.errors import GraphError
-from .rank_group import PendingAllToAll
 from .sendable import bytes_of, check_sendable
 from .world import World, catch
 
@@ -61,63 +60,30 @@ def all_reduce_in_order(
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)
         sums = list(tensors)
-        running = [_OrderedAllReduce(world, op, [tensors[i] for i in places], givers) for places in by_dtype.values()]
-        for each in running:
-            each.add()
-        for each, places in zip(running, by_dtype.values(), strict=True):
-            for place, total in zip(places, each.sums(), strict=True):
+        for places in by_dtype.values():
+            totals = _sums(world, op, [tensors[place] for place in places], givers)
+            for place, total in zip(places, totals, strict=True):
                 sums[place] = total
     return Vote(sums, len(givers), all(number & _FINITE for number in notes))
 
 
-class _OrderedAllReduce:
-    """The sum of tensors of one dtype, in flight: each rank adds up a slice, and sends it to all."""
-
-    def __init__(self, world: World, op: str, tensors: list[Tensor], givers: list[int]) -> None:
-        self._world, self._op, self._tensors, self._givers = world, op, tensors, givers
-        gives = world.rank in givers
-        self._dtype = tensors[0].dtype
-        flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors]) if gives else None
-        size = sum(tensor.numel() for tensor in tensors)
-        ends = [size * rank // world.size for rank in range(world.size + 1)]
-        self._slices = [end - begin for begin, end in pairwise(ends)]
-        self._own = self._slices[world.rank]
-        self._parts = torch.empty(len(givers) * self._own, dtype=self._dtype)
-        self._flat = torch.empty(size, dtype=self._dtype)
-        given = self._parts[:0] if flat is None else flat
-        self._exchange = self._start(
-            self._parts,
-            given,
-            [self._own * (rank in givers) for rank in range(world.size)],
-            [length * gives for length in self._slices],
-        )
-
-    def add(self) -> None:
-        """Add up this rank's slice, and send it to all ranks."""
-        self._exchange.wait()
-        first, *rest = self._parts.view(len(self._givers), self._own)
-        for part in rest:
-            first += part
-        self._exchange = self._start(
-            self._flat, first.repeat(self._world.size), self._slices, [self._own] * self._world.size
-        )
-
-    def sums(self) -> list[Tensor]:
-        self._exchange.wait()
-        ends = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
-        parts = (self._flat[begin:end] for begin, end in pairwise(ends))
-        return [part.view(like.shape).to(like.device) for part, like in zip(parts, self._tensors, strict=True)]
-
-    def _start(self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int]) -> PendingAllToAll:
-        """As bytes, since Gloo does not take every dtype."""
-        width = self._dtype.itemsize
-        return self._world.start(
-            self._op,
-            out.view(torch.uint8),
-            given.view(torch.uint8),
-            [size * width for size in out_sizes],
-            [size * width for size in given_sizes],
-        )
+def _sums(world: World, op: str, tensors: Sequence[Tensor], givers: Sequence[int]) -> list[Tensor]:
+    """The sums of tensors of one dtype: each rank adds up a slice, and sends it to all."""
+    me, dtype, sizes = world.rank, tensors[0].dtype, [tensor.numel() for tensor in tensors]
+    ends = [sum(sizes) * rank // world.size for rank in range(world.size + 1)]
+    slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(ends)]  # bytes: Gloo does not take every dtype
+    own = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
+    given = torch.cat(own) if me in givers else own[0][:0]
+    parts = torch.empty(len(givers), ends[me + 1] - ends[me], dtype=dtype)
+    out_sizes = [slices[me] * (rank in givers) for rank in range(world.size)]
+    given_sizes = [size * (me in givers) for size in slices]
+    world.start(op, parts.view(-1).view(torch.uint8), given.view(torch.uint8), out_sizes, given_sizes).wait()
+    total, *others = parts
+    for other in others:
+        total += other
+    flat, copies = torch.empty(sum(sizes), dtype=dtype), total.repeat(world.size)
+    world.start(op, flat.view(torch.uint8), copies.view(torch.uint8), slices, [slices[me]] * world.size).wait()
+    return [part.view(like.shape).to(like.device) for part, like in zip(flat.split(sizes), tensors, strict=True)]
 
 
 def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Tensor]]) -> None:

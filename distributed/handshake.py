@@ -7,7 +7,7 @@ of it; a transfer of unequal sizes would end the process.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import msgpack  # type: ignore[import-untyped]
@@ -93,23 +93,16 @@ class Handshake:
         return self._result
 
     def _refuse(self) -> NoReturn:
-        same = _packed(self._same, lambda one: one.parts if isinstance(one, CollectiveSequence) else repr(one))
-        message = str(self._error).encode(errors="backslashreplace").decode()
-        error = None if self._error is None else {"kind": type(self._error).__name__, "message": message}
-        sent = msgpack.packb({"op": self._op, "same": msgpack.unpackb(same), "error": error})
-        every = [msgpack.unpackb(data) for data in self._group.exchange_bytes(self._op, sent)]
-        self._raise_first_error([one["error"] for one in every])
-        self._group.mismatches += 1
-        self._group.raise_shared(GroupError(_difference(every)))
-
-    def _raise_first_error(self, given: Sequence[Mapping[str, str] | None]) -> None:
-        """Raise the first error that ranks gave, if there is one."""
         group, error = self._group, self._error
+        why = None if error is None else {"kind": type(error).__name__, "message": _text(str(error))}
+        sent = msgpack.packb({"op": self._op, "same": _texts(self._same), "error": why})
+        every = [msgpack.unpackb(data) for data in group.exchange_bytes(self._op, sent)]
+        failed = {rank: one["error"] for rank, one in enumerate(every) if one["error"] is not None}
         if error is not None and not isinstance(error, Exception):
             group.raise_shared(error)  # Ctrl-C stays what it is where it was pressed
-        failed = {rank: one for rank, one in enumerate(given) if one is not None}
         if not failed:
-            return
+            group.mismatches += 1
+            group.raise_shared(GroupError(_difference(every)))
         rank, one = next(iter(failed.items()))
         kind: Any = getattr(errors, one["kind"], None)
         known = isinstance(kind, type) and issubclass(kind, TierbedError)
@@ -120,25 +113,25 @@ class Handshake:
 
 
 def _checksum(value: Any) -> int:
-    if isinstance(value, str):
-        return zlib.crc32(value.encode(errors="backslashreplace"))
-    return zlib.crc32(_packed(value, lambda one: one.checksum if isinstance(one, CollectiveSequence) else repr(one)))
-
-
-def _packed(value: Any, default: Callable[[Any], Any]) -> bytes:
-    """A map as msgpack; a value that msgpack cannot carry as text, since a rank that raised here would raise alone."""
-
-    def carried(one: Any) -> Any:
-        try:
-            msgpack.packb(one, default=default)
-        except (ValueError, OverflowError):
-            return repr(one)
-        return one
-
     try:
-        return bytes(msgpack.packb(value, default=default))
-    except (ValueError, OverflowError):
-        return bytes(msgpack.packb({name: carried(one) for name, one in value.items()}, default=default))
+        return zlib.crc32(msgpack.packb(value, default=repr))
+    except (ValueError, OverflowError):  # of a number or a text that msgpack cannot carry
+        return zlib.crc32(repr(value).encode(errors="backslashreplace"))
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Values by name, as text. The parts of a map, and of a CollectiveSequence, have its name and theirs."""
+    texts: dict[str, str] = {}
+    for name, value in values.items():
+        parts = value.parts if isinstance(value, CollectiveSequence) else value
+        named = {f"{name}: {key}": one for key, one in parts.items()} if isinstance(parts, dict) else {name: parts}
+        texts |= {key: _text(one) for key, one in named.items()}
+    return texts
 
 
 def _difference(every: Sequence[Mapping[str, Any]]) -> str:
@@ -149,7 +142,7 @@ def _difference(every: Sequence[Mapping[str, Any]]) -> str:
             f"ranks are in different calls, {calls}; lookups, steps and saves of embeddings of a World are made by all "
             "ranks in the same order"
         )
-    values = [_flat(one["same"]) for one in every]
+    values = [one["same"] for one in every]
     every_name = dict.fromkeys(name for one in values for name in one)
     names = [name for name in every_name if any(one.get(name) != values[0].get(name) for one in values)]
     shown = names[:MAX_NAMES]
@@ -158,11 +151,3 @@ def _difference(every: Sequence[Mapping[str, Any]]) -> str:
     )
     more = f" (and {len(names) - len(shown)} more differ)" if len(names) > len(shown) else ""
     return f"{every[0]['op']}: ranks differ, {by_rank}{more}; give all ranks the same"
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by name, those of a map by its name and theirs."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= {f"{name}: {key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-    return found

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..engine.ops.fingerprint import copied, same_lookups
 from ..engine.options.lookup import Lookup
 from ..engine.processors.processor import Processor
-from ..engine.table.prefetch import QUEUE, copied, same_lookups
+from ..engine.table.prefetch import QUEUE
 from .handshake import Handshake
 from .row_exchange import IdExchange, LocalBatch, Traffic
 from .world import World
@@ -36,7 +37,8 @@ class AnnouncedStep:
         self.requested: list[Lookup] | None = None
         self.dropped = False  # whether a rank does not know its lookups
         self._group, self._op, self._traffic = group, op, traffic
-        self._lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
+        # None if no step of this rank will take it
+        self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
         counts = [0] * group.size if local is None else local.counts
         self._headers = Handshake(group, op, counts=counts, note=local is None)
         self._ids: IdExchange | None = None
@@ -54,16 +56,12 @@ class AnnouncedStep:
     @property
     def is_wanted(self) -> bool:
         """Whether a step of this rank may still take it."""
-        return self._lookups is not None and not self.dropped and not self.is_refused
-
-    def forget(self) -> None:
-        """No step of this rank will take it."""
-        self._lookups = None
+        return self.lookups is not None and not self.dropped and not self.is_refused
 
     def is_of(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
-        if self._lookups is None or not self.is_wanted or self.local is None or self.local.processor is not processor:
-            return False  # a table that was opened again has another processor
-        return same_lookups(self._lookups, lookups)
+        # a table that was opened again has another processor
+        is_here = self.is_wanted and self.local is not None and self.local.processor is processor
+        return is_here and same_lookups(self.lookups or (), lookups)
 
     def advance(self) -> None:
         """Wait for what is in flight, and start what follows it. Called until `is_complete`."""
@@ -127,7 +125,7 @@ class IdPrefetcher:
         """No step will take the announcements up to this one."""
         for step in self._announced:
             if step.number <= number:
-                step.forget()
+                step.lookups = None
         self._free()
 
     def forget(self) -> None:

@@ -12,12 +12,12 @@ import json
 import logging
 import os
 import secrets
-import selectors
 import socket
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from threading import Condition
 from time import monotonic
@@ -55,13 +55,14 @@ def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], time
         GroupError: the address of a rank cannot be reached from here, or a rank did not connect.
     """
     end = monotonic() + timeout
-    with ExitStack() as opened, _listener() as listener:
+    host = _own_address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with ExitStack() as opened, socket.create_server((host, 0), family=family, backlog=BACKLOG) as listener:
         token = secrets.token_hex(16)
         own = json.dumps([*listener.getsockname()[:2], token]).encode()
         addresses = [json.loads(data) for data in exchange(own)]
-        found = _connect_to_all(
-            rank, addresses, exchange, end, opened
-        )  # connections wait in a queue until they are accepted
+        # connections wait in a queue until they are accepted
+        found = _connect_to_all(rank, addresses, exchange, end, opened)
         found |= _accept_ranks(listener, token, range(rank + 1, size), end, opened)
         opened.pop_all()
     return Connected(found, sum(host == addresses[rank][0] for host, *_ in addresses))
@@ -106,51 +107,45 @@ def _accept_ranks(
 ) -> dict[int, socket.socket]:
     """The connections of these ranks, which `opened` closes. Other connections are closed, and the log names them.
 
-    The greetings of all connections are read at once, so a silent one delays no rank.
+    The kernel calls a connection ready once its greeting is complete, so a silent one delays no rank.
     """
     found: dict[int, socket.socket] = {}
-    guests: dict[socket.socket, tuple[str, bytearray]] = {}  # by connection, its host and its greeting so far
+    guests: dict[socket.socket, str] = {}  # the hosts of connections that have not greeted
     strangers: Counter[str] = Counter()
+
+    def send_away(guest: socket.socket) -> None:
+        strangers[guests.pop(guest)] += 1
+        guest.close()
+
     listener.setblocking(False)
-    with selectors.PollSelector() as selector:  # which needs no descriptor
-
-        def send_away(guest: socket.socket) -> None:
-            selector.unregister(guest)
-            strangers[guests.pop(guest)[0]] += 1
-            guest.close()
-
-        selector.register(listener, selectors.EVENT_READ)
-        while len(found) < len(ranks) and (left := end - monotonic()) > 0:
-            ready = {key.fileobj for key, _ in selector.select(left)}
-            for connection in [guest for guest in guests if guest in ready]:
-                hello = guests[connection][1]
-                if not _hear(connection, hello):
-                    continue
-                rank = _rank_in(hello, token)
-                if rank is None or rank not in ranks or rank in found:
-                    send_away(connection)
-                else:
-                    selector.unregister(connection)
-                    del guests[connection]
-                    found[rank] = connection
-            if listener not in ready:
+    while len(found) < len(ranks) and (left := end - monotonic()) > 0:
+        ready = wait([listener, *guests], left)  # polls, which needs no descriptor
+        for connection in [guest for guest in guests if guest in ready]:
+            rank = _rank_of(connection, token)
+            if rank is None or rank not in ranks or rank in found:
+                send_away(connection)
+            else:
+                del guests[connection]
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+                found[rank] = connection
+        if listener not in ready:
+            continue
+        try:
+            connection, (host, *_) = listener.accept()
+        except OSError as error:
+            if error.errno not in CANNOT_ACCEPT:  # the connection has left
                 continue
-            try:
-                connection, (host, *_) = listener.accept()
-            except OSError as error:
-                if error.errno not in CANNOT_ACCEPT:  # the connection has left
-                    continue
-                if not guests:
-                    remedy = remedy_for(error, "let this host have more memory")
-                    raise GroupError(f"connections of other ranks cannot be accepted ({error}); {remedy}") from error
-                send_away(next(iter(guests)))  # the oldest, likely a stranger's
-                continue
-            opened.enter_context(connection).setblocking(False)
-            selector.register(connection, selectors.EVENT_READ)
-            guests[connection] = host, bytearray()
-            if len(guests) > len(ranks) - len(found) + MAX_SILENT:
-                send_away(next(iter(guests)))
-    strangers.update(host for host, _ in guests.values())
+            if not guests:
+                remedy = remedy_for(error, "let this host have more memory")
+                raise GroupError(f"connections of other ranks cannot be accepted ({error}); {remedy}") from error
+            send_away(next(iter(guests)))  # the oldest, likely a stranger's
+            continue
+        opened.enter_context(connection).setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELLO.size)
+        guests[connection] = host
+        if len(guests) > len(ranks) - len(found) + MAX_SILENT:
+            send_away(next(iter(guests)))
+    strangers.update(guests.values())
     unknown = _describe(strangers, listener)
     if missing := [rank for rank in ranks if rank not in found]:
         remedy = unknown or "see the logs of these ranks"
@@ -162,21 +157,12 @@ def _accept_ranks(
     return found
 
 
-def _hear(connection: socket.socket, hello: bytearray) -> bool:
-    """Add to a greeting what has arrived of it. True if it is complete, or nothing more will arrive."""
+def _rank_of(connection: socket.socket, token: str) -> int | None:
+    """The rank that greets by a connection, or None if its greeting is cut short or does not know the token."""
     try:
-        data = connection.recv(HELLO.size - len(hello))
-    except OSError:
-        return True
-    hello += data
-    return not data or len(hello) == HELLO.size
-
-
-def _rank_in(hello: bytearray, token: str) -> int | None:
-    """The rank that a greeting names, or None if it does not know the token."""
-    if len(hello) < HELLO.size:
+        known, rank = HELLO.unpack(connection.recv(HELLO.size))
+    except (OSError, struct.error):
         return None
-    known, rank = HELLO.unpack(hello)
     return int(rank) if secrets.compare_digest(known, token.encode()) else None
 
 
@@ -189,12 +175,6 @@ def _describe(strangers: Counter[str], listener: socket.socket) -> str:
         f"{strangers.total()} unknown connections came to {host}:{port}, from {of}: a port scanner, a health check or "
         "another job; keep them from the ports of ranks"
     )
-
-
-def _listener() -> socket.socket:
-    host = _own_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
 def _own_address() -> str:
@@ -242,10 +222,8 @@ class PeerMonitor:
         self._ended: dict[int, str] = {}  # how the connection to a rank ended
         self._closed: dict[int, int] = {}  # the last call of each rank that closed its world
         self._on_loss, self._is_closed = on_loss, False
-        self._selector = selectors.DefaultSelector()
-        for rank, connection in connections.items():
+        for connection in connections.values():
             connection.settimeout(ANSWER_SECONDS)
-            self._selector.register(connection, selectors.EVENT_READ, (rank, bytearray()))
         Thread(target=self._listen, name="tierbed-peer-monitor", daemon=True).start()
         self._pid = os.getpid()
         # not by atexit, which children that multiprocessing forks do not run
@@ -302,29 +280,26 @@ class PeerMonitor:
                     self._connections[rank].sendall(line)
 
     def _listen(self) -> None:
-        while self._selector.get_map():
-            for key, _ in self._selector.select():
-                rank, before = key.data
+        parts = dict.fromkeys(self._connections, b"")  # the beginning of each rank's next message
+        while parts:
+            ready = wait([self._connections[rank] for rank in parts])
+            for rank in [rank for rank in parts if self._connections[rank] in ready]:
                 try:
                     data = self._connections[rank].recv(1 << 16)
                 except OSError:
                     data = b""
-                before += data
-                *lines, rest = before.split(b"\n")
-                before[:] = rest
+                *lines, parts[rank] = (parts[rank] + data).split(b"\n")
                 with self._changed:
                     for line in lines:
                         self._hear(rank, json.loads(line))
-                    if not data:
-                        self._selector.unregister(key.fileobj)
-                        self._connections[rank].close()
                     is_lost = not data and rank not in self._ended and not self._is_closed
                     if not data:
+                        del parts[rank]
+                        self._connections[rank].close()
                         self._ended.setdefault(rank, ENDED)
                     self._changed.notify_all()
                 if is_lost:
                     self._on_loss(rank, ENDED)
-        self._selector.close()
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         match message:

@@ -46,9 +46,12 @@ class CollectiveSequence:
         return exchanges | {f"parameter {number}": text for number, text in enumerate(self._parameters)}
 
     @cached_property
-    def checksum(self) -> int:
-        """A number that is equal on ranks whose sequences are equal."""
-        return crc32(repr((*self._exchanges, "", *self._parameters)).encode())
+    def _checksum(self) -> str:
+        return str(crc32(repr((*self._exchanges, "", *self._parameters)).encode()))
+
+    def __repr__(self) -> str:
+        """A text that is equal on ranks whose sequences are equal."""
+        return self._checksum
 
 
 NO_COLLECTIVES = CollectiveSequence()  # outside of a graph's steps
@@ -151,6 +154,18 @@ class RankGroup:
                 f"{who} uses a world that another thread uses: ranks meet in the order of their calls, so one thread "
                 "makes all of them"
             )
+
+    def begin_step(self, collectives: CollectiveSequence, nested: bool) -> None:
+        """A graph's step begins, which makes these collectives. nested: within a step."""
+        self.collectives, self.shared_error = collectives, None
+        if not nested:
+            self.pinned_batches = []
+
+    def end_step(self, nested: bool) -> None:
+        """The step has ended."""
+        self.collectives = NO_COLLECTIVES
+        if not nested:
+            self.shared_error = self.pinned_batches = None  # frames of the error hold what the step computed
 
     def must_report(self, error: BaseException) -> bool:
         """Whether other ranks still need an error: it was not raised on all, and the group is not aborted."""

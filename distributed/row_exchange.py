@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
-from ..engine.processors.processor import ByOwner, Processor
+from ..engine.processors.processor import ByOwner, Processor, by_owner
 from .handshake import Handshake, HandshakeResult
 from .rank_group import PendingAllToAll
 from .world import World
@@ -105,7 +105,9 @@ class LocalBatch:
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
         self.by_owner: ByOwner = (
-            processor.by_owner(self.batch, group.size, group.rank) if dedup_from is None else dedup_from.by_owner
+            by_owner(processor.unique_rows(self.batch), group.size, group.rank)
+            if dedup_from is None
+            else dedup_from.by_owner
         )
         self.rows: Tensor | None = None  # kept while lines of the batch point into it
         if processor.defers_errors and (late := processor.deferred_error(True)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..engine import _core
 from ..engine.errors import CapacityError, StoreError
-from ..engine.ops.batch import batch_of, empty
+from ..engine.ops.batch import Gradients, batch_of, checked_gradients, empty
 from ..engine.ops.exact_sum import partial, total
 from ..engine.optim.row_optimizer import RowOptimizer
-from ..engine.options.lookup import Gradients, Lookup, checked_gradients
+from ..engine.options.lookup import Lookup
 from ..engine.table.table import OpenTable, PinnedBatch
 from ..engine.table.table_report import new_rows
 from .handshake import Handshake
@@ -276,6 +276,16 @@ def _collective(what: str) -> Callable[[Method], Method]:
     return with_name
 
 
+class Requests(Protocol):
+    """What other processes want of all ranks."""
+
+    def is_wanted(self) -> bool:
+        """Whether this rank has a request that can be served now."""
+
+    def serve(self) -> None:
+        """Serve it, on all ranks."""
+
+
 class ShardedTable:
     """All rows of an embedding. Each rank has those that it owns, in its local table."""
 
@@ -286,24 +296,27 @@ class ShardedTable:
         open_table: Callable[[], OpenTable | None],
         count_write: Callable[[], None],
         capacity: int | None,
+        before_step: Callable[[], None],
+        requests: Requests,
     ) -> None:
         """local_table: returns the table with the rows of this rank, or raises ClosedError.
 
         open_table: returns it, or None if it is closed. count_write: called when every rank is about to write.
-        capacity: the most rows of all ranks; None if each rank limits its own.
+        capacity: the most rows of all ranks; None if each rank limits its own. before_step: what all ranks do before a
+        step. requests: of other processes.
         """
-        self.world, self.capacity = world, capacity
+        self.world, self.capacity, self._before_step, self._requests = world, capacity, before_step, requests
         self._local_table, self._open_table, self.count_write = local_table, open_table, count_write
         self.name = local_table().spec.name
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
         self._diverged = ""  # the update that this rank's rows lack, and why
-        self.before_step: Callable[[], None] = lambda: None  # what all ranks do before a step
-        self.is_save_requested: Callable[[], bool] = lambda: False  # by another process
-        self.serve_requests: Callable[[], None] = lambda: None
         self.id_prefetcher = IdPrefetcher(
             world, self.name, self.traffic, lambda requested: self.own.announce(requested)
         )
+
+    def rename(self, name: str) -> None:
+        self.name = name
 
     @property
     def own(self) -> OpenTable:
@@ -323,7 +336,7 @@ class ShardedTable:
         """
         op = f"embedding {self.name!r}, step {self.own.step + 1}"
         self.release()
-        self.before_step()
+        self._before_step()
         local, requested, pools = self._request(op, lookups, dedup_from, dtype)
         own_dedup_from = None if dedup_from is None else dedup_from.own
         own, error = catch(lambda: self._pin_own(requested, own_dedup_from))
@@ -331,10 +344,6 @@ class ShardedTable:
         if self.world.pinned_batches is not None:
             self.world.pinned_batches.append(self.pinned)
         return self.pinned
-
-    def _begin_write(self) -> None:
-        self._check_diverged()
-        self._clear_clean_marker()
 
     def _clear_clean_marker(self) -> None:
         """Clear the clean marker of this rank's rows for a write of all ranks, before it is certain. StoreError."""
@@ -374,15 +383,15 @@ class ShardedTable:
         local, error = catch(prepare)
         counts = [0] * world.size if local is None else local.counts
         try:
-            wants_more = self.is_save_requested()
-            answer = world.handshake(op, error, same, counts, note=2 * number + pools, wants_more=wants_more)
+            wants_more = self._requests.is_wanted()
+            answer = world.handshake(op, error, same, counts=counts, note=2 * number + pools, wants_more=wants_more)
         finally:
             world.step_collectives += 1
         assert local is not None
         if is_step:
             self.id_prefetcher.advance()  # only here: a rank that failed makes the handshake of a step alone
         if answer.wants_more:
-            self.serve_requests()
+            self._requests.serve()
         pools = any(note & 1 for note in answer.notes)
         if dedup_from is not None:
             self.id_prefetcher.skip(number)
@@ -470,11 +479,9 @@ class ShardedTable:
         """The ids and values [n, dim] that all ranks give of rows that this rank has, in the order of ranks."""
         world, spec = self.world, self.own.spec
         on_host = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
-        batch, error = catch(lambda: batch_of(spec, [on_host]))
-        if error is None:
-            _, error = catch(self._begin_write)
-        if batch is None or error is not None:
-            world.handshake(op, error)
+        batch = batch_of(spec, [on_host])  # its error, and those of the next two, are raised on all ranks
+        self._check_diverged()
+        self._clear_clean_marker()
         owners = _core.owners(batch.tables, batch.keys, world.size)
         order = np.argsort(owners, kind="stable")
         sends = np.bincount(owners, minlength=world.size).tolist()
@@ -530,7 +537,7 @@ class ShardedTable:
         self._diverged = f"{op} raised {error!r} on this rank during its updates, which other ranks made"
         table = self._open_table()
         if table is not None:
-            table.failure = table.failure or error  # so that these rows never get a clean marker
+            table.note_failure(error)
 
     def _check_diverged(self) -> None:
         if self._diverged and self.own.failure is not None:  # else a load has replaced the table

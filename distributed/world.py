@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic, sleep
@@ -136,8 +136,7 @@ class World(RankGroup):
         group: dist.ProcessGroup | None = None,
         *,
         timeout: float = 600,
-        rows: torch.dtype = torch.float32,
-        grads: torch.dtype = torch.float32,
+        **dtypes: torch.dtype,
     ) -> World:
         """`World(...)`, after making torch's default group from torchrun's variables, if they are set and it is not.
 
@@ -148,7 +147,7 @@ class World(RankGroup):
             if missing:
                 raise OptionError(f"the environment has no {', '.join(missing)}; start the script by torchrun")
             make_default_group(timeout)
-        return cls(group, timeout=timeout, rows=rows, grads=grads)
+        return cls(group, timeout=timeout, **dtypes)
 
     def gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, one after the other along dimension 0, in the order of ranks.
@@ -183,13 +182,11 @@ class World(RankGroup):
         op: str,
         error: BaseException | None = None,
         same: Mapping[str, Any] | None = None,
-        counts: Sequence[int] | None = None,
-        note: int = 0,
-        wants_more: bool = False,
+        **given: Any,
     ) -> HandshakeResult:
         """Send headers and wait for those of all ranks, as `Handshake`. It is a barrier."""
         with self.collective_block(op):
-            return Handshake(self, op, error, same, counts, note, wants_more).wait()
+            return Handshake(self, op, error, same, **given).wait()
 
     def call_on_all_ranks(self, op: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
         """The result of a call that every rank makes for itself. What it raises on one rank is raised on all.
@@ -234,9 +231,6 @@ class World(RankGroup):
         """
         self.check_thread()
         self.check_alive()
-        if self.size == 1:
-            x = check_sendable("x", x, open_dims == 0)
-            return [x.detach().clone().view(_length(x), *x.shape[1:])]
         data, error = catch(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
         with self.collective_block(op):
             same = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}

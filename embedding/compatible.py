@@ -14,15 +14,7 @@ from ..engine.errors import InputError, OptimizerError, SnapshotError, StoreErro
 from ..engine.optim.kernel import kernels
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
-from ..engine.options.table_names import (
-    OF_TENSORS,
-    Names,
-    choices,
-    labels_of,
-    mismatched_tables,
-    names_in,
-    table_number,
-)
+from ..engine.options import table_names
 from ..engine.options.table_spec import KEY_TYPES, TableSpec
 from ..engine.row_format import Chunks
 from ..snapshots.store.selection import Selection, converted_description
@@ -116,19 +108,20 @@ def _of_other_type(
     )
 
 
-def _names_for(spec: TableSpec, stored: dict[str, Any]) -> Names:
-    """The stored names that tables of the embedding need: none, if tensors gave them and no table has one."""
-    names = names_in(stored)
-    return [None] * len(names) if stored.get(OF_TENSORS) and not any(spec.table_names) else names
+def _mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
+    """Stored tables that have another name than the embedding's: none, if tensors gave all names, which it lacks."""
+    if stored.get(table_names.OF_TENSORS) and not any(spec.table_names):
+        return ()
+    return table_names.mismatched_tables(table_names.names_in(stored), spec.table_names)
 
 
 def _check_names(spec: TableSpec, stored: dict[str, Any], what: str, wanted: Collection[int] | None) -> None:
     """Raises StoreError if the rows of a stored table would become those of another table."""
-    names = _names_for(spec, stored)
-    others = [table for table in mismatched_tables(names, spec.table_names) if wanted is None or table in wanted]
+    others = [table for table in _mismatched(spec, stored) if wanted is None or table in wanted]
     if others and stored.get("rows") != 0:
+        labels = table_names.labels_of(table_names.names_in(stored))
         raise StoreError(
-            f"{what} holds tables {list(labels_of(names))}, and the embedding has {list(spec.labels)}: rows go by "
+            f"{what} holds tables {list(labels)}, and the embedding has {list(spec.labels)}: rows go by "
             "position, and would become those of another table; list the tables in the stored order by the stored "
             "names, new ones at the end, or rename the stored ones (docs/embedding.md#names-of-tables)"
         )
@@ -148,7 +141,7 @@ def fitting(
     in this way.
     """
     remarks: list[str] = []
-    names, given = names_in(stored), selection.tables
+    names, given = table_names.names_in(stored), selection.tables
     if given is not None and (not fits(given, Collection) or not len(given)):
         raise InputError(f"tables={given!r}: give a list of table ids or names, or None for all")
     if selection.where is not None and not callable(selection.where):
@@ -156,7 +149,7 @@ def fitting(
     tables = None
     if given is not None:
         tables = [_selected(spec, names, table, f"tables={given!r}: {what}") for table in given]
-    others = {*mismatched_tables(_names_for(spec, stored), spec.table_names), *range(spec.num_tables, len(names))}
+    others = {*_mismatched(spec, stored), *range(spec.num_tables, len(names))}
     if others and not strict:
         remarks.append(_left_out(spec, names, others, what))
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]
@@ -177,22 +170,22 @@ def fitting(
     return selection, remarks
 
 
-def _left_out(spec: TableSpec, names: Names, others: Collection[int], what: str) -> str:
+def _left_out(spec: TableSpec, names: table_names.Names, others: Collection[int], what: str) -> str:
     """The remark on tables of a snapshot that the embedding lacks."""
     if not any(names):
         return f"{what} has {len(names)} tables, and the embedding {spec.num_tables}: the others are left out"
-    labels = labels_of(names)
+    labels = table_names.labels_of(names)
     left = [labels[table] for table in sorted(others)]
     return f"{what} has tables {list(labels)}, and the embedding {list(spec.labels)}: {left} are left out"
 
 
-def _selected(spec: TableSpec, names: Names, given: Any, where: str) -> int:
+def _selected(spec: TableSpec, names: table_names.Names, given: Any, where: str) -> int:
     """A table of a snapshot, by its number or stored name, or by the embedding's name where it has none stored."""
     for known in (names, spec.table_names[: len(names)]):
-        number = table_number(given, known)
+        number = table_names.table_number(given, known)
         if number is not None:
             return number
-    raise InputError(f"{where} has tables {choices(names)}; {given!r} is none")
+    raise InputError(f"{where} has tables {table_names.choices(names)}; {given!r} is none")
 
 
 class LoadedIds:

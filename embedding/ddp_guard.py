@@ -46,8 +46,7 @@ def warn_alone(name: str) -> None:
 
 def refuse_ranks(root: nn.Module) -> None:
     """GraphError for a module or parameter under a graph that is split or kept equal over ranks."""
-    shared = _shared(root, "the graph")
-    if shared is not None:
+    if (shared := _shared(root, "the graph")) is not None:
         raise _refused(shared)
 
 
@@ -62,10 +61,8 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
         raise OptimizerError(f"embeddings {names} have different worlds; give all of them one, or none")
     world: World | None = next(iter(worlds.values()), None)
-    if world is None and embeddings:
-        shared = _shared(root, "the module")
-        if shared is not None:
-            raise _refusal(OptimizerError, shared, "an EagerOptimizer", "EagerOptimizer")
+    if world is None and embeddings and (shared := _shared(root, "the module")) is not None:
+        raise _refusal(OptimizerError, shared, "an EagerOptimizer", "EagerOptimizer")
     for path, module in root.named_modules():
         wrapped = next((one for one in module.modules() if one in embeddings), None) if _is_wrapper(module) else None
         if isinstance(wrapped, EmbeddingBase):
@@ -74,11 +71,6 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
                 "exchanges its rows; wrap the other modules instead"
             )
     return world
-
-
-def is_in_ddp() -> bool:
-    """Whether a DistributedDataParallel is calling its module in this process."""
-    return DistributedDataParallel._active_ddp_module is not None
 
 
 def refuse_lookup(name: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..engine.checks import as_int
 from ..engine.errors import InputError, OptimizerError, StoreError, TierbedError
-from ..engine.options.lookup import check_range
+from ..engine.options.lookup import check_values
 from ..engine.options.table_names import choices, table_number
 from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import EMBEDDING, LAST_STEP, RowArray
@@ -26,7 +26,6 @@ from .saved_rows import EXTRA, ROWS, extra_state_of
 
 log = logging.getLogger("tierbed")
 CHUNK = 1 << 16  # rows
-States = dict[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -40,7 +39,7 @@ def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype 
     return weights
 
 
-def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, States]:
+def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
     """The optimizer's states of each table, by name: [rows, dim] of a state of elements, [rows] of one number a row.
 
     counts: the rows of each table, by its number. StoreError if ranks share the rows.
@@ -53,12 +52,13 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, S
     follow_in_backward(embedding)
     table = embedding.table_handle().local_table
     state, of_row = table.state, _of_row(table)
+    columns = [() if of_row[name] else (width,) for name, width in zip(state.names, state.widths, strict=True)]
     # without inference mode, since a read-only copy detects writes by the tensor's version
     with torch.inference_mode(False):
         states = {
             number: {
-                name: torch.full((rows, width), float(value))
-                for name, width, value in zip(state.names, state.widths, state.initial, strict=True)
+                name: torch.full((rows, *shape), float(value))
+                for name, shape, value in zip(state.names, columns, state.initial, strict=True)
             }
             for number, rows in counts.items()
         }
@@ -67,14 +67,10 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, S
                 chosen = (chunk["table"] == number) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][chosen].astype("i8"))
                 for name, copied in states[number].items():
-                    copied[keys] = torch.from_numpy(table.form.numbers(chunk, name)[chosen])
-        return {
-            number: {
-                name: (copied.flatten() if of_row[name] else copied).to(embedding.device)
-                for name, copied in of_table.items()
-            }
-            for number, of_table in states.items()
-        }
+                    numbers = torch.from_numpy(table.form.numbers(chunk, name)[chosen])
+                    copied[keys] = numbers.view(len(keys), *copied.shape[1:])
+        device = embedding.device
+        return {number: {name: one.to(device) for name, one in own.items()} for number, own in states.items()}
 
 
 def dense_tensors(
@@ -106,14 +102,14 @@ def dense_tensors(
         raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give those of all tables at once")
     if not has_states and table.state.names and table.step:
         log.warning(
-            "embedding %r: a load of rows drops optimizer state, that of %d steps; call optimizer.load_state_dict "
-            "after it, or change rows by put(ids, rows), which keeps their state",
+            "embedding %r: a load of rows drops optimizer state, that of %d steps, which no state of the optimizer "
+            "holds; change rows by put(ids, rows), which keeps it, or load a state_dict() of this model, which has it",
             embedding.name,
             table.step,
         )
     with table.lock:
         hyper = table.optimizer.hyper(at) if at and table.optimizer is not None else []
-        kept = [] if len(given) == spec.num_tables else [rows for rows in _kept(table, given) if len(rows)]
+        kept = [] if len(given) == spec.num_tables else _kept(table, given)
         if kept and at != table.step:
             raise InputError(
                 f"step={at} of embedding {spec.name!r}: the rows of other tables are kept, and were trained for "
@@ -169,7 +165,8 @@ def _check_step_known(table: OpenTable) -> None:
 def _by_number(spec: TableSpec, argument: str, given: Any) -> dict[int, Any]:
     """What is given for each table, by its number. InputError."""
     if not isinstance(given, Mapping):
-        raise InputError(f"{argument} of embedding {spec.name!r}: got {type(given).__name__}; give a dict by table")
+        form = "torch.from_numpy of it" if isinstance(given, np.ndarray) else "a dict by table"
+        raise InputError(f"{argument} of embedding {spec.name!r}: got {type(given).__name__}; give {form}")
     found: dict[int, Any] = {}
     for name, of_table in given.items():
         number = table_number(name, spec.table_names)
@@ -189,12 +186,13 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
         raise InputError(f"{where}: a {type(rows).__name__}, parts of which are on other ranks; give the whole tensor")
     if not isinstance(rows, Tensor) or rows.dtype not in _FLOATS or rows.dim() != 2 or rows.shape[1] != spec.dim:
         got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(f"{where}: got {got}; give torch.float32, or floats of 16 bits, [rows, {spec.dim}]")
+        form = " by torch.from_numpy" if isinstance(rows, np.ndarray) else ""
+        raise InputError(f"{where}: got {got}; give torch.float32{form}, or floats of 16 bits, [rows, {spec.dim}]")
     if ids is not None and len(rows) != ids:
         raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with num_embeddings of them")
     for first in range(0, len(rows), CHUNK):
         keys = torch.arange(first, min(first + CHUNK, len(rows)))
-        check_range(spec, keys, _numbers(rows[first : first + CHUNK]))
+        check_values(spec, keys, _numbers(rows[first : first + CHUNK]), allow_nonfinite=True)
     padding = spec.padding_idx
     if padding is not None and 0 <= padding < len(rows) and rows[padding].any():
         raise InputError(
@@ -226,22 +224,19 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
 
 def _of_row(table: OpenTable) -> dict[str, bool]:
     """Whether each state is one number a row. With a dim of 1 widths do not show it."""
-    if table.optimizer is None:
-        return {
-            name: width != table.spec.dim for name, width in zip(table.state.names, table.state.widths, strict=True)
-        }
-    return {
-        name: width == 1 for name, width in zip(table.state.names, table.optimizer.row_state(2).widths, strict=True)
-    }
+    dim, widths = table.spec.dim, table.state.widths
+    if table.optimizer is not None:
+        dim, widths = 2, table.optimizer.row_state(2).widths
+    return {name: width != dim for name, width in zip(table.state.names, widths, strict=True)}
 
 
-def _kept(table: OpenTable, given: Collection[int]) -> Iterator[RowArray]:
+def _kept(table: OpenTable, given: Collection[int]) -> list[RowArray]:
     """The rows of the other tables, as of the last step."""
-    for _, rows in scan_caught_up(table):
-        kept = rows[~np.isin(rows["table"], list(given))].copy()
-        if table.catch_up_rule:
-            kept["step"] = table.step
-        yield kept
+    chunks = (rows[~np.isin(rows["table"], list(given))] for _, rows in scan_caught_up(table))
+    kept = [rows for rows in chunks if len(rows)]  # copies
+    for rows in kept if table.catch_up_rule else ():
+        rows["step"] = table.step
+    return kept
 
 
 def _dense(

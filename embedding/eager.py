@@ -14,9 +14,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.autograd.graph import increment_version
 
-from ..distributed.world import World
+from ..distributed.world import World, catch
 from ..engine.checks import as_number, checked_arguments
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.ops.exact_sum import sum_of_squares
@@ -24,21 +23,34 @@ from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.optim.base import LARGEST, SMALLEST
 from ..engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
 from ..engine.signals import uninterrupted
+from ..engine.table.row_step import row_step
 from .ddp_guard import refuse_eager_ranks
 from .dense_part import DensePart, note_versions, warn_of_state
-from .gradients import RowGradients, ShadowGrad, check_not_traced, exclusive_step, holders, kept_gradients
+from .gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients, set_grad
 from .lookup_op import embeddings_of
 from .model_snapshots import ModelSnapshots
 from .names import check_distinct, name_embeddings
 from .saved_rows import SavedRows
-from .training_group import check_failed_step, train_together
+from .training_group import TrainingGroup, train_together
 
 log = logging.getLogger("tierbed")
 
 MAX_SHARED = 62  # embeddings over ranks, each a bit of a note
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # the attribute of a parameter by which torch's hook finds what it steps
-Reached = tuple[EmbeddingBase, RowOptimizer, RowGradients | None]
+
+
+def _of_wrapped(name: str) -> Any:
+    """An attribute that is the wrapped optimizer's, and cannot be set."""
+
+    def refuse(_: EagerOptimizer, value: Any) -> None:
+        raise OptimizerError(
+            f"{name} = of an EagerOptimizer: no row would follow it. Change settings in place, as in "
+            "optimizer.param_groups[0]['lr'] = 0.01; to begin without state, call model.load_state_dict("
+            "tierbed.to_dense_state_dict(model)) and make another optimizer"
+        )
+
+    return property(lambda self: getattr(self.optimizer, name), refuse)
 
 
 class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
@@ -53,19 +65,21 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     Learning rate schedulers may be made over the `EagerOptimizer`, or over the wrapped optimizer,
     `optimizer.optimizer`: the param groups are the same.
 
-    optimizer: holds the parameters of all embeddings under `module` that are trained, and any others. Rows follow its
-    param groups; docs/optimizers.md says which kinds of optimizers they can follow.
-    module: the model. None trains the embeddings whose parameters `optimizer` holds, and takes its other parameters for
-    the dense part. Then `save_snapshot` and recovery leave out embeddings that `optimizer` does not hold.
+    optimizer: holds the parameters of all trained embeddings under `module`, and any others. Rows follow its param
+    groups; docs/optimizers.md says which kinds of optimizers they can follow.
+    module: the model. With None the embeddings are those whose parameters `optimizer` holds: `save_snapshot` and
+    recovery leave out others.
 
     From here until this object is gone, backward() through a lookup keeps the lookup's gradient for `step()`. A newer
     EagerOptimizer over an embedding takes over, and `step()` of the older one raises OptimizerError. The constructor
-    raises OptimizerError for what is no torch optimizer, an optimizer that rows cannot follow, an embedding of `module`
-    that `optimizer` does not hold, gradients that the older EagerOptimizer has not applied, and a module that ranks
-    share with an embedding that they do not. Embeddings that have a world are trained by the mean over its ranks, which
-    all call `step()`; dense parameters are left to a DistributedDataParallel beside them.
+    raises it for an optimizer that rows cannot follow, an embedding of `module` that `optimizer` does not hold,
+    gradients that the older EagerOptimizer has not applied, and a module that ranks share with an embedding that they
+    do not. Embeddings with a world train by the mean over its ranks, which all call `step()`; dense parameters are left
+    to a DistributedDataParallel beside them.
     """
 
+    state, param_groups = _of_wrapped("state"), _of_wrapped("param_groups")
+    _warns_of_lazy_rows = True
     _step_supports_amp_scaling = False  # a GradScaler unscales gradients itself, also where the wrapped one could
 
     @checked_arguments("module")
@@ -78,27 +92,23 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         check_is_optimizer(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        root = nn.ParameterList(parameters) if module is None else module
+        root = nn.ParameterList(self._parameters()) if module is None else module
         found = embeddings_of(groups) if module is None else module.modules()
         modules = [one for one in found if isinstance(one, EmbeddingBase)]
         embeddings = [one for one in modules if one.shadow.requires_grad]
-        self._world = refuse_eager_ranks(root, embeddings)
+        self._world = refuse_eager_ranks(root, embeddings) or World.of_one()
         self._partial_update = ""  # what this rank alone raised during the updates of a step
-        if self._world is not None and len(embeddings) > MAX_SHARED:
+        if self._world.size > 1 and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
                 f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MAX_SHARED} or fewer"
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
+                places = (path for path, one in root.named_modules() if one is embedding and one.naming == "path")
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} does not hold embedding {embedding.name!r}; give it the embedding's "
-                    "parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
-                )
-            if hasattr(embedding.shadow, IN_BACKWARD) and not isinstance(self, InBackwardOptimizer):
-                raise OptimizerError(
-                    f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
-                    "trains its rows in backward(); leave the embedding out of this one, or make it again"
+                    f"{type(optimizer).__name__} does not hold embedding {next(places, embedding.name)!r}; give it the "
+                    "embedding's parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module "
+                    "without it"
                 )
             self._check_can_take(embedding)
         if module is None:
@@ -112,41 +122,38 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         # with optimizer state of its own, which Adagrad makes at once; False once it has loaded some
         self._begins = not any(state.get("step", True) for state in optimizer.state.values())
         self._taken_over = [one for one in embeddings if one.row_optimizer is not None]
-        note_versions(self._dense(embeddings))
+        note_versions(self._dense(embeddings) or ())
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         self._warns_of_zeros = any(rows.states for _, rows in self._rows)
-        if not isinstance(self, InBackwardOptimizer):
+        if self._warns_of_lazy_rows:
             note_lazy(self.row_optimizers())
         for embedding in embeddings:
-            older = holders.get(embedding.handle)
-            if isinstance(older, EagerOptimizer):
-                older._lost_embedding = embedding.name
+            if (older := holders.get(embedding.handle)) is not None:
+                older.give_up(embedding)
             holders[embedding.handle] = self
 
+    def give_up(self, embedding: EmbeddingBase) -> None:
+        """Called when a newer EagerOptimizer takes the embedding over."""
+        self._lost_embedding = embedding.name
+
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
-        """OptimizerError if the EagerOptimizer that has the embedding would lose gradients, or is to keep it."""
-        if embedding.handle not in holders:
-            return
-        if isinstance(self, InBackwardOptimizer):
+        """OptimizerError if an optimizer in backward has the embedding, or another that would lose its gradients."""
+        if hasattr(embedding.shadow, IN_BACKWARD):
             raise OptimizerError(
-                f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
-                "parameter an optimizer too; drop the first by del, or leave the embedding out of the second"
+                f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
+                "trains its rows in backward(); leave the embedding out of this one, or make it again"
             )
         grad = embedding.shadow.grad
-        if isinstance(grad, ShadowGrad) and grad.rows.is_waiting:
+        if embedding.handle in holders and isinstance(grad, ShadowGrad) and grad.rows.is_waiting:
             raise OptimizerError(
                 f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
                 "its step(), or drop them by zero_grad() of the model, before you make a new one"
             )
 
-    def _modules(self) -> Iterable[nn.Module]:
-        if self._module is None:
-            return [embedding for embedding, _ in self._rows]
-        module = self._module()
-        return () if module is None else module.modules()
-
     def _snapshot_embeddings(self) -> list[SavedRows]:
-        return [one for one in self._modules() if isinstance(one, SavedRows)]
+        module = None if self._module is None else self._module()
+        found = [one for one, _ in self._rows] if self._module is None else [] if module is None else module.modules()
+        return [one for one in found if isinstance(one, SavedRows)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Those of its embeddings."""
@@ -191,20 +198,23 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             check_not_traced(embedding)
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = self._called(closure)
-        shadows = [embedding.shadow for embedding, _ in self._rows]
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except BaseException as error:
+                if self._world.must_report(error):
+                    self._world.handshake(STEP, error)  # the other ranks wait for this one
+                raise
         with uninterrupted():
-            self._step_rows()
-            with torch._C.DisableTorchFunctionSubclass():
-                grads = [shadow.grad for shadow in shadows]
-                for shadow in shadows:
-                    shadow.grad = None
+            with torch.no_grad():
+                reached = self._reached()
+                trained = [(embedding, rows) for embedding, rows, _ in reached]
+                row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
+            grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._rows]
             with self._amid_updates():
                 self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
-            with torch._C.DisableTorchFunctionSubclass():
-                for shadow, grad in zip(shadows, grads, strict=True):
-                    shadow.grad = grad
+            for embedding, grad in grads:
+                set_grad(embedding, grad)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,8 +227,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for embedding, _ in self._rows:
             check_not_traced(embedding)
-            with torch._C.DisableTorchFunctionSubclass():
-                embedding.shadow.grad = None
+            set_grad(embedding, None)
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -249,7 +258,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for name in (one.embedding.name for one in rows if holders.get(one.embedding.handle) is not self):
             raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; clip by that one")
-        if self._world is not None and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
+        if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
             raise OptimizerError(
                 "clip_grad_norm_ of rows that ranks share: their gradients meet in step(); leave the embeddings' "
                 "parameters out and clip rows by clip_grad_row_norm in their param group, or train by a Graph with "
@@ -269,12 +278,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """The state_dict of the wrapped optimizer. The state of rows is with the rows."""
         state = self.optimizer.state_dict()
         # empty before the first step, and of optimizers without state; by names of TorchRec's
-        if not all(isinstance(number, int) for number in state["state"] or [""]):
-            return state
-        shadows = {id(embedding.shadow) for embedding, _ in self._rows}
-        numbered = enumerate(p for group in self.param_groups for p in group["params"])
-        for number in (number for number, parameter in numbered if id(parameter) in shadows):
-            state["state"].setdefault(number, {})  # get_state_dict of torch wants one of each parameter
+        if all(isinstance(number, int) for number in state["state"] or [""]):
+            for number in self._row_numbers():
+                state["state"].setdefault(number, {})  # get_state_dict of torch wants one of each parameter
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -282,11 +288,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
         OptimizerError for the state of dense rows, which `load_dense` of their embedding takes.
         """
-        numbered = enumerate(p for group in self.param_groups for p in group["params"])
-        numbers = {id(parameter): number for number, parameter in numbered}
-        for embedding, _ in self._rows:
-            of_rows = state_dict.get("state", {}).get(numbers.get(id(embedding.shadow)), {})
-            for name, value in of_rows.items():
+        for number, embedding in self._row_numbers().items():
+            for name, value in state_dict.get("state", {}).get(number, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     raise OptimizerError(
                         f"state_dict: {name!r} {list(value.shape)} is of the rows of embedding {embedding.name!r}, "
@@ -295,52 +298,62 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
         self._begins, self._partial_update = False, ""
 
-    def _called(self, closure: Callable[[], Any]) -> Any:
-        """The result of a closure. What it raises on this rank alone is raised on those that wait for this one."""
-        try:
-            return closure()
-        except BaseException as error:
-            if self._world is not None and self._world.must_report(error):
-                self._world.handshake(STEP, error)
-            raise
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    @torch.no_grad()
-    def _step_rows(self) -> None:
-        if self._world is None:
-            stepped = [(e, rows, gradients) for e, rows, gradients in self._reached() if gradients is not None]
-        else:
-            stepped = self._reached_on_any_rank(self._world)
-        with exclusive_step([embedding for embedding, *_ in stepped], "an EagerOptimizer"):
-            pinned: list[tuple[RowGradients, Any]] = []
-            try:
-                for embedding, rows, gradients in stepped:
-                    if embedding.row_optimizer is not rows:
-                        embedding.use_optimizer(rows)  # a graph trained the embedding since
-                    batch = gradients.pin()
-                    if batch is None and self._world is not None:
-                        batch = embedding.pin([])  # for the rows that others looked up
-                    if batch is not None:
-                        pinned.append((gradients, batch))
-                self._pinned()
-                if self._world is None:
-                    for gradients, batch in pinned:
-                        update(gradients, batch)
-                else:
-                    exchange(self._world, pinned)
-                    with self._amid_updates():
-                        update_all(pinned)
-            except BaseException as error:
-                check_failed_step([embedding for embedding, *_ in stepped], error)
-                for embedding, *_ in stepped:
-                    embedding.release()
-                raise
+    def _row_numbers(self) -> dict[int, EmbeddingBase]:
+        """The embeddings by the numbers that their parameters have in a state_dict."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        return {numbers[id(e.shadow)]: e for e, _ in self._rows if id(e.shadow) in numbers}
 
-    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor]:
-        """The parameters of the module and the optimizer that are no rows."""
+    def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
+        """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
+        trained = self._rows
+        if self._world.size == 1:
+            found = self._checked_gradients(trained)
+            return [(e, rows, own) for (e, rows), own in zip(trained, found, strict=True) if own is not None]
+        found, error = catch(lambda: self._checked_gradients(trained))
+        note = sum(1 << number for number, gradients in enumerate(found or ()) if gradients is not None)
+        notes = self._world.handshake(STEP, error, note=note).notes
+        return [
+            (embedding, rows, gradients or RowGradients(embedding))
+            for number, ((embedding, rows), gradients) in enumerate(zip(trained, found, strict=True))
+            if any(note >> number & 1 for note in notes)
+        ]
+
+    def _checked_gradients(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> list[RowGradients | None]:
+        """The gradients of each embedding's lookups here, None for none. OptimizerError, InputError."""
+        if self._partial_update:
+            raise OptimizerError(
+                f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
+                "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
+                "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
+            )
+        found = [kept_gradients(embedding) for embedding, _ in trained]
+        return [gradients if gradients is not None and gradients.check() else None for gradients in found]
+
+    def _update_rows(self, reached: list[RowGradients]) -> None:
+        pinned = [(gradients, gradients.pin()) for gradients in reached]
+        self._pinned()
+        if self._world.size > 1:
+            exchange(self._world, pinned)
+        error: BaseException | None = None
+        with self._amid_updates():
+            for gradients, batch in pinned:
+                try:
+                    gradients.update(batch)
+                except BaseException as wrong:
+                    if self._world.size == 1:
+                        raise
+                    error = error or wrong  # the others as well: other ranks update them all
+            if error is not None:
+                raise error
+
+    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor] | None:
+        """The parameters of the module and the optimizer that are no rows; None if they are not known."""
         module = None if self._module is None else self._module()
         shadows = {id(embedding.shadow) for embedding in embeddings}
-        groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        found = [*([] if module is None else module.parameters()), *groups]
+        found = [*([] if module is None else module.parameters()), *self._parameters()]
         return [one for one in dict.fromkeys(found) if id(one) not in shadows]
 
     def _pinned(self) -> None:
@@ -348,7 +361,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if not self._has_met:
             self._has_met = True
             embeddings = [embedding for embedding, _ in self._rows]
-            dense = None if isinstance(self, InBackwardOptimizer) else self._dense(embeddings)
+            dense = self._dense(embeddings)
             part = DensePart(f"the EagerOptimizer of {type(self.optimizer).__name__}", dense, self.optimizer.state)
             for embedding in embeddings:
                 if isinstance(embedding, SavedRows):
@@ -363,38 +376,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            if self._world is not None:
+            if self._world.size > 1:
                 self._partial_update = self._partial_update or repr(error)
             raise
-
-    def _reached(self) -> list[Reached]:
-        """All embeddings, with the gradients of their lookups. OptimizerError for one with another gradient."""
-        return [(embedding, rows, kept_gradients(embedding)) for embedding, rows in self._rows]
-
-    def _reached_on_any_rank(self, world: World) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
-        """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
-        error: BaseException | None = None
-        reached: list[Reached] = []
-        try:
-            reached = self._reached()
-            if self._partial_update:
-                raise OptimizerError(
-                    f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
-                    "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
-                    "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
-                )
-            for *_, gradients in reached:
-                if gradients is not None:
-                    gradients.check()
-        except Exception as wrong:
-            error = wrong
-        note = sum(1 << number for number, (*_, gradients) in enumerate(reached) if gradients is not None)
-        notes = world.handshake(STEP, error, note=note).notes
-        return [
-            (embedding, rows, gradients or RowGradients(embedding))
-            for number, (embedding, rows, gradients) in enumerate(reached)
-            if any(note >> number & 1 for note in notes)
-        ]
 
 
 class InBackwardOptimizer(EagerOptimizer):
@@ -402,6 +386,18 @@ class InBackwardOptimizer(EagerOptimizer):
 
     Torch keeps it as long as the process lives, so it must not keep the embedding.
     """
+
+    _warns_of_lazy_rows = False
+
+    def _check_can_take(self, embedding: EmbeddingBase) -> None:
+        if embedding.handle in holders:
+            raise OptimizerError(
+                f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
+                "parameter an optimizer too; drop the first by del, or leave the embedding out of the second"
+            )
+
+    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> None:
+        return None
 
     @property
     def _rows(self) -> list[tuple[EmbeddingBase, RowOptimizer]]:
@@ -414,7 +410,7 @@ class InBackwardOptimizer(EagerOptimizer):
         self._embedding = ref(embedding)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        groups = [embedding.group for embedding, _ in self._rows if embedding.group is not None]
+        groups = self._groups()
         try:
             return super().step(closure)
         except BaseException:
@@ -425,26 +421,23 @@ class InBackwardOptimizer(EagerOptimizer):
 
     def _pinned(self) -> None:
         super()._pinned()
-        for embedding, _ in self._rows:
-            if embedding.group is not None:
-                embedding.group.begin_pass()
+        for group in self._groups():
+            group.begin_pass()
 
-
-def train_in_backward(embedding: EmbeddingBase) -> None:
-    """Let torch's `apply_optimizer_in_backward` update the rows of an embedding. OptimizerError if none can follow."""
-    follow_in_backward(embedding)
-    if embedding.group is not None:
-        embedding.group.check_passed()
+    def _groups(self) -> list[TrainingGroup]:
+        return [embedding.group for embedding, _ in self._rows if embedding.group is not None]
 
 
 def follow_in_backward(embedding: EmbeddingBase) -> None:
     """Let the rows follow the optimizer that `apply_optimizer_in_backward` gave the embedding, if there is one."""
-    given = getattr(embedding.shadow, IN_BACKWARD, None) if embedding.shadow.requires_grad else None
-    if given is not None and len(given) != 1:
+    given = getattr(embedding.shadow, IN_BACKWARD, None)
+    if given is None or not embedding.shadow.requires_grad:
+        return
+    if len(given) != 1:
         raise OptimizerError(
             f"embedding {embedding.name!r}: apply_optimizer_in_backward gave it {len(given)} optimizers; give it one"
         )
-    if given is not None and not isinstance(given[0], InBackwardOptimizer):
+    if not isinstance(given[0], InBackwardOptimizer):
         given[0] = InBackwardOptimizer(given[0], embedding)
 
 
@@ -462,20 +455,3 @@ def exchange(world: World, pinned: list[tuple[RowGradients, Any]]) -> None:
     for _, batch in pinned:
         batch.receive()
     world.handshake("gradients of an EagerOptimizer", error)
-
-
-def update(gradients: RowGradients, batch: Any) -> None:
-    gradients.update(batch)
-    increment_version(gradients.embedding.shadow)  # so that a backward() that needs the rows as they were says so
-
-
-def update_all(pinned: list[tuple[RowGradients, Any]]) -> None:
-    """Update the rows of each embedding, also where one fails: other ranks update them all."""
-    error: BaseException | None = None
-    for gradients, batch in pinned:
-        try:
-            update(gradients, batch)
-        except BaseException as wrong:
-            error = error or wrong
-    if error is not None:
-        raise error

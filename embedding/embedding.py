@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from threading import Lock, RLock, get_ident
+from threading import Lock, get_ident
 from typing import Any, Self
 
 import torch
@@ -18,27 +18,28 @@ from ..distributed.world import World
 from ..engine.checks import as_int, checked_arguments
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..engine.ops.batch import check_offsets, segment
-from ..engine.ops.rows_contract import TRACED, Pinned
+from ..engine.ops.rows_contract import TRACED
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.initializers import make_normal_initializer
 from ..engine.options.lookup import Lookup, check_lookup, check_output_dtype, check_weights
 from ..engine.options.store_options import store_options_from_dict
 from ..engine.options.table_spec import check_name, table_spec
-from ..engine.table.table import OpenTable, RowsReplaced, square_gradients, sum_gradients, unique_rows
+from ..engine.table.table import OpenTable, RowsReplaced
 from . import lookup_op as ops
-from .conversion import converter
-from .ddp_guard import check_world, is_in_ddp, refuse_lookup, warn_alone
+from .ddp_guard import check_world, refuse_lookup, warn_alone
 from .dense_rows import dense_tensors, put_in_state
-from .eager import IN_BACKWARD, train_in_backward
-from .gradients import ShadowGrad, accumulate, holders
+from .eager import IN_BACKWARD, follow_in_backward
+from .gradients import ShadowGrad, accumulate, holders, set_grad
 from .keyed_rows import KeyedRows, on_present_rows
 from .names import provisional_name
-from .rows_reference import UNKNOWN, RowsReference
+from .rows_reference import UNKNOWN
 from .saved_rows import EXTRA, ROWS
-from .shadow import adopt
-from .sharded_handle import ShardedTableHandle, TableHandle
-from .table_handle import LocalTableHandle
+from .shadow import adopt, converter
+from .sharded_handle import ShardedTableHandle
+from .table_handle import TableHandle
+
+Handle = TableHandle | ShardedTableHandle
 
 log = logging.getLogger("tierbed")
 
@@ -84,7 +85,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         world: World | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
+        super().__init__()
         if not self._has_columns and as_int(embedding_dim) is None:
             raise OptionError(
                 f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
@@ -106,14 +107,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
         self.handle = ops.register(self)
-        self._handle: TableHandle | None = None
-        self._opening = Lock()
-        self._accumulating, self._loading = Lock(), RLock()
+        self._opening, self._accumulating = Lock(), Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
-        self._closed = self._has_warned = self.misses_rows = self.rows_are_chosen = False
-        self._awaited: list[RowsReference] = []
-        self._calls_when_open: list[Callable[[], None]] = []
-        self._copied = self._loaded = ()  # a later attribute would make graphs trace again; they watch one that is None
+        self.misses_rows = False
 
     @property
     def name(self) -> str:
@@ -186,16 +182,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """The result of a lookup with checked arguments, through which autograd reaches the rows."""
-        return ops.look_up(self, self._shadow_here(), lookup, weights)
-
-    def _shadow_here(self) -> Tensor:
-        """The shadow parameter; while another thread traces, not the fake tensor of its trace.
-
-        Two threads in autograd of one fake tensor wait for each other: one has its lock, the other Python's.
-        """
-        shadow = self.shadow
-        traced: tuple[int, Tensor] | None = getattr(shadow, TRACED, None)
-        return shadow if traced is None or traced[0] == get_ident() else traced[1]
+        shadow: Tensor = self.shadow
+        traced = getattr(shadow, TRACED, None)
+        if traced is not None and traced[0] != get_ident():  # the fake tensor of another thread's trace: two threads in
+            shadow = traced[1]  # autograd of it would wait for each other, one with its lock, the other with Python's
+        return ops.look_up(self, shadow, lookup, weights)
 
     def prefetch(
         self,
@@ -260,20 +251,15 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all rows by those of `dense_tensors`. SnapshotError, StoreError."""
-        self.table_handle(for_load=True).load_tensors(tensors)
+        self.table_handle(for_load=True).load_state(tensors)
         self.keep_rows()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def close(self) -> None:
         """Bring every row down and close the store; the next run resumes from it.
 
         May be called again. Using the embedding raises ClosedError.
         """
-        self._closed = True
+        self.is_closed = True
         if self._handle is not None:
             self._handle.close()
 
@@ -312,15 +298,15 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the embedding, as a module that holds it moves. OptionError for another dtype than `output_dtype`."""
         convert, grad = converter(self, fn), self.shadow.grad
-        with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(grad, ShadowGrad):
-                self.shadow.grad = None
-            try:
+        if isinstance(grad, ShadowGrad):
+            set_grad(self, None)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
                 return super()._apply(convert, recurse)
-            finally:
-                self.register_parameter("shadow", self.shadow)  # it may be a new one, on another device
-                if isinstance(grad, ShadowGrad):
-                    self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
+        finally:
+            self.register_parameter("shadow", self.shadow)  # it may be a new one, on another device
+            if isinstance(grad, ShadowGrad):
+                set_grad(self, ShadowGrad(grad.rows))  # on the device of the parameter
 
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         if self._handle is not None:
@@ -329,7 +315,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def keep_rows(self) -> None:
         super().keep_rows()
-        if self._refused is None or self._handle is None or self._closed or self.row_optimizer is None:
+        if self._refused is None or self._handle is None or self.is_closed or self.row_optimizer is None:
             return
         try:
             self._handle.use_optimizer(self.row_optimizer)  # rows that were loaded since may fit it
@@ -339,38 +325,29 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
         try:
-            return self._table().read(lookup, weights, self.output_dtype, trains)
+            return self.table_handle().table.read(lookup, weights, self.output_dtype, trains)
         except RowsReplaced:  # by a load in another thread
             return self.read(lookup, weights, trains)
 
     @on_present_rows
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        return self._table().read_weights_grad(lookup, grad)
+        return self.table_handle().table.read_weights_grad(lookup, grad)
 
     def check_trained_lookup(self) -> None:
         """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
         if hasattr(self.shadow, IN_BACKWARD):
-            train_in_backward(self)
-        if is_in_ddp() and self.handle in holders:
+            follow_in_backward(self)
+            if self.group is not None:
+                self.group.check_passed()
+        if self.handle in holders:
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
         with self._accumulating:
             accumulate(self, lookup, grad, weights, order)
 
-    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Pinned:
+    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
         return self._trained().pin(lookups, dtype or self.output_dtype, dedup_from)
-
-    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
-        return unique_rows(self._local_table(), lookups)
-
-    def sum_gradients(
-        self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
-    ) -> tuple[Lookup, Tensor]:
-        return sum_gradients(self._local_table(), lookups, grads, weights, self.output_dtype)
-
-    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
-        return square_gradients(self._local_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
         table = self._trained()
@@ -383,7 +360,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     @on_present_rows
     def hit_counts(self) -> tuple[int, int]:
-        table = self._local_table()
+        table = self.table_handle().local_table
         with table.lock:
             hits, misses = table.ready().hit_counts().sum(axis=0).tolist()
         return hits, misses
@@ -397,18 +374,13 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._handle.release()
 
     def _trained(self) -> OpenTable | ShardedTable:
-        table = self._table()
+        table = self.table_handle().table
         if table.optimizer is None and self._refused is not None:
             raise self._refused
         return table
 
-    def _table(self) -> OpenTable | ShardedTable:
-        return self.table_handle().table
-
-    def _local_table(self) -> OpenTable:
-        return self.table_handle().local_table
-
-    def table_handle(self, for_load: bool = False) -> TableHandle:
+    def table_handle(self, for_load: bool = False) -> Handle:
+        """The handle of the table, which is opened at the first use. for_load: its rows are about to be replaced."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
@@ -417,7 +389,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         device = self.device
         with self._opening:
             if self._handle is None:
-                if self._closed:
+                if self.is_closed:
                     with self.raise_on_all_ranks():  # others may be about to open it, which takes all ranks
                         raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 self._check_has_name()
@@ -427,7 +399,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 except OptimizerError as error:
                     self._refused = error  # the rows can still be read
                     self._handle = self._hold(None, device, for_load)
-                self._handle.awaited = self._awaited
                 weakref.finalize(self, self._handle.finish)
                 if self._handle.own.unsettled:
                     self._awaited[:] = self._awaited or [UNKNOWN]
@@ -452,13 +423,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     "with module=, or load a checkpoint into the model"
                 )
 
-    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> TableHandle:
-        if self.world is None:
-            warn_alone(self.name)
-            return LocalTableHandle(
-                self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load
-            )
-        return ShardedTableHandle(self.world, self.spec, self.store_options, optimizer, device, self.group, for_load)
+    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
+        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited
+        if self.world is not None:
+            return ShardedTableHandle(self.world, *arguments)
+        warn_alone(self.name)
+        return TableHandle(*arguments)
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):

@@ -5,50 +5,65 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from threading import Thread, current_thread, get_ident
+from collections.abc import Callable, Hashable
+from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import ClosedError, GraphError, InputError, OptimizerError
-from ..engine.ops.rows_contract import TRACED, EmbeddingBase, Pinned
+from ..engine.ops.fingerprint import copied, fingerprint, same_values, write_count
+from ..engine.ops.rows_contract import TRACED, EmbeddingBase
 from ..engine.optim.base import positive
 from ..engine.options.lookup import Lookup
 
 # the EagerOptimizer that steps an embedding, by its handle
-holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
 _LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}
 _LOOKS |= {"storage_offset", "stride", "untyped_storage"}
-_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
-os.register_at_fork(after_in_child=_training.clear)
+# what a program has called that calls a function of a gradient
+_CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
+    "foreach": "a clip with foreach=True",
+    "linalg_vector_norm": "a norm by torch over ranks, or with a norm_type other than 2,",
+}
 os.register_at_fork(after_in_child=holders.clear)  # or a child would train a copy of its parent's rows unnoticed
 
 
-@dataclass
 class _LookupGradient:
-    lookup: Lookup  # a copy, and so are the weights
-    weights: Tensor | None
-    given: tuple[Tensor | None, ...]  # the caller's tensors, by whose identity the key is made
-    order: int
-    grad: Tensor
-    version: int | None  # of the gradient when it was kept
+    """The gradient of what a lookup returned.
+
+    lookup, weights: copies. given: the caller's tensors, by whose identity the key is made.
+    """
+
+    def __init__(
+        self, lookup: Lookup, weights: Tensor | None, given: tuple[Tensor | None, ...], grad: Tensor, order: int
+    ) -> None:
+        self.lookup, self.weights, self._originals, self.order = lookup, weights, given, order
+        self._set(grad)
+
+    def _set(self, grad: Tensor) -> None:
+        self.grad, self._count = grad, write_count(grad)
 
     def is_of(self, given: tuple[Tensor | None, ...]) -> bool:
-        copies = (*self.lookup.tensors, self.weights)
-        pairs = zip(given, copies, strict=True)
-        return all(now is None or (then is not None and torch.equal(now, then)) for now, then in pairs)
+        return all(map(same_values, given, (*self.lookup.tensors, self.weights)))
+
+    def add(self, grad: Tensor, order: int, name: str) -> None:
+        self._set(self.unchanged(name) + grad)
+        self.order = min(self.order, order)
+
+    def multiply(self, scale: float) -> None:
+        self._set(self.grad.float() * scale)
 
     def unchanged(self, name: str) -> Tensor:
-        if _version(self.grad) != self.version:
+        """The gradient. name: the embedding's. InputError if it was written to."""
+        if write_count(self.grad) != self._count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
                 "backward() a copy, grad.clone()"
@@ -88,26 +103,19 @@ class RowGradients:
         self._check_unclipped("backward()")
         self._apply_scale()
         given = (*lookup.tensors, weights)
-        key = (lookup.pooling, lookup.feature_columns, *map(_identity, given))
+        key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, given))
         kept = self._kept.get(key)
         if kept is not None and not kept.is_of(given):  # NumPy has written to the tensors, which changes no version
             key, kept = (key, len(self._kept)), None
         if kept is not None:
-            grad = kept.unchanged(self.embedding.name) + grad
-            kept.grad, kept.version, kept.order = grad, _version(grad), min(kept.order, order)
-            return
-        ids, table_ids, offsets, weights = (None if part is None else part.detach().clone() for part in given)
-        assert ids is not None
-        copy = lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
-        self._kept[key] = _LookupGradient(copy, weights, given, order, grad, _version(grad))
+            kept.add(grad, order, self.embedding.name)
+        else:
+            weights = None if weights is None else weights.detach().clone()
+            self._kept[key] = _LookupGradient(copied(lookup), weights, given, grad, order)
 
-    def pin(self) -> Pinned | None:
-        """Fetch and pin the rows of all lookups, each row once. Returns None if there is no lookup.
-
-        Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
-        """
-        kept = self.check()
-        return self.embedding.pin([one.lookup for one in kept], dtype=self._dtype) if kept else None
+    def pin(self) -> Any:
+        """The rows of all lookups, after `check`, each row once, as of `embedding.pin`."""
+        return self.embedding.pin([one.lookup for one in self._in_order()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
         """The gradients, in their order. InputError for one that can no longer be taken."""
@@ -131,17 +139,19 @@ class RowGradients:
         kept = self._in_order()
         return [one.grad.to(self._dtype) for one in kept], [one.weights for one in kept]
 
-    def update(self, batch: Pinned) -> None:
+    def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
         batch.update(*self.grads(), *clip)  # without numbers, over ranks the mean
+        increment_version(self.embedding.shadow)  # a backward() that needs the rows as they were raises from here on
 
     def square_gradients(self) -> float:
         """The sum of the squares of the gradients of all rows, each summed over its occurrences. InputError."""
         self._check_unclipped("a norm")
         self._apply_scale()  # or squares of what a GradScaler scaled might overflow
         lookups = [one.lookup for one in self.check()]
-        return self.embedding.square_gradients(lookups, *self.grads()) if lookups else 0.0
+        embedding: Any = self.embedding
+        return embedding.table_handle().local_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
         """Multiply the gradients that there are by a number. GraphError after `clip`."""
@@ -156,9 +166,10 @@ class RowGradients:
     def _apply_scale(self) -> None:
         """Multiply the gradients that there are by the scale, so that it is of no later one. InputError."""
         if self._scale != 1.0:
-            scaled = [one.unchanged(self.embedding.name).float() * self._scale for one in self._kept.values()]
-            for one, product in zip(self._kept.values(), scaled, strict=True):
-                one.grad, one.version = product, _version(product)
+            for one in self._kept.values():
+                one.unchanged(self.embedding.name)
+            for one in self._kept.values():
+                one.multiply(self._scale)
             self._scale, self._dtype = 1.0, torch.float32  # rounded no further
 
     def _check_unclipped(self, what: str) -> None:
@@ -171,17 +182,6 @@ class RowGradients:
         return sorted(self._kept.values(), key=lambda kept: kept.order)
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
-def _identity(tensor: Tensor | None) -> Hashable:
-    """A key that is equal for one tensor to which nothing was written in between."""
-    if tensor is None:
-        return None
-    return id(tensor), object() if tensor.is_inference() else tensor._version
-
-
 class ShadowGrad(Tensor):
     """Stands for the gradients of rows, which no tensor holds. Setting `grad` to None drops them, as any gradient.
 
@@ -189,18 +189,16 @@ class ShadowGrad(Tensor):
     operations raise GraphError: they would leave the rows out.
     """
 
-    rows: RowGradients
+    def __new__(cls, rows: RowGradients) -> ShadowGrad:
+        plain = torch.zeros_like(rows.embedding.shadow)
+        return torch.Tensor._make_subclass(cls, plain)  # no view, unlike as_subclass
+
+    def __init__(self, rows: RowGradients) -> None:
+        """`rows` as the gradient of the parameter that their embedding has."""
+        self.rows = rows
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShadowGrad(rows of embedding {self.rows.embedding.name!r})"
-
-    @classmethod
-    def of(cls, rows: RowGradients) -> ShadowGrad:
-        """`rows` as the gradient of the parameter that their embedding has."""
-        plain = torch.zeros_like(rows.embedding.shadow)
-        grad = torch.Tensor._make_subclass(cls, plain)  # no view, unlike as_subclass
-        grad.rows = rows
-        return grad
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,11 +211,14 @@ class ShadowGrad(Tensor):
         on_rows = _ON_ROWS.get(func.__name__) if all(one.world is None for one in embeddings) else None
         if on_rows is not None and (result := on_rows(*args, **(kwargs or {}))) is not None:
             return result
+        name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
+        caller = _CALLERS.get(name.partition("foreach")[1] or name, name)
         raise GraphError(
-            f"{func.__name__} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of "
-            "its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by its "
-            "clip_grad_norm_(parameters, max_norm), clip rows alone by clip_grad_row_norm in their param group, and "
-            "leave the embedding's parameters out of what else reads gradients"
+            f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
+            "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by "
+            "its clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
+            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of what else reads "
+            "gradients"
         )
 
 
@@ -271,23 +272,31 @@ def check_not_traced(embedding: EmbeddingBase) -> None:
         )
 
 
-def is_reached(embedding: EmbeddingBase) -> bool:
-    """Whether the backward pass under way reaches the embedding's parameter: autograd.grad of others does not.
+def is_reached(leaf: Tensor, refusal: str) -> bool:
+    """Whether the backward pass under way reaches a leaf; torch.autograd.grad of other tensors does not.
 
-    In a trace this is not known here, and the answer is True. GraphError for autograd.grad of the parameter itself, and
-    for create_graph=True.
+    refusal: the message of the GraphError for autograd.grad of the leaf itself.
+    """
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
+        raise GraphError(refusal) from None
+
+
+def are_rows_reached(embedding: EmbeddingBase) -> bool:
+    """`is_reached` of the embedding's parameter. In a trace this is not known here, and the answer is True.
+
+    GraphError for autograd.grad of the parameter itself, and for create_graph=True.
     """
     if detect_fake_mode() is not None:
         return True
     check_not_traced(embedding)
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            reached = bool(torch._C._will_engine_execute_node(get_gradient_edge(embedding.shadow).node))
-    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
-        raise GraphError(
-            f"embedding {embedding.name!r}: torch.autograd.grad of its parameter, but no tensor holds the gradients of "
-            "its rows; call backward(), or ask for the gradient of the rows that a lookup returned"
-        ) from None
+    reached = is_reached(
+        embedding.shadow,
+        f"embedding {embedding.name!r}: torch.autograd.grad of its parameter, but no tensor holds the gradients of "
+        "its rows; call backward(), or ask for the gradient of the rows that a lookup returned",
+    )
     if reached and torch.is_grad_enabled():
         raise GraphError(
             f"embedding {embedding.name!r}: a lookup has no second derivative; leave out create_graph=True"
@@ -300,7 +309,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
     node = torch._C._current_autograd_node()
     if node is not None and node.name().startswith("CompiledFunction"):  # it computes the gradients of all its inputs
         with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS):
-            if not is_reached(embedding):
+            if not are_rows_reached(embedding):
                 return
     name, shadow = embedding.name, embedding.shadow
     if embedding.handle not in holders:
@@ -315,10 +324,17 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
                 f"embedding {name!r}: its parameter has a gradient hook, and no tensor holds the gradients of its "
                 "rows; remove the hook, and register it on what a lookup returns"
             )
-        if (rows := kept_gradients(embedding)) is None:
-            rows = RowGradients(embedding)
-            shadow.grad = ShadowGrad.of(rows)
+    if (rows := kept_gradients(embedding)) is None:
+        rows = RowGradients(embedding)
+        set_grad(embedding, ShadowGrad(rows))
     rows.add(lookup, grad, weights, order)
+
+
+def set_grad(embedding: EmbeddingBase, grad: Tensor | None) -> Tensor | None:
+    """Replace the gradient of the embedding's parameter. Returns the one before."""
+    with torch._C.DisableTorchFunctionSubclass():
+        before, embedding.shadow.grad = embedding.shadow.grad, grad
+    return before
 
 
 def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
@@ -334,45 +350,3 @@ def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
         f"embedding {embedding.name!r}: its parameter has a gradient that is of no lookup, and no row would follow it; "
         "call zero_grad(), and leave the embedding's parameters out of what sets gradients"
     )
-
-
-def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:
-    """Whether another thread is in a step of one of them."""
-    threads = [_training[one.handle][0] for one in embeddings if one.handle in _training]
-    return any(thread is not current_thread() for thread in threads)
-
-
-class exclusive_step:  # a class, like `uninterrupted`: a generator costs more
-    """A block for a step that pins rows of `embeddings`: a step in another thread would unpin them.
-
-    owner: whose step it is, for messages. GraphError if another thread is in a step of one of them.
-    """
-
-    __slots__ = ("_embeddings", "_locked", "_owner")
-
-    def __init__(self, embeddings: Iterable[EmbeddingBase], owner: str) -> None:
-        self._embeddings, self._owner = embeddings, owner
-        self._locked: list[int] = []  # handles of the embeddings that this block keeps from other threads
-
-    def __enter__(self) -> None:
-        try:
-            self._lock((current_thread(), self._owner))
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def _lock(self, mine: tuple[Thread, str]) -> None:
-        for embedding in self._embeddings:
-            thread, other = first = _training.setdefault(embedding.handle, mine)
-            if thread is not mine[0]:
-                raise GraphError(
-                    f"a step of {self._owner} in thread {mine[0].name!r} trains embedding {embedding.name!r} while a "
-                    f"step of {other} in thread {thread.name!r} does; let one thread make all training steps of an "
-                    "embedding, or hold a lock of your own around each"
-                )
-            if first is mine:
-                self._locked.append(embedding.handle)
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._locked:
-            del _training[handle]

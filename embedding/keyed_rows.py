@@ -1,72 +1,60 @@
-"""The part of the embedding modules that reads and writes rows by their keys."""
+"""Reads, writes and deletes an embedding's rows by their keys, and shows where a row is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from functools import wraps
 from itertools import chain
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.sharded_table import ShardedTable
 from ..engine.checks import checked_arguments
 from ..engine.errors import InputError, StoreError
 from ..engine.ops.batch import check_legal
-from ..engine.options.lookup import Lookup, check_finite, check_lookup, check_range, check_row, keys_from, rows_from
+from ..engine.options.lookup import Lookup, check_lookup, check_row, check_values, keys_from, rows_from
 from ..engine.options.table_names import with_table_name
 from ..engine.row_format import EMBEDDING
 from ..engine.signals import uninterrupted
-from ..engine.table.table import OpenTable, RowsReplaced
+from ..engine.table.table import RowsReplaced
 from ..engine.table.table_report import LOCK_SECONDS, locate, metrics, note_metrics, scan_caught_up
 from .saved_rows import SavedRows
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Owner = TypeVar("Owner")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
 
-def on_present_rows(call: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
+def on_present_rows(call: Call) -> Call:
     """A method that starts over if another thread loaded other rows while it waited for them."""
 
     @wraps(call)
-    def until_done(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
+    def until_done(*args: Any, **kwargs: Any) -> Any:
         while True:
-            try:
-                return call(self, *args, **kwargs)
-            except RowsReplaced:
-                continue
+            with suppress(RowsReplaced):
+                return call(*args, **kwargs)
 
-    return until_done
+    return cast(Call, until_done)
 
 
 class KeyedRows(SavedRows):
-    """The part of the embedding modules that reads and writes rows by their keys."""
-
-    def _table(self) -> OpenTable | ShardedTable:
-        """The open table with all rows, those of other ranks too; opened where it is not yet."""
-        raise NotImplementedError
-
-    def _local_table(self) -> OpenTable:
-        """The open table with the rows that this process has; opened where it is not yet."""
-        raise NotImplementedError
+    """An embedding whose rows are read and written by their keys."""
 
     def size(self) -> int:
         """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that were not removed since.
 
         Raises deferred errors of earlier steps. InputError, CapacityError.
         """
-        return self._table().size()
+        return self.table_handle().table.size()
 
     @on_present_rows
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
-        return self._table().get(self._collective_lookup(keys, table_ids))
+        return self.table_handle().table.get(self._collective_lookup(keys, table_ids))
 
     @checked_arguments("allow_nonfinite")
     @on_present_rows
@@ -90,12 +78,10 @@ class KeyedRows(SavedRows):
                     f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row; leave "
                     "it out"
                 )
-            if not allow_nonfinite:
-                check_finite(self.spec, wanted.ids, values)
-            check_range(self.spec, wanted.ids, values)
+            check_values(self.spec, wanted.ids, values, allow_nonfinite)
             check_legal(self.spec, wanted)
         self._copied = ()
-        self._table().put(wanted, values)
+        self.table_handle().table.put(wanted, values)
 
     @on_present_rows
     def delete(self, ids: Any, table_ids: Any = None) -> int:
@@ -107,7 +93,7 @@ class KeyedRows(SavedRows):
         the row.
         """
         self._copied = ()
-        return self._table().delete(self._collective_lookup(ids, table_ids))
+        return self.table_handle().table.delete(self._collective_lookup(ids, table_ids))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Every written row, in chunks ordered by bucket, table and key.
@@ -115,7 +101,7 @@ class KeyedRows(SavedRows):
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
         while True:
-            table = self._local_table()
+            table = self.table_handle().local_table
             scan = scan_caught_up(table)
             with suppress(RowsReplaced):
                 first = next(scan, None)
@@ -134,7 +120,7 @@ class KeyedRows(SavedRows):
     @on_present_rows
     def compact(self) -> None:
         """Merge RocksDB's files, so that none has a replaced or deleted row. StoreError for other stores."""
-        table = self._local_table()
+        table = self.table_handle().local_table
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
         with table.lock, uninterrupted():
@@ -155,7 +141,8 @@ class KeyedRows(SavedRows):
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
         """`metrics`, which wait that long for another thread. They wait for no open or move of an open store."""
         handle = self._handle if self._handle is not None and not self._awaited else self.table_handle()
-        return {**metrics(handle.local_table, seconds), **handle.exchanged}
+        of_ranks = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
+        return {**metrics(handle.local_table, seconds), **of_ranks}
 
     @on_present_rows
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
@@ -168,7 +155,7 @@ class KeyedRows(SavedRows):
         holds it). Raises InputError.
         """
         key, at = check_row(self.spec, key, table)
-        tiers, why = locate(self._local_table(), self._lookup([key], at))
+        tiers, why = locate(self.table_handle().local_table, self._lookup([key], at))
         row = {**with_table_name(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}

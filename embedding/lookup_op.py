@@ -22,7 +22,7 @@ from torch.autograd.function import _SingleLevelFunction
 from ..engine.errors import ClosedError, GraphError
 from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.options.lookup import Lookup
-from .gradients import is_reached
+from .gradients import are_rows_reached
 from .shadow import Shadow, plain
 
 _orders = itertools.count()
@@ -48,7 +48,7 @@ def _forget_optimizers() -> None:
     """Make the next step of a forked child ask for its optimizer again, and be refused."""
     for embedding in _living():
         if getattr(embedding, "is_open", False):  # an embedding that the child opens is its own
-            embedding.row_optimizer = None
+            embedding.forget_optimizer()
 
 
 os.register_at_fork(after_in_child=_forget_optimizers)
@@ -94,20 +94,18 @@ def _refuse_export(name: str) -> None:
 _refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@torch.library.custom_op("tierbed::lookup", mutates_args=())
-def lookup(
-    shadow: Tensor,
-    ids: Tensor,
-    table_ids: Tensor | None,
-    offsets: Tensor | None,
-    pooling: str | None,
-    places: list[int] | None,
-    weights: Tensor | None,
-    handle: int,
-) -> Tensor:
+def _op(name: str, arguments: str) -> Any:
+    """Decorates what an op does. arguments: of its schema; `rows` stands for those of a `Lookup`."""
+    rows = "Tensor ids, Tensor? table_ids, Tensor? offsets, str? pooling, SymInt[]? places"
+    schema = f"({arguments.replace('rows', rows)}) -> Tensor"
+    return torch.library.custom_op(f"tierbed::{name}", mutates_args=(), schema=schema)
+
+
+@_op("lookup", "Tensor shadow, rows, Tensor? weights, SymInt handle")
+def lookup(shadow: Tensor, *rest: Any) -> Tensor:
     """The rows of a `Lookup`, or its pooled bags, lookup.shape + (dim,), read without inserting."""
-    rows = lookup_of(ids, table_ids, offsets, pooling, places)
-    return embedding_of(handle).read(rows, weights, trains=shadow.requires_grad)
+    *rows, weights, handle = rest
+    return embedding_of(handle).read(lookup_of(*rows), weights, trains=shadow.requires_grad)
 
 
 @lookup.register_fake
@@ -119,23 +117,14 @@ def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 
 
-@torch.library.custom_op("tierbed::lookup_grad", mutates_args=())
-def lookup_grad(
-    grad: Tensor,
-    ids: Tensor,
-    table_ids: Tensor | None,
-    offsets: Tensor | None,
-    pooling: str | None,
-    places: list[int] | None,
-    weights: Tensor | None,
-    order: int,
-    handle: int,
-) -> Tensor:
+@_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt handle")
+def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
     """Stands for the update of the rows; grad is like the result of the lookup. Lookups ran in the order of `order`.
 
     The value of the op is the shadow's gradient, which nothing reads.
     """
-    embedding_of(handle).accumulate(lookup_of(ids, table_ids, offsets, pooling, places), grad, weights, order)
+    *rows, weights, order, handle = rest
+    embedding_of(handle).accumulate(lookup_of(*rows), grad, weights, order)
     return grad.new_zeros((1, 1), dtype=torch.float32)
 
 
@@ -144,22 +133,14 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
     return grad.new_empty((1, 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("tierbed::lookup_weights_grad", mutates_args=())
-def lookup_weights_grad(
-    grad: Tensor,
-    ids: Tensor,
-    table_ids: Tensor | None,
-    offsets: Tensor | None,
-    pooling: str,
-    places: list[int] | None,
-    shadow: Tensor,
-    handle: int,
-) -> Tensor:
+@_op("lookup_weights_grad", "Tensor grad, rows, Tensor shadow, SymInt handle")
+def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
     """The gradient of a lookup's weights, float32 of the shape of ids; recorded only where they require grad.
 
     shadow: makes autograd see that this gradient depends on rows.
     """
-    return embedding_of(handle).read_weights_grad(lookup_of(ids, table_ids, offsets, pooling, places), grad)
+    *rows, _, handle = rest
+    return embedding_of(handle).read_weights_grad(lookup_of(*rows), grad)
 
 
 @lookup_weights_grad.register_fake
@@ -168,10 +149,10 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shadow, ids, table_ids, offsets, ctx.pooling, ctx.places, weights, ctx.handle = inputs
+    shadow, ids, table_ids, offsets, pooling, places, weights, handle = inputs
     if ctx.needs_input_grad[0]:
-        embedding_of(ctx.handle).check_trained_lookup()
-    ctx.order = next(_orders)
+        embedding_of(handle).check_trained_lookup()
+    ctx.constants = pooling, places, handle, next(_orders)
     # autograd refuses a saved tensor that changed since: the shadow changes with the rows, which weights need
     needed = shadow if ctx.needs_input_grad[6] else None
     ctx.save_for_backward(needed, ids, table_ids, offsets, weights)
@@ -179,16 +160,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
+    pooling, places, handle, order = ctx.constants
+    rows = ids, table_ids, offsets, pooling, places
     of_rows = of_weights = None
-    if ctx.needs_input_grad[0] and is_reached(embedding := embedding_of(ctx.handle)):
+    if ctx.needs_input_grad[0] and are_rows_reached(embedding := embedding_of(handle)):
         if runs_at_once(grad):
-            embedding.accumulate(lookup_of(ids, table_ids, offsets, ctx.pooling, ctx.places), grad, weights, ctx.order)
+            embedding.accumulate(lookup_of(*rows), grad, weights, order)
             of_rows = grad.new_zeros((1, 1), dtype=torch.float32)
         else:
-            at = ctx.order, ctx.handle
-            of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, weights, *at)
+            of_rows = lookup_grad(grad, *rows, weights, order, handle)
     if ctx.needs_input_grad[6]:
-        of_weights = lookup_weights_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, shadow, ctx.handle)
+        of_weights = lookup_weights_grad(grad, *rows, shadow, handle)
     return of_rows, None, None, None, None, None, of_weights, None
 
 

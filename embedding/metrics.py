@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -25,26 +26,27 @@ class Metric(NamedTuple):
     exported: str = ""
 
 
+_counter, _gauge = partial(Metric, "counter"), partial(Metric, "gauge")
+
+
 def _latencies(name: str, calls: str) -> dict[str, Metric]:
-    shares = {
-        f"{name}_seconds_p{share}": Metric("gauge", f"{share} % of {calls} took no longer") for share in (50, 90, 99)
-    }
-    return {**shares, f"{name}_seconds_max": Metric("gauge", f"the longest of the {calls}")}
+    shares = {f"{name}_seconds_p{share}": _gauge(f"{share} % of {calls} took no longer") for share in (50, 90, 99)}
+    return {**shares, f"{name}_seconds_max": _gauge(f"the longest of the {calls}")}
 
 
 METRICS: dict[str, Metric] = {
     # of the table
-    "rows": Metric("gauge", "written rows of all tables: `size()`"),
-    "step": Metric("gauge", "training steps that updated this embedding; stored in snapshots"),
-    "dropped": Metric("counter", "illegal ids of lookups and `get` that were dropped, if `bad_ids` is `drop`"),
-    "refused": Metric("counter", "new rows that `admission` refused, each time"),
-    "evicted": Metric("counter", "rows deleted because of `capacity`"),
-    "expired": Metric("counter", "rows deleted because of `ttl_steps`"),
-    "deleted": Metric("counter", "rows deleted by `delete`"),
-    "ledger_bytes": Metric("gauge", "host memory of the ledger of `eviction`, `admission` and `ttl_steps`"),
-    "total_bytes": Metric("gauge", "memory of all tiers and the ledger, overflow areas included", "total_memory_bytes"),
+    "rows": _gauge("written rows of all tables: `size()`"),
+    "step": _gauge("training steps that updated this embedding; stored in snapshots"),
+    "dropped": _counter("illegal ids of lookups and `get` that were dropped, if `bad_ids` is `drop`"),
+    "refused": _counter("new rows that `admission` refused, each time"),
+    "evicted": _counter("rows deleted because of `capacity`"),
+    "expired": _counter("rows deleted because of `ttl_steps`"),
+    "deleted": _counter("rows deleted by `delete`"),
+    "ledger_bytes": _gauge("host memory of the ledger of `eviction`, `admission` and `ttl_steps`"),
+    "total_bytes": _gauge("memory of all tiers and the ledger, overflow areas included", "total_memory_bytes"),
     **{
-        f"{purpose}_{name}": Metric("counter", f"rows of {calls} {meaning}")
+        f"{purpose}_{name}": _counter(f"rows of {calls} {meaning}")
         for purpose, calls in (("train", "training steps and `put`"), ("evaluate", "lookups that only read"))
         for name, meaning in (
             ("hits", "that the top tier had"),
@@ -52,79 +54,74 @@ METRICS: dict[str, Metric] = {
             ("unknown", "that were never written, so no tier had them"),
         )
     },
-    "prefetch_hits": Metric("counter", "steps whose batch was announced by `prefetch`"),
-    "prefetch_misses": Metric("counter", "steps with another batch than the next announced one"),
-    "prefetch_dropped": Metric("counter", "announced batches that were dropped, since too many waited"),
+    "prefetch_hits": _counter("steps whose batch was announced by `prefetch`"),
+    "prefetch_misses": _counter("steps with another batch than the next announced one"),
+    "prefetch_dropped": _counter("announced batches that were dropped, since too many waited"),
     # of an embedding with a world, in addition to its tiers
-    "ids_sent": Metric("counter", "distinct ids of steps and lookups requested from other ranks"),
-    "ids_received": Metric("counter", "distinct ids requested by other ranks"),
-    "rows_sent": Metric("counter", "rows sent to other ranks"),
-    "rows_received": Metric("counter", "rows received from other ranks"),
-    "bytes_sent": Metric("counter", "bytes of ids, rows and gradients sent to other ranks"),
-    "bytes_received": Metric("counter", "bytes of ids, rows and gradients received from other ranks"),
+    "ids_sent": _counter("distinct ids of steps and lookups requested from other ranks"),
+    "ids_received": _counter("distinct ids requested by other ranks"),
+    "rows_sent": _counter("rows sent to other ranks"),
+    "rows_received": _counter("rows received from other ranks"),
+    "bytes_sent": _counter("bytes of ids, rows and gradients sent to other ranks"),
+    "bytes_received": _counter("bytes of ids, rows and gradients received from other ranks"),
     # of every tier
-    "hits": Metric("counter", "rows requested from this tier that it had"),
-    "misses": Metric("counter", "rows requested from this tier that it did not have"),
-    "insertions": Metric("counter", "rows inserted here; of `ssd`, `rows_written`"),
-    "bytes_in": Metric(
-        "counter", "bytes of rows copied here: from below to a cache, from above to the last tier", "in_bytes"
-    ),
-    "bytes_out": Metric("counter", "bytes of rows copied from here, in the other direction", "out_bytes"),
-    "resident_rows": Metric("gauge", "rows that are here now; of `ssd` an estimate, high until compaction"),
-    "bytes": Metric(
-        "gauge",
+    "hits": _counter("rows requested from this tier that it had"),
+    "misses": _counter("rows requested from this tier that it did not have"),
+    "insertions": _counter("rows inserted here; of `ssd`, `rows_written`"),
+    "bytes_in": _counter("bytes of rows copied here: from below to a cache, from above to the last tier", "in_bytes"),
+    "bytes_out": _counter("bytes of rows copied from here, in the other direction", "out_bytes"),
+    "resident_rows": _gauge("rows that are here now; of `ssd` an estimate, high until compaction"),
+    "bytes": _gauge(
         "memory and metadata, 4 bytes of each id of `ids=n` included; without `overflow_bytes`, `window_bytes`",
         "memory_bytes",
     ),
     **_latencies("fetch", "fetches"),
     **_latencies("write", "writes"),
     # of caches
-    "capacity": Metric("gauge", "rows that there is memory for", "capacity_rows"),
-    "fill": Metric("gauge", "`resident_rows` / `capacity`", "fill_ratio"),
-    "index_bytes": Metric("gauge", "of `bytes`, those of the index"),
-    "evictions_clean": Metric("counter", "rows evicted clean (no write-back)"),
-    "evictions_dirty": Metric("counter", "rows evicted dirty (written back)"),
-    "too_small": Metric(
-        "gauge", "1 if the cache misses more than half of the rows, since it evicts rows that are needed again"
+    "capacity": _gauge("rows that there is memory for", "capacity_rows"),
+    "fill": _gauge("`resident_rows` / `capacity`", "fill_ratio"),
+    "index_bytes": _gauge("of `bytes`, those of the index"),
+    "evictions_clean": _counter("rows evicted clean (no write-back)"),
+    "evictions_dirty": _counter("rows evicted dirty (written back)"),
+    "too_small": _gauge("1 if the cache misses more than half of the rows, since it evicts rows that are needed again"),
+    "overflows": _counter("rows that did not fit their set, since batches need all rows there"),
+    "overflow_rows": _gauge("rows in the overflow area now"),
+    "overflow_peak_rows": _gauge("the maximum of rows in the overflow area"),
+    "overflow_capacity": _gauge(
+        "rows in the overflow area beyond which prefetch and dirty rows wait", "overflow_capacity_rows"
     ),
-    "overflows": Metric("counter", "rows that did not fit their set, since batches need all rows there"),
-    "overflow_rows": Metric("gauge", "rows in the overflow area now"),
-    "overflow_peak_rows": Metric("gauge", "the maximum of rows in the overflow area"),
-    "overflow_capacity": Metric(
-        "gauge", "rows in the overflow area beyond which prefetch and dirty rows wait", "overflow_capacity_rows"
-    ),
-    "overflow_evictions": Metric("counter", "rows evicted from the overflow area, not in the other counts"),
-    "overflow_bytes": Metric("gauge", "memory of the overflow area"),
-    "window_bytes": Metric("gauge", "memory that lists the rows of announced batches, until they are resident"),
-    "prefetch_waits": Metric("counter", "prefetched batches that waited for memory in the overflow area"),
+    "overflow_evictions": _counter("rows evicted from the overflow area, not in the other counts"),
+    "overflow_bytes": _gauge("memory of the overflow area"),
+    "window_bytes": _gauge("memory that lists the rows of announced batches, until they are resident"),
+    "prefetch_waits": _counter("prefetched batches that waited for memory in the overflow area"),
     # of RocksDB
-    "rows_written": Metric("counter", "rows written"),
-    "rows_erased": Metric("counter", "rows erased, whether they existed or not"),
-    "read_threads": Metric("gauge", "threads of the next read: as many as the disk can serve, or the limit"),
-    "memtable_bytes": Metric("gauge", "written rows in memory that are not in files yet"),
-    "index_filter_bytes": Metric("gauge", "indexes and filters of files in memory, outside of the block cache"),
-    "block_cache_bytes": Metric("gauge", "blocks of files in RocksDB's own cache"),
-    "block_cache_hits": Metric("counter", "blocks found in RocksDB's own cache"),
-    "block_cache_misses": Metric("counter", "blocks read from files"),
-    "bloom_useful": Metric("counter", "reads of a file that its filter avoided"),
-    "sst_bytes": Metric("gauge", "size of the files"),
-    "live_data_bytes": Metric("gauge", "size of the files without replaced versions of rows: an estimate"),
-    "flush_bytes": Metric("counter", "bytes written to files from memory"),
-    "compaction_bytes": Metric("counter", "bytes written to files by compactions"),
-    "compaction_read_bytes": Metric("counter", "bytes read from files by compactions"),
-    "pending_compaction_bytes": Metric("gauge", "bytes that compactions have yet to rewrite: an estimate"),
-    "running_flushes": Metric("gauge", "running flushes"),
-    "running_compactions": Metric("gauge", "running compactions"),
-    "background_errors": Metric("counter", "flushes and compactions that failed"),
-    "stall_seconds": Metric("counter", "how long writes waited for flushes and compactions"),
-    "write_amplification": Metric("gauge", "bytes written to files / bytes of rows written"),
+    "rows_written": _counter("rows written"),
+    "rows_erased": _counter("rows erased, whether they existed or not"),
+    "read_threads": _gauge("threads of the next read: as many as the disk can serve, or the limit"),
+    "memtable_bytes": _gauge("written rows in memory that are not in files yet"),
+    "index_filter_bytes": _gauge("indexes and filters of files in memory, outside of the block cache"),
+    "block_cache_bytes": _gauge("blocks of files in RocksDB's own cache"),
+    "block_cache_hits": _counter("blocks found in RocksDB's own cache"),
+    "block_cache_misses": _counter("blocks read from files"),
+    "bloom_useful": _counter("reads of a file that its filter avoided"),
+    "sst_bytes": _gauge("size of the files"),
+    "live_data_bytes": _gauge("size of the files without replaced versions of rows: an estimate"),
+    "flush_bytes": _counter("bytes written to files from memory"),
+    "compaction_bytes": _counter("bytes written to files by compactions"),
+    "compaction_read_bytes": _counter("bytes read from files by compactions"),
+    "pending_compaction_bytes": _gauge("bytes that compactions have yet to rewrite: an estimate"),
+    "running_flushes": _gauge("running flushes"),
+    "running_compactions": _gauge("running compactions"),
+    "background_errors": _counter("flushes and compactions that failed"),
+    "stall_seconds": _counter("how long writes waited for flushes and compactions"),
+    "write_amplification": _gauge("bytes written to files / bytes of rows written"),
 }
 
 TABLE_METRICS: dict[str, Metric] = {
-    "rows": Metric("gauge", "written rows of this table", "table_rows"),
-    "hits": Metric("counter", "rows of this table requested from the top tier that it had", "table_hits"),
-    "misses": Metric("counter", "rows of this table requested from the top tier that it did not have", "table_misses"),
-    "dropped": Metric("counter", "illegal ids of lookups that this table dropped", "table_dropped"),
+    "rows": _gauge("written rows of this table", "table_rows"),
+    "hits": _counter("rows of this table requested from the top tier that it had", "table_hits"),
+    "misses": _counter("rows of this table requested from the top tier that it did not have", "table_misses"),
+    "dropped": _counter("illegal ids of lookups that this table dropped", "table_dropped"),
 }
 
 _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
@@ -168,7 +165,7 @@ class MetricsCollector:
         for embedding in self._embeddings:
             metrics = _read(embedding, max(end - monotonic(), 0))
             own = {"embedding": embedding.name}
-            add("up", Metric("gauge", "whether the embedding has metrics"), bool(metrics), **own)
+            add("up", _gauge("whether the embedding has metrics"), bool(metrics), **own)
             for table, numbers in metrics.pop("tables", {}).items():
                 for name, value in numbers.items():
                     add(name, TABLE_METRICS[name], value, **own, table=table)
@@ -176,7 +173,7 @@ class MetricsCollector:
                 for name, value in numbers.items():
                     of, _, quantile = name.rpartition("_")
                     if of.endswith("seconds") and quantile in _QUANTILES:
-                        share = Metric("gauge", "a share of the calls took no longer, in seconds")
+                        share = _gauge("a share of the calls took no longer, in seconds")
                         add(of, share, value, **own, tier=tier, quantile=_QUANTILES[quantile])
                     else:
                         add(name, METRICS[name], value, **own, tier=tier)

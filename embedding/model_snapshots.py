@@ -14,9 +14,9 @@ from ..engine.checks import checked_arguments
 from ..engine.errors import OptionError, SnapshotError
 from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import ALL, LoadReport, Selection
-from .conversion import converter
-from .group_snapshots import load_rows_together, load_together, save_together
 from .saved_rows import SavedRows, rows_stay
+from .shadow import converter
+from .together import load_rows_together, load_together, save_together
 
 
 class ModelSnapshots:
@@ -31,13 +31,14 @@ class ModelSnapshots:
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
-        """Save the rows of all embeddings under one name, each in its store folder, between two steps: all or none.
+        """Save the rows of all embeddings under one name, each in its store folder, between two steps.
 
-        The arguments are those of `MultiTableEmbedding.save_snapshot`. An embedding that has no parent for an
-        incremental snapshot is saved full. SnapshotError, also if an embedding has no persistent_path;
+        If it raises, none of the snapshots exists, unless the error says so. The arguments are those of
+        `MultiTableEmbedding.save_snapshot`. An embedding without a parent for an incremental snapshot is saved full.
+        SnapshotError, also if an embedding has no persistent_path;
         StoreError, OptionError.
         """
-        tables, world = self._handles(), _world_of(self._stored())
+        tables, world = self._snapshots(), _world_of(self._stored())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -46,7 +47,7 @@ class ModelSnapshots:
         All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
         OptimizerError.
         """
-        tables, world = self._handles(for_load=True), _world_of(self._stored())
+        tables, world = self._snapshots(for_load=True), _world_of(self._stored())
         reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
@@ -77,14 +78,14 @@ class ModelSnapshots:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return found
 
-    def _handles(self, for_load: bool = False) -> list[Any]:
-        return [embedding.table_handle(for_load) for embedding in self._stored()]
+    def _snapshots(self, for_load: bool = False) -> list[Any]:
+        return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
 
 
 def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
     """Save the rows of embeddings as the snapshots `places`, from the same step."""
     world = _world_of(embeddings)
-    tables: list[Any] = [embedding.table_handle() for embedding in embeddings]
+    tables = [embedding.table_handle().snapshots for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(stored):
         save_together(world, [*compress(tables, stored)], places[0].name)
@@ -95,7 +96,7 @@ def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
 def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of embeddings, or a selection of what they have, from the snapshots `places`."""
     world = _world_of(embeddings)
-    tables: list[Any] = [embedding.table_handle(for_load=True) for embedding in embeddings]
+    tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
     stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
     for table, is_stored, place in zip(tables, stored, places, strict=True):
         if not is_stored:

@@ -18,7 +18,7 @@ WRAPPERS = {
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
 }  # fmt: skip
 # of this process, so that equal scripts have equal names and rows; ranks make others besides those that they share
-_unnamed, _seeded = {"": count(1), "shared ": count(1)}, {"": count(1), "shared ": count(1)}
+_unnamed, _seeded = {False: count(1), True: count(1)}, {False: count(1), True: count(1)}
 
 
 def bare_name(name: str) -> str:
@@ -28,14 +28,12 @@ def bare_name(name: str) -> str:
 
 def provisional_name(is_shared: bool) -> str:
     """What messages call an embedding that has no name yet."""
-    kind = "shared " * is_shared
-    return f"unnamed-{kind.replace(' ', '-')}{next(_unnamed[kind])}"
+    return f"unnamed-{'shared-' * is_shared}{next(_unnamed[is_shared])}"
 
 
 def next_seed(is_shared: bool) -> int:
     """The seed of the next embedding without a name. is_shared: True for rows that are spread over ranks."""
-    kind = "shared " * is_shared
-    return zlib.crc32(f"{kind}embedding {next(_seeded[kind])}".encode())
+    return zlib.crc32(f"{'shared ' * is_shared}embedding {next(_seeded[is_shared])}".encode())
 
 
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model: str = "") -> None:
@@ -62,5 +60,6 @@ def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedE
         if first.setdefault(one.name, path) != path:
             raise error(
                 f"{first[one.name]} and {path} are two embeddings named {one.name!r}; use one embedding for both, or "
-                "give each its own name, or name=None, which names each by its place in the model"
+                "give each its own name=. Without name=, its place in the first model that was trained or saved names "
+                "an embedding: make both again in this model, and load tierbed.to_dense_state_dict of the earlier ones"
             )

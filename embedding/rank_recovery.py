@@ -1,12 +1,13 @@
 """Decides which rows an embedding opens with on all ranks.
 
-If the live rows of all ranks come from the same run and step they are used, else every rank recovers from one snapshot.
+Rank 0 reads the record. All ranks use their live rows if it names those of all of them, else one snapshot.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,80 +15,132 @@ from ..distributed.world import World
 from ..engine.errors import StoreError
 from ..snapshots.files.format import HashShard
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.store.folder_state import ShardVersion, clean_markers, common_version, live_in, live_of
-from ..snapshots.store.mark import RanksRecord
+from ..snapshots.store.folder_state import FolderState, last_step, shard_versions
+from ..snapshots.store.group import Member, open_store
+from ..snapshots.store.group_file import GroupFile
+from ..snapshots.store.record import EMPTY
 from .recovery import (
     FolderContents,
     OpenPlan,
-    RecoveryPoint,
     check_shards_unlocked,
-    lost_steps_text,
-    recover_from_ranks,
-    recovery_text,
-    unclean_ranks_text,
-    unclean_shutdown_text,
-    unsaved_rows_text,
+    contents_of,
+    log_entry_of,
+    snapshot_to_open,
 )
 from .shared_folder import SharedFolder
 
 
-class ShardReport(NamedTuple):
-    """What a rank found: the live rows and the noted step of its shard, and shards of another number of ranks.
+class _Decision(NamedTuple):
+    """What rank 0 decides.
 
-    Of rank 0 alone, what the store folder has of one process: the step and the number of its live rows if they have a
-    clean marker, whether it was open, and whether it holds anything.
+    live: the version of the live rows, if they are used. id, name: of the snapshot that has the rows; EMPTY for no
+    rows, None if live rows alone have them. unsettled: why they may not be used before a load. level, text: of the log.
     """
 
-    live: ShardVersion | None
-    noted: int | None
-    others: dict[int, ShardVersion | None]
-    alone: tuple[int, int] | None = None
-    was_open: bool = False
-    begun: bool = False
+    live: str | None
+    id: str | None
+    name: str
+    unsettled: str
+    level: int
+    text: str
 
 
 class RecoveryDecision:
     """The decision of all ranks which rows to open with.
 
-    Every rank makes one, opens its shard by `decide`, and then calls `finish`.
+    Every rank makes one, opens its shard by `decide`, and then calls `finish`. On rank 0, `member` is the store.
     """
 
-    def __init__(self, world: World, op: str, home: SharedFolder, mode: str) -> None:
-        """home: of this rank. mode: the option `open`. Raises StoreError on all ranks."""
-        self._world, self._home = world, home
+    def __init__(self, world: World, op: str, home: SharedFolder, mode: str, for_load: bool, group: Any) -> None:
+        """home: of this rank. mode, for_load: as of `open_store`. group: the `TrainingGroup`.
+
+        Raises StoreError on all ranks.
+        """
+        self._beside = () if group is None else group.folders()
+        self._world, self._home, self._mode, self._for_load = world, home, mode, for_load
         self._op = f"{op}: its rows"
-        self._fresh, self._refuses = mode == "fresh", mode == "error"
         self._has_reported = False  # whether this rank sent the others what it found
         self._agreed = False  # whether the ranks came to a decision
         self._has_read = False  # whether this rank sent the others how many rows of the snapshot it read
         self._counted = False  # whether the ranks read all of them
-        self.is_live = False
-        self.base: RecoveryPoint | None = None
+        self.member: Member | None = None
+        self.base: str | None = None  # the id of the snapshot that they open with, EMPTY for no rows; None for live
+        self.is_live = False  # whether the ranks open with their live rows
+        self._last: dict[str, str | None] = {}  # on rank 0, by path of a store the version that the record names
         first = world.call_on_rank_0(f"{op}: its store folder", self._introduced)
-        self._token: str = first["token"]
-        self.run = self._token  # the id of a run that begins here
-        self._record = None if first["record"] is None else RanksRecord(*first["record"])
-        self._path = Path(first["path"])  # of rank 0
+        self._token: str = first["token"]  # and the id of a run that begins here
+        self._stores: list[tuple[str, int]] = [(path, ranks) for path, ranks in first["stores"]]
+
+    def _introduced(self) -> dict[str, Any]:
+        """On rank 0: the stores of the group whose rows ranks share, by their paths from this one, and their ranks."""
+        home = self._home
+        assert home.folder is not None
+        folders: list[FolderState] = []
+        with suppress(StoreError):  # `open_store` raises it, if it has to
+            file = GroupFile(home.folder, beside=self._beside)
+            for store, folder in file.members(lenient=True).items():
+                if folder.ranks:
+                    folders.append(folder)
+                    self._last[str(folder.path)] = file.record.now[store].live
+        stores = [(os.path.relpath(one.path, home.path), one.ranks) for one in folders]
+        return {"token": home.leave_token(), "stores": stores}
 
     def decide(self, found: FolderContents) -> OpenPlan:
         """How this rank opens its share. Raises StoreError and SnapshotError on all ranks, if the ranks disagree."""
         self._has_reported = True
-        reports = [_read(one) for one in self._world.all_gather_object(self._op, lambda: self._report(found))]
-        live = self._live(reports)
-        if live is not None:
-            self.run, self.is_live, self._agreed = live.run, True, True
-            return OpenPlan(found.clean_marker, run=live.run, writes=live.writes)
-        entry = None if self._fresh else self._recover(reports)
+        reports = self._world.all_gather_object(self._op, lambda: self._report(found))
+        decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
         self._agreed = True
-        if (
-            self._home.folder is None or self._home.snapshot_store.mark.at is not None
-        ):  # the log has it of all that train together
-            entry = None
-        if self.base is None:
-            return OpenPlan(run=self.run, log_entry=entry)
-        part = HashShard(self._world.rank, self._world.size)
-        snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_shard(part)
-        return OpenPlan(snapshot=snapshot, run=self.run, log_entry=entry, verified=lambda: self._count(snapshot))
+        version = decision.live or "" if decision.id is None else f"{decision.id}:0"
+        log_entry = (decision.level, decision.text) if decision.text else None
+        if decision.live is not None:
+            run, _, writes = decision.live.rpartition(":")
+            self.is_live = True
+            return OpenPlan(found.clean_marker, None, run, int(writes), version, decision.unsettled)
+        self.base = decision.id
+        plan = OpenPlan(run=self._token, version=version, unsettled=decision.unsettled, log_entry=log_entry)
+        if self.base == EMPTY:
+            return plan
+        whole = Snapshot.open(self._home.snapshots / decision.name)
+        snapshot = whole.of_shard(HashShard(self._world.rank, self._world.size))
+        return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
+
+    def _report(self, found: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
+        """What this host has: the versions of the shards of each store, by rank, and the last step of this one."""
+        self._home.find_token(self._token)
+        versions, reached = [], found.noted_step
+        for relative, ranks in self._stores:
+            path, is_same = Path(os.path.normpath(self._home.path / relative)), ranks == self._world.size
+            if relative == "." and not is_same:
+                check_shards_unlocked(path, ranks)
+                reached = last_step(path, ranks)
+            versions.append(shard_versions(path, ranks, [self._world.rank] if is_same else None))
+            if is_same:
+                versions[-1].setdefault(self._world.rank, None)
+        return versions, reached
+
+    def _choose(self, reports: list[Any]) -> _Decision:
+        """On rank 0."""
+        home = self._home
+        assert home.folder is not None
+        by_store = zip(*(versions for versions, _ in reports), strict=True)
+        shards = {path: _merged(of, last) for of, (path, last) in zip(by_store, self._last.items(), strict=True)}
+        found = contents_of(home.folder)
+        own = home.folder.ranks
+        self.member = member = open_store(home.folder, self._mode, self._for_load, shards, self._beside)
+        if member.entry.live is not None and own == self._world.size:
+            return _Decision(member.entry.live, member.entry.snapshot, "", member.broken, 0, "")
+        steps = [step for _, step in reports] if own else [found.noted_step]
+        if found.clean_marker is not None:
+            steps = [found.clean_marker["step"]]
+        reached = max((step for step in steps if step is not None), default=None)
+        snapshot = snapshot_to_open(home.folder, member, reached)
+        logged = None
+        if self._mode != "fresh":
+            of_all, who = shards.get(str(home.path), {}), "all ranks: " if own == self._world.size else ""
+            logged = log_entry_of(home.folder, found, member, snapshot, of_all, reached, who)
+        name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
+        return _Decision(None, id, name, member.broken, *(logged or (0, "")))
 
     def finish(self, error: BaseException | None) -> None:
         """Join the collectives that the other ranks wait in, if this shard could not be opened. error: of that.
@@ -99,8 +152,13 @@ class RecoveryDecision:
         finally:
             if self._home.folder is not None:
                 self._home.remove_tokens()  # by now every rank has checked for it, or the group has ended
-        if self.base is not None:
+        if self.base not in (None, EMPTY):
             self._join(row_count_op(self._op), self._has_read, self._counted, error)
+
+    def leave(self) -> None:
+        """On rank 0: the store is not opened after all."""
+        if self.member is not None:
+            self.member.leave()
 
     def _join(self, op: str, has_joined: bool, passed: bool, error: BaseException | None) -> None:
         if passed:
@@ -115,81 +173,18 @@ class RecoveryDecision:
         check_row_count(self._world, self._op, snapshot, lambda: snapshot.shard_rows)
         self._counted = True
 
-    def _introduced(self) -> dict[str, Any]:
-        home = self._home
-        return {"token": home.leave_token(), "record": home.snapshot_store.mark.ranks, "path": str(home.path)}
 
-    def _report(self, found: FolderContents) -> ShardReport:
-        home, record = self._home, self._record
-        home.find_token(self._token)
-        others = {}
-        if record is not None and record.ranks != self._world.size:
-            check_shards_unlocked(home.path, record.ranks)
-            others = dict(live_of(clean_markers(home.path, record.ranks), record.ranks))
-        noted = found.noted_step if record is not None or home.folder is None else home.folder.noted_step
-        report = ShardReport(live_in(found.clean_marker, self._world.rank, self._world.size), noted, others)
-        if home.folder is None:
-            return report
-        marker = home.folder.clean_marker
-        alone = None if marker is None else (marker["step"], marker["rows"])
-        return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.has_begun)
+def _merged(reports: Iterable[dict[int, str | None]], last: str | None) -> dict[int, str | None]:
+    """The versions of the shards of a store by what hosts have: `last` where one of them has it.
 
-    def _live(self, reports: list[ShardReport]) -> ShardVersion | None:
-        """The live rows of this number of ranks, if all are from the same step and later than those of one process."""
-        record = self._record
-        if self._fresh or record is None or record.ranks != self._world.size or reports[0].alone is not None:
-            return None
-        return common_version(record, [report.live for report in reports])
-
-    def _recover(self, reports: list[ShardReport]) -> tuple[int, str] | None:
-        """Find the recovery snapshot. Returns the level and the text to log."""
-        record, first = self._record, reports[0]
-        if record is None or first.alone is not None:
-            self.base = self._base_of_rank_0(lambda: self._home.base_of_one())
-            return self._take_over(first)
-        self.base = base = self._base_of_rank_0(lambda: self._home.base_of_ranks())
-        if record.ranks != self._world.size:
-            shards: dict[int, ShardVersion | None] = {}
-            for rank, live in (one for report in reports for one in report.others.items()):
-                if rank not in shards or (live is not None and live.run == record.run):  # a host may have an older one
-                    shards[rank] = live
-            return recover_from_ranks(self._path, record, shards, base, self._refuses)
-        if self._refuses:
-            raise StoreError(unclean_shutdown_text(self._path))
-        why = unclean_ranks_text(self._path, record, {rank: report.live for rank, report in enumerate(reports)})
-        reached = max((report.noted for report in reports if report.noted is not None), default=None)
-        return logging.WARNING, f"{why}; all ranks: {recovery_text(base)}; {lost_steps_text(base, reached)}"
-
-    def _base_of_rank_0(self, find: Callable[[], RecoveryPoint | None]) -> RecoveryPoint | None:
-        found = self._world.call_on_rank_0(f"{self._op}: the snapshot", find)
-        return None if found is None else RecoveryPoint(*found)
-
-    def _take_over(self, first: ShardReport) -> tuple[int, str] | None:
-        """What is logged when ranks take over the folder of one process, or a new one. StoreError."""
-        path, base = self._path, self.base
-        if first.alone is not None:
-            step, rows = first.alone
-            if rows and (base is None or (base.step, base.rows) != (step, rows)):
-                raise StoreError(unsaved_rows_text(path, "one process", step, base))
-            return logging.INFO, f"store folder {path} has rows of one process; {recovery_text(base)}"
-        if not first.begun:
-            return None
-        if not first.was_open:
-            return logging.INFO, f"store folder {path} is new; {recovery_text(base)}"
-        if self._refuses:
-            raise StoreError(unclean_shutdown_text(path))
-        why = f"store folder {path} was not closed by its last run"
-        return logging.WARNING, f"{why}; {recovery_text(base)}; {lost_steps_text(base, first.noted)}"
-
-
-def _read(report: list[Any]) -> ShardReport:
-    live, noted, others, alone, was_open, begun = report
-    others = {rank: _live(one) for rank, one in others.items()}
-    return ShardReport(_live(live), noted, others, None if alone is None else tuple(alone), was_open, begun)
-
-
-def _live(found: list[Any] | None) -> ShardVersion | None:
-    return None if found is None else ShardVersion(*found)
+    A host that had a shard in an earlier run may still have it.
+    """
+    merged: dict[int, str | None] = {}
+    for report in reports:
+        for rank, version in report.items():
+            if merged.get(rank) is None or (version is not None and version == last):
+                merged[rank] = version
+    return merged
 
 
 def row_count_op(op: str) -> str:

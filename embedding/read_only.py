@@ -1,7 +1,6 @@
-"""Read-only copies of rows and of their optimizer states.
+"""Copies of rows and of their optimizer states, into which a write raises.
 
-In FBGEMM and TorchRec a write into a tensor of rows is a write into the table. Here it would change a copy, so it
-raises.
+In FBGEMM and TorchRec a write into a tensor of rows is a write into the table. Here it would change a copy alone.
 """
 
 from __future__ import annotations
@@ -15,8 +14,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import InputError
-from .shadow import shares_memory
+from .shadow import is_mix, is_write, name_of, shares_memory
 
+_A_COPY = (
+    "they are a copy, so no row of the embedding would change, and the next state may have other rows in their places; "
+    "give a state to load_state_dict, call put or load_dense, average what tierbed.to_dense_state_dict(model) returns, "
+    "or clone() the tensor"
+)
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
 
 
@@ -26,18 +30,16 @@ class ReadOnlyCopy(Tensor):
     A view that is made inside of torch.compile is plain too: a write into it changes the copy and raises nothing.
     """
 
-    remedy: str
-
-    @classmethod
-    def of(cls, tensor: Tensor, remedy: str) -> Self:
-        """A read-only view of `tensor`. remedy: the message of the error."""
+    def __new__(cls, tensor: Tensor, *_: Any) -> Self:
         if tensor.is_inference():  # it has no versions
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         with torch._C.DisableTorchFunctionSubclass():
-            copy = tensor.as_subclass(cls)
-        copy.remedy = remedy
-        return copy
+            return tensor.as_subclass(cls)
+
+    def __init__(self, tensor: Tensor, remedy: str) -> None:
+        """A read-only view of `tensor`. remedy: the message of the error."""
+        self.remedy = remedy
 
     @classmethod
     def __torch_function__(
@@ -55,10 +57,10 @@ class ReadOnlyCopy(Tensor):
             versions = [copy._version for copy in copies]
             result = func(*args, **(kwargs or {}))
             for copy, version in zip(copies, versions, strict=True):
-                if copy._version != version:
+                if copy._version != version and copy.remedy:
                     raise InputError(copy.remedy)
-        if isinstance(result, np.ndarray):
-            result.flags.writeable = False
+        if isinstance(result, np.ndarray) and any(copy.remedy for copy in copies):
+            result.setflags(write=False)
         if type(result) in (list, tuple):
             return type(result)(_read_only_view(one, copies) for one in result)
         return _read_only_view(result, copies)
@@ -79,4 +81,48 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
         return result
     with torch._C.DisableTorchFunctionSubclass():
         copy = next((one for one in copies if shares_memory(one, result)), None)
-    return result if copy is None else type(copy).of(result, copy.remedy)
+    if copy is None:
+        return result
+    view = type(copy).__new__(type(copy), result)
+    view.__dict__.update(copy.__dict__)
+    return view
+
+
+class StateTensor(ReadOnlyCopy):
+    """A tensor of a state_dict(). A write into it or a view of it is refused, and so is an average with it.
+
+    torch.distributed.checkpoint loads it at any size: it writes it as an object, not as a tensor.
+    """
+
+    def __init__(self, tensor: Tensor, is_whole: bool, is_own: bool = False) -> None:
+        """is_whole: False on a rank whose rows are in the state of rank 0. is_own: True for a copy to write to."""
+        super().__init__(tensor, "" if is_own else f"the rows of a state_dict(): {_A_COPY}")
+        self.is_whole, self.is_own = is_whole, is_own
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, name = kwargs or {}, name_of(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            states = [one for one in pytree.tree_leaves((args, given)) if isinstance(one, cls)]
+            writes, target = is_write(func) or given.get("out") is not None, args[0] if args else None
+            if (writes and any(not one.is_own if one is target else name != "copy_" for one in states)) or (
+                not writes and is_mix(func) and any(one.is_floating_point() for one in states)
+            ):
+                raise InputError(f"{name} of the rows of a state_dict(): {_A_COPY}")
+        return super().__torch_function__(func, types, args, given)
+
+    def new_empty(self, *size: Any, **like: Any) -> StateTensor:
+        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies tensors by it
+
+    def __create_write_items__(self, name: str, value: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second
+        from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+        return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled it is a plain tensor
+
+    def __deepcopy__(self, memo: Any) -> StateTensor:
+        return StateTensor(self.clone(), self.is_whole, True)

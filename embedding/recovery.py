@@ -5,27 +5,25 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..engine.errors import StoreError, TierbedError
 from ..engine.options.store_options import StoreOptions
 from ..snapshots.files.read_errors import os_error_in
-from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.reader import Snapshot, list_snapshots, snapshot_by_id
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import (
     FolderState,
-    ShardVersions,
-    clean_markers,
-    common_version,
     holder,
-    live_of,
-    remove_other_shares,
+    last_step,
     shard_folder,
+    shard_versions,
 )
-from ..snapshots.store.mark import RanksRecord
-from ..snapshots.store.save import recovery_snapshot_of
+from ..snapshots.store.group import Member
+from ..snapshots.store.mark import live_version
+from ..snapshots.store.record import EMPTY
 
 
 class FolderContents(NamedTuple):
@@ -40,31 +38,20 @@ class FolderContents(NamedTuple):
     was_open: bool
 
 
-class RecoveryPoint(NamedTuple):
-    """A recovery snapshot: its name, step, and number of rows."""
-
-    name: str
-    step: int
-    rows: int
-
-    @classmethod
-    def of(cls, snapshot: Snapshot | None) -> RecoveryPoint | None:
-        if snapshot is None:
-            return None
-        return cls(snapshot.name, int(snapshot.description["step"]), snapshot.manifest.rows)
-
-
 class OpenPlan(NamedTuple):
     """The rows that a table opens with: the live rows that `clean_marker` describes, or those of `snapshot`, or none.
 
-    `run`, `writes`: of a shard, as `WriteEpoch` has them. `log_entry`: the level and the text to log once it is open.
-    `verified`: called once the rows of `snapshot` are verified, as of `TablePersistence.load`.
+    `run`, `writes`, `version`: of a shard, as `WriteEpoch` has them. `unsettled`: why ranks may not use the rows before
+    a load. `log_entry`: the level and the text to log once it is open. `verified`: called once the rows of `snapshot`
+    are verified, as of `TablePersistence.load`.
     """
 
     clean_marker: dict[str, Any] | None = None
     snapshot: Snapshot | None = None
     run: str = ""
     writes: int = 0
+    version: str = ""
+    unsettled: str = ""
     log_entry: tuple[int, str] | None = None
     verified: Callable[[], None] | None = None
 
@@ -77,51 +64,104 @@ def contents_of(folder: FolderState) -> FolderContents:
     return FolderContents(folder.clean_marker, folder.noted_step, folder.has_begun, folder.was_open)
 
 
-def plan_open_local(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
-    """How a table opens that has all its rows in this process.
-
-    fresh: whether it starts empty in any case. refuses: whether a folder that was not closed is an error. StoreError.
-    """
-    if fresh:
-        return OpenPlan()
-    if found.clean_marker is not None:
+def plan_open(folder: StoreFolder, found: FolderContents, member: Member) -> OpenPlan:
+    """How a table opens that has all its rows in this process, those of its entry. StoreError, SnapshotError."""
+    if member.entry.live is not None and live_version(found.clean_marker) == member.entry.live:
         return OpenPlan(found.clean_marker)
+    ranks = folder.ranks
+    shards, step = shard_versions(folder.path, ranks), last_step(folder.path, ranks) if ranks else found.noted_step
+    snapshot = snapshot_to_open(folder, member, step)
+    return OpenPlan(snapshot=snapshot, log_entry=log_entry_of(folder, found, member, snapshot, shards, step))
+
+
+def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
+    """The snapshot of a store's entry; None for no rows. StoreError if it has live rows alone, which are not used.
+
+    step: of these rows.
+    """
+    if member.entry.snapshot is None:
+        record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
+        found = (one for ids in (record.commit, record.before) for one in saved if one.manifest.id == ids[member.id])
+        base, whose = next(found, None), _whose(folder)
+        last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_step_of(base)}"
+        raise StoreError(
+            f"store folder {str(folder.path)!r} has live rows of {whose}, of step {step}, and no snapshot of them, as "
+            f"another number of ranks needs ({last}): open it with {whose} once more and save one. To do without these "
+            'rows, `tierbed snapshot load` loads a snapshot, and open="fresh" starts empty'
+        )
+    return None if member.entry.snapshot == EMPTY else snapshot_by_id(folder.snapshots, member.entry.snapshot)
+
+
+def log_entry_of(
+    folder: FolderState,
+    found: FolderContents,
+    member: Member,
+    snapshot: Snapshot | None,
+    shards: Mapping[int, str | None],
+    reached: int | None,
+    who: str = "",
+) -> tuple[int, str] | None:
+    """What is logged of a store that opens with a snapshot, or empty, instead of its live rows.
+
+    shards: the versions of these, if ranks have them. reached: their last step, if it is known. who: opens it.
+    """
+    where, restored = f"store folder {folder.path}", recovery_text(snapshot)
     if not found.begun:
-        return OpenPlan()
-    where = f"store folder {folder.path}"
-    if refuses and found.was_open:
-        raise StoreError(unclean_shutdown_text(folder.path))
-    snapshot = recovery_snapshot_of(folder)
-    base = RecoveryPoint.of(snapshot)
+        return None
     if not found.was_open:
-        return OpenPlan(snapshot=snapshot, log_entry=(logging.INFO, f"{where} is new; {recovery_text(base)}"))
-    text = f"{where} was not closed by its last run; {recovery_text(base)}; {lost_steps_text(base, found.noted_step)}"
-    return OpenPlan(snapshot=snapshot, log_entry=(logging.WARNING, text))
+        return logging.INFO, f"{where} is new; {restored}"
+    if member.entry.live is not None:
+        return logging.INFO, f"{where} has rows of {_whose(folder)}; {restored}"
+    run = (member.group.record.now[member.id].live or "").rpartition(":")[0]
+    unclosed = [str(rank) for rank, live in sorted(shards.items()) if live is None or not live.startswith(run)]
+    why = "was not closed by its last run"
+    if unclosed:
+        why = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
+    elif len({*shards.values()}) > 1:
+        why = "was closed by its ranks at different steps"
+    elif shards or found.clean_marker is not None:
+        why = "is trained together with others that were not closed by their last run"
+    return logging.WARNING, f"{where} {why}; {who}{restored}; {lost_steps_text(snapshot, reached)}"
 
 
-def unclean_shutdown_text(path: Path) -> str:
-    """The error of open="error"."""
-    return (
-        f"store folder {str(path)!r} was not closed by its last run, so its live rows cannot be used; "
-        'open="resume" restores the last snapshot or starts empty'
-    )
+def _whose(folder: FolderState) -> str:
+    return f"{folder.ranks} ranks" if folder.ranks else "one process"
 
 
-def recovery_text(base: RecoveryPoint | None) -> str:
+def _step_of(snapshot: Snapshot | None) -> int:
+    return 0 if snapshot is None else int(snapshot.description["step"])
+
+
+def recovery_text(base: Snapshot | None) -> str:
     """What a run begins with instead of the live rows, for the log."""
     if base is None:
         return "started empty: it has no snapshot of its own"
-    return f"restored its last snapshot {base.name!r}, of step {base.step}"
+    return f"restored its last snapshot {base.name!r}, of step {_step_of(base)}"
 
 
-def lost_steps_text(base: RecoveryPoint | None, reached: int | None) -> str:
+def lost_steps_text(base: Snapshot | None, reached: int | None) -> str:
     """What an unclean shutdown lost, for the log: the steps after `base`, up to `reached` if that is known."""
-    kept = 0 if base is None else base.step
+    kept = _step_of(base)
     if reached is None or reached < kept:
         return "what was written since is lost"
     if reached == kept:
         return "no later step; rows put or deleted since are lost"
     return f"what was written since, steps {kept + 1} to {reached}, is lost"
+
+
+def what_is_lost(folder: FolderState, member: Member | None, step: int) -> str:
+    """What the next run would find if this run ended now, without a clean marker of its rows of a step, for the log."""
+    if member is None:
+        return "all ranks recover from the last snapshot in the next run"
+    try:
+        commit = member.group.record.commit[member.id]
+        base = None if commit == EMPTY else snapshot_by_id(folder.snapshots, commit)
+    except TierbedError as error:
+        return f"the last snapshot, which the next run needs, cannot be read: {error}"
+    if base is None:
+        return "the next run starts empty: it has no snapshot of its own"
+    lost = lost_steps_text(base, step)
+    return f"the next run restores its last snapshot {base.name!r}, of step {_step_of(base)}; {lost}"
 
 
 def lacks_space(error: TierbedError) -> bool:
@@ -133,33 +173,10 @@ def lacks_space(error: TierbedError) -> bool:
 def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
     """The error for a disk that has no room for what opening writes."""
     cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for a store that is open
-    base = folder.recovery_snapshot
-    spared = f" but {base!r}, the recovery snapshot" if base else ""
     return (
-        f"{cause}. Free space on the disk and open the embedding again; snapshots in {str(folder.snapshots)!r} that "
-        f"are no longer needed may be deleted{spared}"
+        f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
+        f"{str(folder.snapshots)!r} that recovery does not need"
     )
-
-
-def recover_from_ranks(
-    path: Path, record: RanksRecord, shards: ShardVersions, base: RecoveryPoint | None, refuses: bool
-) -> tuple[int, str]:
-    """The level and text to log when rows of another number of ranks are dropped for those of `base`, or for none.
-
-    Raises StoreError if this would lose clean rows, or if they are lost and open="error".
-    """
-    live = common_version(record, shards.values())
-    if live is None:
-        if refuses:
-            raise StoreError(unclean_shutdown_text(path))
-        return (
-            logging.WARNING,
-            f"{unclean_ranks_text(path, record, shards)}; {recovery_text(base)}; {lost_steps_text(base, None)}",
-        )
-    name, step, _ = base or ("", 0, 0)
-    if (live.writes, record.snapshot, live.step) != (record.saved, name, step):
-        raise StoreError(unsaved_rows_text(path, f"{record.ranks} ranks", live.step, base))
-    return logging.INFO, f"store folder {path} has rows of {record.ranks} ranks; {recovery_text(base)}"
 
 
 def check_shards_unlocked(path: Path, ranks: int) -> None:
@@ -171,52 +188,6 @@ def check_shards_unlocked(path: Path, ranks: int) -> None:
                 f"{str(place)!r}, the shard of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
                 "wait until that has closed it, or end that process"
             )
-
-
-def unsaved_rows_text(path: Path, whose: str, step: int, base: RecoveryPoint | None) -> str:
-    """The error for live rows that no snapshot has, with the remedy."""
-    last = "it has none" if base is None else f"its last, {base.name!r}, is of step {base.step}"
-    return (
-        f"store folder {str(path)!r} has live rows of {whose}, of step {step}, and no snapshot of them, as another "
-        "number of ranks needs "
-        f"({last}): open it with {whose} once more and save one. To do without these rows, `tierbed snapshot load` "
-        'loads a snapshot, and open="fresh" starts empty'
-    )
-
-
-def unclean_ranks_text(path: Path, record: RanksRecord, shards: ShardVersions) -> str:
-    """Why the live rows of ranks cannot be used, for the log."""
-    unclosed = [rank for rank in range(record.ranks) if (live := shards.get(rank)) is None or live.run != record.run]
-    if not unclosed:
-        return f"store folder {path} was closed by its ranks at different steps"
-    return f"store folder {path} was not closed by rank {', '.join(map(str, unclosed))} of its {record.ranks}"
-
-
-def plan_open(folder: StoreFolder, found: FolderContents, fresh: bool, refuses: bool) -> OpenPlan:
-    """As `plan_open_local`, also where the live rows are of ranks. StoreError where these may be on other hosts."""
-    record = folder.snapshot_store.mark.ranks
-    if record is not None:
-        check_shards_unlocked(folder.path, record.ranks)
-    if record is None or found.clean_marker is not None or fresh:
-        return plan_open_local(folder, found, fresh, refuses)
-    snapshot = recovery_snapshot_of(folder.snapshot_store)
-    shards = live_of(clean_markers(folder.path, record.ranks), record.ranks)
-    if not shards:
-        raise StoreError(
-            f"store folder {str(folder.path)!r} has live rows of {record.ranks} ranks, and none of their shards is "
-            f"here: open it where they are, with {record.ranks} ranks, and save a snapshot. To do without these rows, "
-            '`tierbed snapshot load` loads a snapshot, and open="fresh" starts empty'
-        )
-    return OpenPlan(
-        snapshot=snapshot,
-        log_entry=recover_from_ranks(folder.path, record, shards, RecoveryPoint.of(snapshot), refuses),
-    )
-
-
-def take_over_from_ranks(folder: StoreFolder) -> None:
-    """Let the live rows be this process's alone, and remove those of ranks. Raises StoreError."""
-    folder.snapshot_store.end_ranks()
-    remove_other_shares(folder.path, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,18 +209,35 @@ class RankShard:
         return dataclasses.replace(options, capacity=-(-options.capacity // self.ranks))
 
 
-@dataclasses.dataclass
 class WriteEpoch:
     """Which rows a shard has, for comparison with those of the other ranks.
 
     `run`: the id of the run in which these rows began, empty or from a snapshot. `writes`: how many operations of all
-    ranks wrote since.
+    ranks wrote since. `version`: names them as all ranks do, and the next run.
     """
 
-    share: RankShard
-    run: str = ""
-    writes: int = 0
+    def __init__(self, shard: RankShard) -> None:
+        self._shard = shard
+        self.begin("", 0, "")
+
+    def begin(self, run: str, writes: int, version: str) -> None:
+        self.run, self.writes = run, writes
+        self._came_as = writes, version
+
+    def count(self, before: int | None = None) -> None:
+        """Count a write. before: how many there were, if this shard may have missed some."""
+        self.writes = 1 + (self.writes if before is None else before)
+
+    def came_as(self, snapshot: str, writes: int) -> None:
+        """The rows after that many writes are those of a snapshot."""
+        if self.writes == writes:
+            self._came_as = writes, f"{snapshot}:0"
+
+    @property
+    def version(self) -> str:
+        writes, version = self._came_as
+        return version if self.writes == writes else f"{self.run}:{self.writes}"
 
     def described(self) -> dict[str, Any]:
         """The field `share` of the clean marker of the shard's live rows."""
-        return {"rank": self.share.rank, "ranks": self.share.ranks, "run": self.run, "writes": self.writes}
+        return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run, "writes": self.writes}

@@ -5,89 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ..engine.errors import InputError, SnapshotError, StoreError
+from ..engine.errors import SnapshotError, StoreError
 from ..engine.optim.row_state import RowState
 from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import EMBEDDING, Chunks, RowArray, RowForm
 from ..engine.table.table import OpenTable
 from ..snapshots.files.format import check_description
-from .shadow import is_mix, is_write, name_of, shares_memory
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
 
 FIELDS = ("table", "key", "embedding", "state", "updates", "step", "description")
 NOT_WHOLE = "on_another_rank"  # of a description: rank 0 has the rows of the state
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CHUNK = 1 << 16  # rows
 _WHOLE = ("table", "key", "updates", "step")  # fields of whole numbers
-
-
-class StateTensor(Tensor):
-    """A tensor of a state_dict(). A write into it or a view of it raises InputError, and so does an average with it.
-
-    torch.distributed.checkpoint loads it at any size: it writes it as an object, not as a tensor.
-    """
-
-    is_whole = True  # False on a rank whose rows are in the state of rank 0
-    is_own = False  # True for a copy of such a tensor, which may be written
-
-    @classmethod
-    def of(cls, tensor: Tensor, is_whole: bool) -> StateTensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            made = tensor.as_subclass(cls)
-        made.is_whole = is_whole
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, name = kwargs or {}, name_of(func)
-        with torch._C.DisableTorchFunctionSubclass():
-            states = [one for one in pytree.tree_leaves((args, given)) if isinstance(one, cls)]
-            writes, target = is_write(func) or given.get("out") is not None, args[0] if args else None
-            if (writes and any(not one.is_own if one is target else name != "copy_" for one in states)) or (
-                not writes and is_mix(func) and any(one.is_floating_point() for one in states)
-            ):
-                raise InputError(
-                    f"{name} of the rows of a state_dict(): they are a copy, so no row of the embedding would change, "
-                    "and the next state may have other rows in their places; give a state to load_state_dict, call put "
-                    "or load_dense, average what get returns for the same ids, or clone() the tensor"
-                )
-            result = func(*args, **given)
-            shared = [one for one in states if not one.is_own]
-            if isinstance(result, np.ndarray) and shared:
-                result.flags.writeable = False
-            if type(result) is Tensor and any(shares_memory(one, result) for one in shared):
-                return cls.of(result, shared[0].is_whole)
-            return result
-
-    def new_empty(self, *size: Any, **like: Any) -> StateTensor:
-        made = StateTensor.of(super().new_empty(*size, **like), self.is_whole)  # async_save copies tensors by it
-        made.is_own = True
-        return made
-
-    def __create_write_items__(self, name: str, value: Any) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second
-        from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-
-        return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled it is a plain tensor
-
-    def __deepcopy__(self, memo: Any) -> StateTensor:
-        made = StateTensor.of(self.clone(), self.is_whole)
-        made.is_own = True
-        return made
 
 
 @dataclass(frozen=True)
@@ -130,8 +66,7 @@ class RowTensors:
         if at != count:
             raise StoreError(f"embedding {description['name']!r}: {at} rows were found, not {count}")
         made["description"] = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
-        is_whole = not description.get(NOT_WHOLE)
-        return cls(description, {name: StateTensor.of(tensor, is_whole) for name, tensor in made.items()})
+        return cls(description, made)
 
     def __len__(self) -> int:
         return len(self.tensors["table"])

@@ -11,44 +11,47 @@ from typing import Any, NamedTuple
 from ..engine.errors import SnapshotError, StoreError
 from ..snapshots.files.format import check_name
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.versions import EMPTY, Version, parse_version
-from ..snapshots.store.instants import Member, rows_of
-from .training_group import open_rows
+from ..snapshots.store.folder_state import FolderState
+from ..snapshots.store.group_file import GroupFile
+from ..snapshots.store.record import EMPTY
+
+NO_ROWS = f"{EMPTY}:0"  # the version of rows that were never written
 
 
 class RowsReference(NamedTuple):
     """How a state_dict names the rows of an embedding: by step and version, and by a snapshot of them, if there is one.
 
     `digest` is of the snapshot's rows. It is None without a snapshot, and in state_dicts of early versions; `step` for
-    rows that were not used yet; `version` without a store folder, and in state_dicts of early versions. `instant`: the
-    digest of that of the state, which may be later than the snapshot's; None if no others are trained with it.
+    rows that were not used yet; `version` without a store folder, and in state_dicts of early versions.
     """
 
     step: int | None
     snapshot: str | None = None
     digest: str | None = None
-    version: Version | None = None
-    instant: str | None = None
+    version: str | None = None
 
     @classmethod
     def parse(cls, said: Any) -> RowsReference:
         """From JSON of the fields. ValueError, KeyError, TypeError."""
         step, snapshot, version = said["step"], said["snapshot"], said.get("version")
-        parsed = cls(step, snapshot, said.get("digest"), parse_version(version), said.get("instant"))
-        names = (snapshot, parsed.digest, parsed.instant)
-        known = type(step) in (int, type(None)) and all(isinstance(name, str | None) for name in names)
-        if not known or (version is not None and parsed.version is None):
+        match version:
+            case [str(epoch), int(writes)]:  # of an earlier version of tierbed
+                version = f"{epoch or EMPTY}:{writes}"
+        parsed = cls(step, snapshot, said.get("digest"), version)
+        if type(step) not in (int, type(None)) or not all(isinstance(name, str | None) for name in parsed[1:]):
             raise ValueError(said)
         return parsed
 
     def may_be(self, other: RowsReference) -> bool:
         """Whether these can be the rows that `other`, of a state_dict, names."""
-        if other.version is not None:
-            return self.version == other.version
-        if self.step != other.step or not (self.snapshot and other.snapshot):
-            return self.step == other.step
+        if other.version is not None and self.version == other.version:
+            return True
         if self.digest and other.digest:
             return self.digest == other.digest
+        if other.version is not None:
+            return False
+        if self.step != other.step or not (self.snapshot and other.snapshot):
+            return self.step == other.step
         return self.snapshot == other.snapshot
 
 
@@ -74,27 +77,28 @@ def saved_as(snapshots: Path | None, name: str | None) -> RowsReference | None:
     files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(snapshot.manifest.files.items())]
     said = json.dumps(files) if snapshot.kind == "full" else snapshot.manifest.id
     digest = hashlib.sha256(said.encode()).hexdigest()[:32]
-    return RowsReference(int(snapshot.description["step"]), name, digest, rows_of(snapshot).now)
+    return RowsReference(int(snapshot.description["step"]), name, digest, f"{snapshot.manifest.id}:0")
 
 
-def reference_at(step: int | None, snapshots: Path | None, base: str | None, now: Version | None) -> RowsReference:
+def reference_at(step: int | None, snapshots: Path | None, base: str | None, now: str | None) -> RowsReference:
     """The name of rows of a step and of version `now`. It has the snapshot `base` if that has these rows."""
     saved = saved_as(snapshots, base)
-    if saved is None or (saved.step, saved.version) != (step, now):
-        return RowsReference(step, version=now)
-    return saved
+    return RowsReference(step, version=now) if saved is None or saved.version != now else saved
 
 
 def of_unopened(store: Path, fresh: bool) -> RowsReference:
     """The name of the rows of a store folder that is not open, as far as its files show their version. StoreError."""
-    return RowsReference(None, version=EMPTY if fresh else Member(store, open_rows()).present)
+    entry = None if fresh else GroupFile(FolderState(store)).own_entry()
+    if entry is None:
+        return RowsReference(None, version=NO_ROWS)
+    return RowsReference(None, version=entry.live or (entry.snapshot and f"{entry.snapshot}:0"))
 
 
 def is_at(awaited: RowsReference, mine: RowsReference, saved: RowsReference | None) -> bool | None:
     """Whether rows are those that a state_dict names; None if they are others, and its snapshot `saved` has them."""
     if saved is None or not saved.may_be(awaited):
         return mine.may_be(awaited)
-    return True if mine.version == saved.version else None
+    return True if mine.version == saved.version or mine.may_be(awaited) else None
 
 
 def check_not_awaiting(name: str, awaited: Sequence[RowsReference]) -> None:
@@ -106,10 +110,10 @@ def check_not_awaiting(name: str, awaited: Sequence[RowsReference]) -> None:
         )
 
 
-def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bool) -> str:
+def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bool, in_memory: bool = False) -> str:
     """The error for embedding `name`, whose rows are not those of a loaded state_dict.
 
-    snapshots: whether its own states name snapshots.
+    snapshots: whether its own states name snapshots. in_memory: whether they hold the rows.
     """
     if awaited.step == _STOPPED:
         return (
@@ -119,7 +123,7 @@ def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bo
     remedy = "load another state"
     if awaited == UNKNOWN:
         theirs = "has rows that cannot be loaded, or names none"
-    elif awaited.version == EMPTY:
+    elif awaited.version == NO_ROWS:
         theirs = "is of no rows, as of an embedding that was never trained"
         remedy = 'make the embedding again with open="fresh" in its store options, or ' + remedy
     else:
@@ -131,7 +135,9 @@ def unlike(name: str, mine: RowsReference, awaited: RowsReference, snapshots: bo
             remedy = "put that snapshot back, or " + remedy
         else:
             theirs += ", which names no snapshot"
-            if not snapshots:
+            if in_memory:
+                theirs, remedy = theirs + " and has no rows.* entries", "load a state with all of its keys"
+            elif not snapshots:
                 remedy = (
                     "give state_dict_snapshots=True in the store options before states are made, or save by graph.save "
                     "or save_checkpoint"

@@ -1,30 +1,100 @@
-"""Saves that another process requests of ranks: rank 0 receives the request, and the ranks save at their next step."""
+"""What other processes request of open rows: saves, prunes and rows, between two steps.
+
+Of ranks, rank 0 receives a request, and all of them serve it at their next step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import Event, Lock
-from typing import Any
+from time import sleep
+from typing import Any, TypeVar
 
 from ..distributed.world import World
 from ..engine.errors import GroupError, TierbedError
+from ..engine.table.table import OpenTable
+from ..snapshots.control.server import RequestedSave
 from ..snapshots.files.format import Manifest
 from ..snapshots.files.reader import Snapshot
-from .group_snapshots import save_together
+from ..snapshots.inspection.row import plain_row, read_row, row_key_of
+from .local_table import LocalTable
 from .rows_reference import check_not_awaiting
+from .together import save_together
+
+Handle = Any  # a `TableHandle`, whose file imports this one
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.05  # between two checks whether the client still waits
 
 
-class SaveRequests:
-    """The requests that a `StoreServer` of rank 0 receives for all ranks. The other ranks have one that stays empty.
+def row_of(own: LocalTable, label: int | str, key: int) -> dict[str, Any]:
+    """A row of this process as plain values; {} for none. label: the id or the name of its table."""
+    table = own.table
+    with table.lock:
+        table.check()
+        description = table.describe()
+        row = read_row(table.ready(), table.form, *row_key_of(description, label, key))
+    return {} if row is None else plain_row(row[0], description)
+
+
+class LocalRequests:
+    """Serves requests for rows that this process has alone, in the thread of the server."""
+
+    def __init__(self, handle: Handle, find: Callable[[str], Handle]) -> None:
+        """find: returns the handle of a store, by its real path."""
+        self._handle, self._find = handle, find
+
+    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+        others = [self._find(store) for store in save.stores]
+        saved = others if len(others) > 1 else [self._handle]
+
+        def save_now() -> Manifest:
+            for one in others or saved:
+                check_not_awaiting(one.name, one.awaited)
+            save.progress(0)
+            tables = [one.snapshots for one in saved]
+            save_together(self._handle.world, tables, save.name, save.kind, save.overwrite, progress=save.progress)
+            return tables[0].snapshot(save.name).manifest
+
+        return self._visit(save_now, save.is_given_up, others)
+
+    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
+        snapshots = self._handle.snapshots
+        return snapshots.prune_here(keep_last, keep_every), snapshots.names()
+
+    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+        return self._visit(lambda: row_of(self._handle.own, table, key), give_up)
+
+    def status(self) -> dict[str, Any]:
+        table = self._handle.table
+        return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
+
+    def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
+        """The result of a call between two steps, of all tables that are trained together with this and `others`."""
+        while True:
+            table = self._handle.table
+            with table.step_gate.between_steps(lambda: self._visited(others), give_up) as entered:
+                if not entered:
+                    return None
+                if table.stack is not None:
+                    return call()
+            sleep(_POLL_SECONDS)  # the table was closed, and another is about to replace it
+
+    def _visited(self, others: Sequence[Handle]) -> list[OpenTable]:
+        groups = {id(one.group): one.group for one in (self._handle, *others) if one.group is not None}.values()
+        handles = [self._handle, *others, *(one for group in groups for one in group.handles())]
+        return list({id(one.own.table): one.own.table for one in handles}.values())
+
+
+class RankRequests:
+    """The requests that a `Service` of rank 0 receives for all ranks. The other ranks have one that stays empty.
 
     A thread of the server leaves a request, which the ranks serve in the thread of their steps: rank 0 sets a flag in
     the headers of the next collective.
     """
 
-    def __init__(self, world: World, handle: Any, find: Callable[[str], Any]) -> None:
-        """handle: a `ShardedTableHandle`, whose file imports this one. find: returns that of a store, by real path."""
+    def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
+        """find: returns the handle of a store, by its real path."""
         self._world, self._handle, self._find = world, handle, find
         self._request: _SaveRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()
@@ -34,7 +104,7 @@ class SaveRequests:
         request = self._request
         if request is None or any(one.own.table.in_step for one in request.tables):
             return False
-        return all(one.membership is None or not one.membership.is_amid_step for one in request.tables)
+        return all(one.group is None or not one.group.is_amid_step for one in request.tables)
 
     def serve(self) -> None:
         """Do what was requested of rank 0. Called by all ranks if `is_wanted` was true on one. GroupError."""
@@ -57,36 +127,30 @@ class SaveRequests:
     def _do(self, op: str, call: list[Any], request: _SaveRequest | None) -> None:
         match call:
             case ["save", name, kind, overwrite, []]:
-                self._handle.save_snapshot(name, kind, overwrite, None if request is None else request.progress)
+                progress = None if request is None else request.progress
+                save_together(self._world, [self._handle.snapshots], name, kind, overwrite, progress=progress)
             case ["save", name, kind, overwrite, stores]:
-                tables = self._world.call_on_all_ranks(op, lambda: [self._find(store) for store in stores])
+                tables = self._world.call_on_all_ranks(op, lambda: [self._find(store).snapshots for store in stores])
                 progress = None if request is None else request.progress
                 save_together(self._world, tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
-                rows = self._world.all_gather_object(op, lambda: self._handle.own.row(table, key))
+                rows = self._world.all_gather_object(op, lambda: row_of(self._handle.own, table, key))
                 if request is not None:
-                    request.row = next((row for row in rows if row), {})
+                    request.answer(next((row for row in rows if row), {}))
 
-    def save_between_steps(
-        self,
-        name: str,
-        kind: str,
-        progress: Callable[[int], None],
-        give_up: Callable[[], bool],
-        overwrite: bool = False,
-        stores: Sequence[str] = (),
-    ) -> Manifest | None:
-        several = list(stores) if len(stores) > 1 else []
+    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+        several = list(save.stores) if len(save.stores) > 1 else []
         tables = [self._find(store) for store in several] or [self._handle]
         for one in tables:
             check_not_awaiting(one.name, one.awaited)
-        if self._served(_SaveRequest(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
+        call = ["save", save.name, save.kind, save.overwrite, several]
+        if self._served(_SaveRequest(call, tables, save.is_given_up, save.progress)) is None:
             return None
-        return Snapshot.open(self._handle.folder / name).manifest
+        return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        pruned: tuple[list[str], list[str]] = self._handle.prune_between_steps(keep_last, keep_every)
-        return pruned
+        snapshots = self._handle.snapshots
+        return snapshots.prune_here(keep_last, keep_every), snapshots.names()
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Return a row, from the rank that has it, at the next step, as `SaveTarget.row_between_steps` says."""
@@ -120,10 +184,7 @@ class SaveRequests:
             request, self._request = self._request, None
             if request is None:
                 return None
-            request.is_begun = begin and not request.give_up()
-            if not request.is_begun:
-                request.done.set()
-            return request if request.is_begun else None
+            return request if request.begin(begin) else None
 
 
 class _SaveRequest:
@@ -142,6 +203,16 @@ class _SaveRequest:
         self.done = Event()
         self.error: TierbedError | None = None
         self.row: dict[str, Any] = {}
+
+    def begin(self, is_served: bool) -> bool:
+        """Let the ranks serve it, unless the client has given up: then it is done. Returns whether they do."""
+        self.is_begun = is_served and not self.give_up()
+        if not self.is_begun:
+            self.done.set()
+        return self.is_begun
+
+    def answer(self, row: dict[str, Any]) -> None:
+        self.row = row
 
     def end(self, error: BaseException | None) -> None:
         """The ranks have served it, or failed."""

@@ -31,13 +31,13 @@ from ..engine.errors import (
 )
 from ..engine.ops.rows_contract import EmbeddingBase
 from ..engine.table.background_save import SaveHandle
-from ..snapshots.files.versions import EMPTY
 from ..snapshots.store.selection import LoadReport, Selection, Where
 from .names import next_seed
-from .rows_in_tensors import FIELDS, RowTensors
-from .rows_reference import UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
-from .sharded_handle import TableHandle
-from .training_group import TrainingGroup
+from .read_only import StateTensor
+from .rows_in_tensors import FIELDS, NOT_WHOLE, RowTensors
+from .rows_reference import NO_ROWS, UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
+from .shadow import ShadowCopy
+from .together import save_together
 
 log = logging.getLogger("tierbed")
 
@@ -50,39 +50,36 @@ _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
 class SavedRows(EmbeddingBase):
-    """The part of the embedding modules that saves their rows."""
+    """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
     _version = 3  # of the state_dict; version 1 had no extra state, and 2 a shadow [1]
-    _closed: bool
-    _has_seed: bool
-    _handle: TableHandle | None
-    group: TrainingGroup | None = None  # the embeddings that it is trained together with
-    _loading: RLock  # held while the rows of a loaded state_dict are loaded
-    _calls_when_open: list[Callable[[], None]]
-    _awaited: list[RowsReference]  # the rows of a loaded state_dict, if the embedding does not have them yet
-    _has_warned: bool  # of its first state_dict
-    # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
-    _copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()]
-    _loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()]  # by the latest load_state_dict: its errors, the rows
-    rows_are_chosen: bool  # whether a load brought the rows, or the user keeps them whatever the dense part is
+    table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
+        self._handle: Any = None  # a `TableHandle`, from the first use on
+        self.is_closed = self._has_seed = False
+        self._has_warned = False  # of its first state_dict
+        self._calls_when_open: list[Callable[[], None]] = []
+        self._loading = RLock()  # held while the rows of a loaded state_dict are loaded
+        self.rows_are_chosen = False  # whether a load brought the rows, or the user keeps them whatever the rest is
+        self._awaited: list[RowsReference] = []  # the rows of a loaded state_dict that the embedding does not have yet
+        # empty, not None: graphs watch a value that is None, and would trace again
+        # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
+        self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
+        # by the latest load_state_dict: its list of errors, by which it is known, and the rows
+        self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
     def is_open(self) -> bool:
         """Whether the embedding's store is open, from the first use to `close`."""
-        return self._handle is not None and not self._closed
+        return self._handle is not None and not self.is_closed
 
     @property
     def is_awaiting(self) -> bool:
         """Whether the rows are to be those of a loaded state_dict, and are not yet."""
         return bool(self._awaited)
-
-    def table_handle(self, for_load: bool = False) -> TableHandle:
-        """The handle of the table, which is opened at the first use.
-
-        for_load: whether its rows are about to be replaced.
-        """
-        raise NotImplementedError
 
     def fix_seed(self) -> None:
         """Called at the first use: an embedding without a name has its own seed from here on."""
@@ -97,9 +94,11 @@ class SavedRows(EmbeddingBase):
         else:
             self._calls_when_open.append(call)
 
-    def join(self) -> None:
-        if self._handle is not None and self.group is not None and not self._closed:
-            self._handle.join(self.group)
+    @property
+    def open_handle(self) -> Any:
+        """The handle of the table, if it is open in this process; else None."""
+        handle = self._handle
+        return None if handle is None or self.is_closed or handle.own.own_open is None else handle
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """A block before the first collective of a call: what it raises on one rank is raised on all."""
@@ -131,10 +130,7 @@ class SavedRows(EmbeddingBase):
             _check_flag("background", background)
             _check_flag("overwrite", overwrite)
             handle = self.table_handle()
-        if background:
-            return handle.save_in_background(snapshot_name, kind, overwrite)
-        handle.save_snapshot(snapshot_name, kind, overwrite)
-        return None
+        return save_together(handle.world, [handle.snapshots], snapshot_name, kind, overwrite, background)
 
     def load_snapshot(
         self,
@@ -164,7 +160,7 @@ class SavedRows(EmbeddingBase):
                     raise InputError(f"{argument}={value!r}: give True or False")
             handle = self.table_handle(for_load=True)
         selection = Selection(tables, where, not weights_only, convert=convert)
-        report = handle.load_snapshot(snapshot_name, selection, strict)
+        report = handle.snapshots.load_snapshot(snapshot_name, selection, strict)
         self.keep_rows()
         return report
 
@@ -177,7 +173,7 @@ class SavedRows(EmbeddingBase):
         with self.raise_on_all_ranks():
             _check_flag("overwrite", overwrite)
             handle = self.table_handle()
-        handle.check_save(snapshot_name, kind, overwrite)
+        handle.snapshots.check_save(snapshot_name, kind, overwrite)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
@@ -187,26 +183,26 @@ class SavedRows(EmbeddingBase):
         """
         with self.raise_on_all_ranks():
             handle = self.table_handle()
-        return handle.prune_snapshots(keep_last, keep_every)
+        return handle.snapshots.prune(keep_last, keep_every)
 
     @property
     def last_snapshot(self) -> str | None:
         """The snapshot that was saved or loaded last, or None. After a kill, recovery loads it."""
-        return None if self._handle is None else self._handle.base
+        return None if self._handle is None else self._handle.snapshots.last
 
     def keep_rows(self) -> None:
         """Keep the rows as they are, though a loaded state_dict is of others, or the dense part of none."""
         self.rows_are_chosen = True
-        if self._awaited and not self._closed and self.store_options.persistent_path is not None:
+        if self._awaited and not self.is_closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
         self._awaited.clear()
 
     def get_extra_state(self) -> Tensor:
         """The extra state in `state_dict()`: JSON as uint8 [1024], padded with blanks.
 
-        It has the `step` of the rows, a `snapshot` of them and its `digest`, their `version`, and a digest of the
-        `instant`, which all embeddings that are trained together have alike. Each is None if there is none: for rows
-        that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot is saved now.
+        It has the `step` of the rows, a `snapshot` of them and its `digest`, and their `version`. Each is None if there
+        is none: for rows that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot
+        is saved now.
         """
         return extra_state_of(self._rows_reference())
 
@@ -214,10 +210,11 @@ class SavedRows(EmbeddingBase):
         """The name of the rows for a state_dict."""
         if self._awaited:
             return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
-        kept = self.store_options.state_dict_snapshots
+        options = self.store_options
+        kept, place = options.state_dict_snapshots, options.persistent_path
         if not are_apart() and kept and detect_fake_mode() is None:
-            return self.table_handle().save_for_state(None if kept is True else kept)
-        if not are_apart() and self.store_options.persistent_path is not None and not self._has_warned:
+            return self.table_handle().snapshots.save_for_state(None if kept is True else kept)
+        if not are_apart() and place is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
@@ -226,12 +223,10 @@ class SavedRows(EmbeddingBase):
                 self.name,
             )
         if self._handle is not None:
-            return self._handle.rows_reference()
-        place = self.store_options.persistent_path
-        options = self.store_options
+            return self._handle.snapshots.rows_reference()
         if place is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
-        return of_unopened(Path(place) / self.name, self.store_options.open == "fresh")
+        return of_unopened(Path(place) / self.name, options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Load the extra state of `load_state_dict()`: the rows that it names.
@@ -255,23 +250,19 @@ class SavedRows(EmbeddingBase):
         if awaited == RowsReference(None):  # of an embedding that was not used: it says nothing about its rows
             return
         self._awaited[:] = [awaited]
-        if self._handle is None and _mode.get() != STAY:
-            return
+        if self._handle is None and self.group is None and _mode.get() != STAY:
+            return  # an optimizer may be given the embedding before its first use
         try:
             self._await_rows()
         except Exception:
             for other in () if self.group is None else self.group.embeddings:
                 if other is not self:
-                    other.note_stopped(f"embedding {self.name!r}")
+                    other.note_failed(f"embedding {self.name!r}")
             raise
 
-    def note_failed(self) -> None:
-        """A load failed: it is not known that the rows belong to the rest of the model."""
-        self._awaited[:] = [UNKNOWN]
-
-    def note_stopped(self, what: str) -> None:
-        """A load stopped at `what`: it is not known that the rows belong to the rest of the model."""
-        self._awaited[:] = [stopped_at(what)]
+    def note_failed(self, stopped: str | None = None) -> None:
+        """A load failed, or stopped at `stopped`: it is not known that the rows belong to the rest of the model."""
+        self._awaited[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
 
     def _await_rows(self) -> None:
         with self._loading:
@@ -279,9 +270,12 @@ class SavedRows(EmbeddingBase):
                 self._load_awaited(self._awaited[0])
 
     def _load_awaited(self, awaited: RowsReference) -> None:
-        handle = self.table_handle(for_load=True)
+        handle, options = self.table_handle(for_load=True), self.store_options
         try:
-            found, said = handle.go_to(awaited) or self._emptied(handle, awaited), ""
+            found, said = handle.snapshots.go_to(awaited), ""
+            if not found and options.state_dict_snapshots and self.world is None and awaited.version == NO_ROWS:
+                handle.load_state(RowTensors.none(self.spec).tensors)
+                found = True
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
             if _mode.get() != STAY or isinstance(error, ClosedError):
                 raise
@@ -292,9 +286,8 @@ class SavedRows(EmbeddingBase):
             return
         if handle.own.unsettled:
             raise StoreError(handle.own.unsettled)
-        said = said or unlike(
-            self.name, handle.rows_reference(), awaited, bool(self.store_options.state_dict_snapshots)
-        )
+        snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
+        said = said or unlike(self.name, handle.snapshots.rows_reference(), awaited, snapshots, in_memory)
         if _mode.get() == STAY:
             self._awaited.clear()
             log.warning("%s; its rows stay", said)
@@ -304,51 +297,60 @@ class SavedRows(EmbeddingBase):
             "accepts its rows"
         )
 
-    def _emptied(self, handle: TableHandle, awaited: RowsReference) -> bool:
-        """Whether all rows were deleted, for a state of none."""
-        empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == EMPTY
-        if empties:
-            handle.load_tensors(RowTensors.none(self.spec).tensors)
-        return bool(empties)
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            shadow = destination[prefix + self.parameter_name]
+            if isinstance(shadow, ShadowCopy):  # not that of a trace
+                shadow.enter_state()
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
 
     def _rows_for(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
         """All rows, copied. If an earlier name of this embedding has them in the same state, the tensors there."""
+        if self._copied and self._copied[0] != prefix:
+            found = {name: destination.get(f"{self._copied[0]}{ROWS}{name}") for name in FIELDS}
+            if self._has_copied(found):
+                return found  # type: ignore[return-value]
         if self._handle is None:
             self.fix_seed()
-            return RowTensors.none(self.spec).tensors
-        table = self._handle.local_table
-        moment = weakref.ref(table), table.step, table.updates
-        if self._copied:
-            first, copy, then = self._copied
-            found = {name: destination.get(f"{first}{ROWS}{name}") for name in FIELDS}
-            if first != prefix and then == moment and found[FIELDS[0]] is not None and found[FIELDS[0]] is copy():
-                return found  # type: ignore[return-value]
-        rows = self._handle.tensors().tensors
-        self._copied = prefix, weakref.ref(rows[FIELDS[0]]), moment
-        return rows
+        rows = RowTensors.none(self.spec) if self._handle is None else self._handle.tensors()
+        is_whole = not rows.description.get(NOT_WHOLE)
+        tensors = {name: StateTensor(tensor, is_whole) for name, tensor in rows.tensors.items()}
+        self._copied = prefix, weakref.ref(tensors[FIELDS[0]]), self._moment()
+        return tensors
+
+    def _moment(self) -> Any:
+        """Equal for two calls if no row has changed in between."""
+        table = None if self._handle is None else self._handle.local_table
+        return table and (weakref.ref(table), table.step, table.updates)
+
+    def _has_copied(self, tensors: Mapping[str, Any]) -> bool:
+        """True if the latest state_dict returned these tensors, and no row has changed since."""
+        first = tensors.get(FIELDS[0])
+        if first is None or not self._copied or self._copied[1]() is not first:
+            return False
+        return bool(self._copied[2] == self._moment())
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: list[str]
     ) -> None:
+        missing, _, errors = rest
         given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
         if tensors and not are_apart():
             try:
+                if self._has_copied(tensors):
+                    log.warning(
+                        "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. A "
+                        "torch model's weight has another shape than the %s [1, 1] of this state: choose it by its "
+                        "key, as in own.update({k: v for k, v in old.items() if k in own}), or call load_dense",
+                        self.name,
+                        prefix + self.parameter_name,
+                    )
                 if not self._has_loaded(tensors, errors):
-                    self.table_handle(for_load=True).load_tensors(tensors)
+                    self.table_handle(for_load=True).load_state(tensors)
                 self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self.rows_are_chosen = True
                 self._awaited.clear()
@@ -368,7 +370,7 @@ class SavedRows(EmbeddingBase):
             moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
 
@@ -407,13 +409,17 @@ def extra_state_of(rows: RowsReference) -> Tensor:
 
 
 @contextmanager
-def rows_apart() -> Iterator[None]:
-    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
-    token = _mode.set(APART)
+def _in_mode(mode: str) -> Iterator[None]:
+    token = _mode.set(mode)
     try:
         yield
     finally:
         _mode.reset(token)
+
+
+def rows_apart() -> AbstractContextManager[None]:
+    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
+    return _in_mode(APART)
 
 
 def are_apart() -> bool:
@@ -421,15 +427,9 @@ def are_apart() -> bool:
     return _mode.get() == APART
 
 
-@contextmanager
-def rows_stay(lenient: bool) -> Iterator[None]:
+def rows_stay(lenient: bool) -> AbstractContextManager[None]:
     """A block in which `load_state_dict` lets rows stay that the state is not of, if `lenient`."""
-    token = _mode.set(STAY) if lenient and not are_apart() else None
-    try:
-        yield
-    finally:
-        if token is not None:
-            _mode.reset(token)
+    return _in_mode(STAY) if lenient and not are_apart() else nullcontext()
 
 
 def _check_flag(argument: str, value: object) -> None:

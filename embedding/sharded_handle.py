@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
-from weakref import ref
 from zlib import crc32
 
 import numpy as np
@@ -23,31 +19,25 @@ from ..engine.options.table_spec import TableSpec
 from ..engine.row_format import RowForm
 from ..engine.table.table import OpenTable
 from ..engine.version import __version__
-from ..snapshots.control.server import Service
 from ..snapshots.files.format import HashShard
-from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.versions import EMPTY, Rows
-from ..snapshots.store.folder_state import ShardVersion, remove_other_shares
-from ..snapshots.store.instants import rows_of, rows_of_ranks
-from .rank_membership import RankMembership, settle_ranks
+from ..snapshots.store.folder_state import remove_other_shares
+from .local_table import LocalTable
 from .rank_recovery import RecoveryDecision
 from .recovery import RankShard
 from .rows_in_tensors import NOT_WHOLE, RowTensors
 from .rows_reference import RowsReference
-from .save_requests import SaveRequests
-from .sharded_snapshots import ShardedSnapshots
+from .save_requests import RankRequests
 from .shared_folder import SharedFolder
-from .table_handle import LocalTableHandle, check_not_open, open_handle
-from .training_group import UNSETTLED, TrainingGroup
+from .snapshots import Snapshots
+from .table_handle import claimed_folder, open_handle, register
+from .training_group import TrainingGroup
 
-_by_folder: weakref.WeakValueDictionary[str, ShardedTableHandle] = weakref.WeakValueDictionary()
 
+class ShardedTableHandle:
+    """The open rows of an embedding that ranks share. `own` are those of this rank, with its own tiers and folder.
 
-class ShardedTableHandle(ShardedSnapshots):
-    """A `TableHandle` of rows of all ranks. `own` holds the rows of this rank, in its own tiers and store folder.
-
-    `home` is the store folder of all of them, None if they are not on a disk. Methods are those of `LocalTableHandle`:
-    every rank calls them, or they are about the rows of this rank. A second handle of a folder closes the first.
+    home: the store folder of all of them; None for rows in memory. Every rank makes each call, or it is about the rows
+    of this rank. Raises what `LocalTable` raises, on every rank, and GroupError.
     """
 
     def __init__(
@@ -59,135 +49,89 @@ class ShardedTableHandle(ShardedSnapshots):
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
+        awaited: Sequence[RowsReference] = (),
     ) -> None:
-        """Open the rows on all ranks. Raises what `LocalTableHandle` raises, on every rank, and GroupError."""
-        self.world, self.name = world, spec.name
-        self.awaited: Sequence[RowsReference] = ()
+        self.world, self.awaited = world, awaited
         self.home: SharedFolder | None = None
-        self.place = self.store = self.membership = None
         op = f"opening embedding {spec.name!r}"
         described, error = catch(lambda: _described(world, spec, options, optimizer))
         world.handshake(op, error, described)
-        folder = None
-        if options.persistent_path is not None:
-            folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
-            self.home = world.call_on_all_ranks(f"{op}: folder", lambda: self._take(str(folder), options))
-            self.place = self.home.snapshots
-            self.store = None if self.home.folder is None else self.home.snapshot_store
-        try:
-            unsettled = ""
-            if self.home is not None and options.open != "fresh":
-                unsettled = settle_ranks(world, op, self.home, group, options.open, for_load)
-            self.own, rows = self._open(op, spec, options, optimizer, device)
-            self._enlist(op, group, rows, options.open == "fresh")
-            self.own.use_after_load(unsettled)
-            if self.membership is not None and unsettled:
-                self.membership.torn = UNSETTLED
-        except BaseException:
-            if self.home is not None:
-                self.home.release()
-            raise
-        if folder is not None:
-            _by_folder[folder] = self
-        capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(
-            world, lambda: self.own.table, lambda: self.own.own_open, self.own.count_write, capacity
-        )
-        self._requests = SaveRequests(world, self, partial(open_handle, _by_folder))
-        self.table.before_step = self.at_step
-        self.table.is_save_requested, self.table.serve_requests = self._requests.is_wanted, self._requests.serve
-        self._service = Service()
-        self._serve()
 
-    def _open(
-        self,
-        op: str,
-        spec: TableSpec,
-        options: StoreOptions,
-        optimizer: RowOptimizer | None,
-        device: torch.device,
-    ) -> tuple[LocalTableHandle, RecoveryDecision | None]:
-        world = self.world
-        share = RankShard(world.rank, world.size, world.on_host)
-        rows = None if self.home is None else RecoveryDecision(world, op, self.home, options.open)
-        decide = None if rows is None else rows.decide
-        own, error = catch(lambda: LocalTableHandle(spec, options, optimizer, device, share, decide))
-        if rows is not None:
-            rows.finish(error)
-        try:
-            world.handshake(f"{op}: done", error)
-            assert own is not None
-            if rows is not None and self.home is not None and not rows.is_live:
-                world.call_on_all_ranks(f"{op}: begun", lambda: self._begin(rows))
-                remove_other_shares(self.home.path, world.size)  # not while a restart would search for them
-        except BaseException:
-            if own is not None:
-                own.close()
-            raise
-        return own, rows
+        def take() -> str | None:
+            folder = claimed_folder(spec, options)
+            self.home = SharedFolder(world.rank, spec.name, options)
+            return folder
 
-    def _enlist(self, op: str, group: TrainingGroup | None, rows: RecoveryDecision | None, fresh: bool) -> None:
-        """Record on rank 0 what the rows are trained together with. Closes them on all ranks if that fails."""
+        folder = world.call_on_all_ranks(f"{op}: folder", take) if options.persistent_path is not None else None
         home = self.home
+        with ExitStack() as undo:
+            rows = None
+            if home is not None:
+                undo.callback(home.release)
+                rows = RecoveryDecision(world, op, home, options.open, for_load, group)
+                undo.callback(rows.leave)
+            shard = RankShard(world.rank, world.size, world.on_host)
+            decide = None if rows is None else rows.decide
+            own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
+            if own is not None:
+                undo.callback(own.close)
+            if rows is not None:
+                rows.finish(error)
+            world.handshake(f"{op}: done", error)
+            if rows is not None and home is not None and not rows.is_live:
+                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
+                remove_other_shares(home.path, world.size)  # not while a restart would search for them
+            if rows is not None and rows.member is not None:
+                own.share(rows.member)
+            undo.pop_all()
+        self.own: LocalTable = own
+        register(folder, self)
+        store = None if home is None or home.folder is None else home.snapshot_store
+        place = None if home is None else home.snapshots
+        self.snapshots = Snapshots(own, world, place, store, HashShard(world.rank, world.size), self.close)
+        self.requests = RankRequests(world, self, open_handle)
+        capacity = options.capacity if options.eviction == "none" else None
+        self._table = ShardedTable(
+            world,
+            lambda: self.own.table,
+            lambda: self.own.own_open,
+            self.own.count_write,
+            capacity,
+            self.snapshots.at_step,
+            self.requests,
+        )
+        own.serve(self.requests, None if home is None else home.folder)
 
-        def enlist() -> None:
-            if rows is None or home is None or home.folder is None:
-                return
-            self.membership = membership = RankMembership(home, group, self.own)
-            membership.holder = ref(self)
-            self.own.before_first_write(membership.first_write_noted)
-            if rows.is_live:
-                live = ShardVersion(self.own.life.run, self.own.life.writes, 0)
-                opened = rows_of_ranks(live, membership.record, home.snapshot_store)
-            else:
-                base = rows.base
-                opened = Rows(EMPTY) if base is None else rows_of(Snapshot.open(home.snapshots / base.name))
-                if fresh:
-                    membership.begin_fresh()
-            membership.opened_with(opened, rows.is_live)
+    @property
+    def name(self) -> str:
+        return self.own.name
 
-        if rows is not None:
-            try:
-                self.world.call_on_all_ranks(f"{op}: group", enlist)
-            except BaseException:
-                self.own.close()
-                raise
-
-    def _take(self, folder: str, options: StoreOptions) -> SharedFolder:
-        check_not_open(_by_folder, folder, self.name)
-        return SharedFolder(self.world.rank, self.name, options)
-
-    def _begin(self, rows: RecoveryDecision) -> None:
-        """Record on rank 0 whose the live rows are, once every rank has those that it opens with."""
-        if self.home is not None and self.home.folder is not None:
-            self.home.begin(self.world.size, rows.run, rows.base)
+    @property
+    def group(self) -> TrainingGroup | None:
+        """The embeddings that it is trained together with."""
+        return self.own.group
 
     @property
     def device(self) -> torch.device:
         return self.own.device
 
     @property
+    def table(self) -> ShardedTable:
+        """What reads and trains the rows of all ranks."""
+        return self._table
+
+    @property
     def local_table(self) -> OpenTable:
+        """The open table with the rows of this rank. ClosedError."""
         return self.own.table
 
     def rename(self, name: str) -> None:
-        """As `LocalTableHandle.rename`."""
-        self.name = self.table.name = name
+        """Be called by another name from here on, with rows that are in memory."""
         self.own.rename(name)
+        self._table.rename(name)
 
     def keep_rows(self) -> None:
-        if self.own.is_open:
-            op = f"keep_rows() of embedding {self.name!r}"
-            self.world.call_on_all_ranks(op, (lambda: None) if self.membership is None else self.membership.keep)
-
-    def join(self, group: TrainingGroup) -> None:
-        if self.own.is_open:
-            self.world.call_on_all_ranks(f"group of embedding {self.name!r}", lambda: self._join(group))
-
-    def _join(self, group: TrainingGroup) -> None:
-        if self.membership is not None:
-            self.membership.group = group
-            self.membership.enlist()
+        """Keep the rows, whatever state was loaded into others."""
 
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
@@ -198,8 +142,8 @@ class ShardedTableHandle(ShardedSnapshots):
         parts = [np.frombuffer(part, dtype) for part in self.world.exchange_bytes(op, mine, readers=1)]
         return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, parts)), parts)
 
-    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
-        """As `LocalTableHandle.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
+    def load_state(self, tensors: Mapping[str, Any]) -> None:
+        """Replace all rows: each rank takes its part. Every rank calls it, with the same rows."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
         def parsed() -> RowTensors:
@@ -219,18 +163,13 @@ class ShardedTableHandle(ShardedSnapshots):
         mine = [part.rows(rows) for _, rows in given.chunks()]
         own = RowTensors.filled(given.description, sum(map(len, mine)), mine)
         try:
-            self.world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_rows_of(own))
+            self.world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_tensors(own))
         except BaseException:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
 
-    @property
-    def exchanged(self) -> dict[str, dict[str, int]]:
-        """The metrics `ranks`: what this rank exchanged with the others since it opened the rows."""
-        return {"ranks": asdict(self.table.traffic)}
-
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """As `LocalTableHandle.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
+        """As `LocalTable.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
         self.world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows accepts any
         with self.world.collective_block(op):
@@ -240,49 +179,34 @@ class ShardedTableHandle(ShardedSnapshots):
             self.world.handshake(f"{op}: done", error)
 
     def forget_announced(self) -> None:
-        """As `LocalTableHandle.forget_announced`. Other ranks learn of it at the next step."""
-        self.table.id_prefetcher.forget()
+        """As `LocalTable.forget_announced`. Other ranks learn of it at the next step."""
+        self._table.id_prefetcher.forget()
         self.own.forget_announced()
 
     def release(self) -> None:
-        self.table.release()
+        """Drop the pin that a failed step left."""
+        self._table.release()
 
     def close(self) -> None:
-        """As `LocalTableHandle.close`, for the rows of this rank. Waits for no other rank."""
-        self.drop_saving()
-        self._service.stop()
+        """As `LocalTable.close`, for the rows of this rank. Waits for no other rank."""
+        self.snapshots.drop_saving()
         try:
             self.own.close()
-            if self.membership is not None:
-                self.membership.rest()
-        except BaseException:
-            if self.own.is_open:
-                self._serve()
-            raise
         finally:
             if not self.own.is_open:
                 self._release_folder()
 
     def finish(self) -> None:
-        """Close at the end of the embedding or the process, as `LocalTableHandle.finish`. Waits for no other rank."""
-        self.drop_saving()
-        self._service.stop()
+        """Close at the end of the embedding or the process, as `LocalTable.finish`. Waits for no other rank."""
+        self.snapshots.drop_saving()
         self.own.finish()
         self._release_folder()
 
-    def _serve(self) -> None:
-        """Answer other processes that ask for snapshots, on rank 0."""
-        if self.home is not None and self.home.folder is not None:
-            self._service.start(self.home.path, self._requests)
-
     def _release_folder(self) -> None:
-        if self.membership is not None:
-            self.membership.closed()
+        if self.own.member is not None:
+            self.own.member.leave()
         if self.home is not None:
             self.home.release()
-
-
-TableHandle = LocalTableHandle | ShardedTableHandle
 
 
 def _described(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:

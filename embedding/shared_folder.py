@@ -10,8 +10,8 @@ from ..engine.errors import StoreError
 from ..engine.options.store_options import StoreOptions
 from ..snapshots.store.folder import StoreFolder
 from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
-from ..snapshots.store.save import recovery_snapshot_of
-from .recovery import RecoveryPoint
+from ..snapshots.store.group import Member
+from ..snapshots.store.mark import RanksRecord
 
 _TOKEN = ".token-"
 
@@ -61,21 +61,16 @@ class SharedFolder:
             with contextlib.suppress(OSError):
                 token.unlink()
 
-    def base_of_ranks(self) -> RecoveryPoint | None:
-        """The recovery snapshot of rows of ranks, on rank 0. Raises SnapshotError."""
-        return RecoveryPoint.of(recovery_snapshot_of(self.snapshot_store))
+    def begin(self, ranks: int, member: Member | None) -> None:
+        """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError.
 
-    def base_of_one(self) -> RecoveryPoint | None:
-        """The recovery snapshot of rows of one process, on rank 0. Raises SnapshotError."""
-        assert self.folder is not None
-        return RecoveryPoint.of(recovery_snapshot_of(self.folder))
-
-    def begin(self, ranks: int, run: str, base: RecoveryPoint | None) -> None:
-        """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError."""
-        assert self.folder is not None
+        member: the store; None on other ranks, which do nothing.
+        """
+        if self.folder is None or member is None:
+            return
         if self.folder.live.exists() or self.folder.clean_marker is not None:
             self.folder.discard_live()
-        self.snapshot_store.begin_ranks(ranks, run, "" if base is None else base.name)
+        member.move_to(self.snapshot_store, RanksRecord(ranks))
 
     def release(self) -> None:
         """Unlock the folder. May be called again."""

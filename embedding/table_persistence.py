@@ -1,7 +1,7 @@
 """The rows of a table between runs: opening and closing one store folder, and recovery from its snapshots.
 
 The clean marker is cleared before the first write to the live rows, and written again by a clean shutdown. Live rows
-without it are never served: the rows of the last snapshot are.
+without it are never served: the rows that the record of the store's group names are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.optim.row_state import RowState
 from ..engine.options.store_options import CachedSsdOptions, StoreOptions
 from ..engine.options.table_spec import RUN, TableSpec
-from ..engine.row_format import Chunks, Field, RowForm
+from ..engine.row_format import Chunks, RowForm
 from ..engine.signals import uninterrupted
 from ..engine.store.contract import InMemoryTier
 from ..engine.store.rocksdb import RocksDB
@@ -32,16 +34,16 @@ from ..engine.table.auto_budgets import AutoBudgets
 from ..engine.table.row_scan import checked_rows, load_rows
 from ..engine.table.stack import build_stack, processor_of
 from ..engine.table.table import OpenTable
-from ..snapshots.files.format import FILES, SHARE, check_description
+from ..snapshots.files.format import FILES, LIVE, SHARE, check_description
 from ..snapshots.files.read_errors import os_error_in
 from ..snapshots.files.reader import Snapshot
-from ..snapshots.files.versions import EMPTY, LIVE, Instant, Rows
 from ..snapshots.files.writer import write_snapshot
 from ..snapshots.store.closed_store import check_live, scan_live_rows
 from ..snapshots.store.folder import StoreFolder
-from ..snapshots.store.folder_state import FolderState, snapshot_folder_of
-from ..snapshots.store.instants import rows_of, settle
-from ..snapshots.store.save import recovery_snapshot_of
+from ..snapshots.store.folder_state import FolderState, remove_other_shares, snapshot_folder_of
+from ..snapshots.store.group import Member, loading, open_store
+from ..snapshots.store.group_file import GroupFile
+from ..snapshots.store.mark import live_version
 from ..snapshots.store.selection import ALL, LoadReport, Selection, converted_description
 from .compatible import LoadedIds, check_stored
 from .recovery import (
@@ -49,57 +51,62 @@ from .recovery import (
     FolderContents,
     OpenPlan,
     RankShard,
-    RecoveryPoint,
     WriteEpoch,
+    check_shards_unlocked,
     contents_of,
     lacks_space,
-    lost_steps_text,
     no_space_to_open,
     plan_open,
-    take_over_from_ranks,
+    what_is_lost,
 )
 from .rows_in_tensors import RowTensors
-from .training_group import UNSETTLED, Membership, TrainingGroup, open_rows
 
 log = logging.getLogger("tierbed")
 
 
-class TablePersistence:
-    """The store folder of an embedding, locked while this object lives, or nothing if the options name no path.
+class LiveRows(Enum):
+    """What the record of the store's group says of the present rows, while the table is open."""
 
-    share: the shard of this process; None for all rows.
-    """
+    RECORDED = auto()  # what they are: a change is noted before it is made
+    CHANGED = auto()  # that they have changed
+    PLACEHOLDER = auto()  # what a load that converts is about to bring: the folder stays new until then
+
+
+class TablePersistence:
+    """The store folder of an embedding, locked while this object lives, or nothing if the options name no path."""
 
     def __init__(
         self,
         spec: TableSpec,
         options: StoreOptions,
         device: torch.device,
-        share: RankShard | None = None,
-        group: TrainingGroup | None = None,
+        shard: RankShard | None = None,
+        partners: Callable[[], Iterable[Member]] = tuple,
+        beside: Sequence[Path] = (),
     ) -> None:
+        """shard: of this process; None for all rows.
+
+        partners: returns the stores that this process trains together with it. beside: their folders, of those that are
+        not open as well.
+        """
         self.spec = spec
-        self.options = options = options if share is None else share.options(options)
-        self.life = None if share is None else WriteEpoch(share)
+        self.options = options = options if shard is None else shard.options(options)
+        self.life = None if shard is None else WriteEpoch(shard)
         self._processor = processor_of(device, options)
-        self._budgets = AutoBudgets(spec.name, options, ranks=1 if share is None else share.on_host)
+        self._budgets = AutoBudgets(spec.name, options, ranks=1 if shard is None else shard.on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
-            if share is None:
+            if shard is None:
                 self.folder = StoreFolder(path, user, snapshot_folder_of(options.snapshot_path, spec.name))
             else:
-                self.folder = StoreFolder(share.folder(path), user)
-        alone = self.folder is not None and share is None  # in this process
-        self.membership = Membership(self.folder, group) if self.folder is not None and alone else None
+                self.folder = StoreFolder(shard.folder(path), user)
+        self.member: Member | None = None  # of rows that this process has alone
         self._on_disk = isinstance(options, CachedSsdOptions)
-        self._fresh = options.open == "fresh"
-        self._scratch = False  # whether the live rows in the folder differ from the table's
-        self._unmarked = False  # whether it is known that the live rows have no clean marker
-        self._is_written = False  # whether MARK says that this run writes rows
-        self.unsettled = ""  # why the rows may not be used before a load
-        self.is_untouched = False  # whether that is since the folder is new, and its snapshot is to be converted
-        self.before_first_write: Callable[[], None] = lambda: None
+        self._mode = options.open
+        self._unsettled = ""  # of a shard without a member
+        self._live = LiveRows.RECORDED
+        self._partners, self._beside = partners, beside
         self._run = ""  # the id of the run in which the rows began
         self.source = (logging.INFO, "new, in memory")  # the level and the text to log of where the rows come from
         self.resumed_step = 0  # of the rows of an earlier run; 0 for rows that begin here, or that a user brought
@@ -112,41 +119,67 @@ class TablePersistence:
         """
         if self.folder is None:
             return self._build(optimizer, None, None)
-        mode = "fresh" if self._fresh else self.options.open
         try:
-            if self.membership is not None:
-                stores = self.membership.stores
-                self.unsettled = settle(self.folder, mode, open_rows(), for_load, stores=stores)
-                self.membership.record = self.folder.mark.group
-            self._is_written = self.is_untouched = False
+            self._live = LiveRows.RECORDED
             found = contents_of(self.folder)
             is_new = self.life is None and found.clean_marker is None and not found.was_open
-            opening = (decide or self._own_decision)(found)
+            if decide is not None:
+                opening = decide(found)
+            elif self.life is not None:  # once more, for another optimizer or device
+                opening = OpenPlan(found.clean_marker, None, self.life.run, self.life.writes, self.life.version)
+            else:
+                opening = self._open_member(self.folder, found, for_load)
+            self._unsettled = opening.unsettled
             table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
-            if self.life is None:
-                take_over_from_ranks(self.folder)
-            if self.membership is not None and self.unsettled and not self.is_untouched:
-                self.membership.torn = UNSETTLED
+            if self.member is not None and self.life is None:
+                self.member.move_to(self.folder)
+                remove_other_shares(self.folder.path, 1)
             return table
         except TierbedError as error:
+            self._leave()
             if not lacks_space(error):
                 raise
             raise StoreError(no_space_to_open(self.folder, error)) from error
 
-    def _own_decision(self, found: FolderContents) -> OpenPlan:
-        assert self.folder is not None
-        opening = plan_open(self.folder, found, self._fresh, self.options.open == "error")
-        if self.membership is not None and self.folder.mark.at is not None:
-            opening = opening._replace(log_entry=None)  # the log has it of all that are trained together
-        if self.life is None or opening.clean_marker is None:
-            return opening
-        return opening._replace(run=self.life.run, writes=self.life.writes)
+    def _open_member(self, folder: StoreFolder, found: FolderContents, for_load: bool) -> OpenPlan:
+        """How a store opens whose rows this process has alone."""
+        check_shards_unlocked(folder.path, folder.ranks)
+        if self._mode == "fresh" and found.clean_marker is None:
+            folder.discard_live()  # frees space for the record: no run uses these rows again
+        member = open_store(folder, self._mode, for_load, beside=self._beside)
+        self.share(member)
+        plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, found, member)
+        if member.home is not folder:
+            member.copy_to(folder)  # before it has a clean marker, by which it counts
+        return plan
+
+    @property
+    def unsettled(self) -> str:
+        """Why the rows may not be used before a load; "" if they may."""
+        return self._unsettled if self.member is None else self.member.broken
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether the rows stand for those that a load is about to bring."""
+        return self._live is LiveRows.PLACEHOLDER
+
+    @property
+    def version(self) -> str | None:
+        """The version of the rows, which the next run knows; None without a folder."""
+        if self.life is not None:
+            return None if self.folder is None else self.life.version
+        return None if self.member is None else self.member.version
+
+    def share(self, member: Member) -> None:
+        """Note changes of the rows in the record of the store's group."""
+        self.member = member
+        member.attach(self.expect_change, self._partners)
 
     def _open_with(
         self, optimizer: RowOptimizer | None, opening: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
     ) -> OpenTable:
         if self.life is not None:
-            self.life.run, self.life.writes = opening.run, opening.writes
+            self.life.begin(opening.run, opening.writes, opening.version)
         if opening.clean_marker is not None:
             self.source = logging.INFO, f"live rows of the last close of store folder {folder.path}"
             table = self._resume(optimizer, opening.clean_marker, folder, for_load)
@@ -167,15 +200,15 @@ class TablePersistence:
                     raise
                 fitting = converted_description(stored, (spec.dtype, spec.state_dtype))
                 check_stored(spec, fitting, optimizer, StoreError, what)
-                self.unsettled, self.is_untouched = str(error), True  # a load that converts brings the rows
+                assert self.member is not None
+                self.member.tear(str(error))
+                self._live = LiveRows.PLACEHOLDER
                 opening = OpenPlan()
         if opening.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
             folder.discard_live()  # this frees space: no run uses these rows again
             table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified, replaced=for_load)
-            if self.membership is not None:
-                self.membership.note_open(rows_of(opening.snapshot))
             self.resumed_step = 0 if is_new else table.step
         self.source = opening.log_entry or self.source
         return table
@@ -189,10 +222,7 @@ class TablePersistence:
         """
         with table.lock:
             table.stop_prefetch()  # first: a later call may fail, and no thread may be running when the process ends
-            if self.membership is not None and self.membership.group is not None:
-                self.membership.group.check_passed()
-            is_torn = self.unsettled != "" or (self.membership is not None and self.membership.torn != "")
-            if self.folder is not None and self._scratch and not table.is_inconsistent and not is_torn:
+            if self.folder is not None and self._is_to_be_kept(table):
                 try:
                     self.folder.check()
                 except StoreError:
@@ -204,65 +234,57 @@ class TablePersistence:
                     if table.is_inconsistent:
                         table.close()
                     raise
-                self._scratch = self._is_written = False
-            elif self.membership is not None and not table.is_inconsistent and not is_torn:
-                self.membership.rest()
-            if self.membership is not None:
-                self.membership.closed()
+            self._leave()
             table.close()
-            if self.folder is not None and self.is_untouched:
+            if self.folder is not None and self.is_placeholder:
                 self.folder.discard_live()
 
-    def expect_first_write(self) -> None:
-        """Let the next write be a first one, which finds out whether rows may be written: `Membership.check_whole`."""
-        self._is_written = False
+    def _leave(self) -> None:
+        """The store is no longer open here. Rank 0 does it once it has closed its shard."""
+        if self.member is not None and self.life is None:
+            self.member.leave()
+
+    def _is_to_be_kept(self, table: OpenTable) -> bool:
+        """Whether a close has something to write: live rows, or in which record they are the store's rows."""
+        if self.folder is None or table.is_inconsistent or (self.member is not None and self.member.broken):
+            return False
+        live = live_version(self.folder.clean_marker)
+        return live is None or (self.member is not None and self.member.group.record.now[self.member.id].live != live)
+
+    def expect_change(self) -> None:
+        """Let the next change of the rows be noted before it."""
+        if self._live is LiveRows.CHANGED:
+            self._live = LiveRows.RECORDED
 
     def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
         """Make the table's rows the live rows, durably, with a clean marker."""
-        if self._on_disk:
-            table.flush()
-        else:
-            folder.clear_incoming()
-            write_snapshot(folder.incoming, table.describe(), table.scan())
-        self._unmarked = False  # not known from here on, even if a later call fails
-        is_pending = self.membership is not None and self.membership.is_pending
-        fields = {} if is_pending else {"at": None}
-        if self._on_disk:
-            folder.write_clean_marker(self._clean_marker_of(table), **fields)
-        else:
-            folder.replace_live(folder.incoming, self._clean_marker_of(table), **fields)
+        if folder.clean_marker is None:
+            if self._on_disk:
+                table.flush()
+                folder.write_clean_marker(self._clean_marker_of(table))
+            else:
+                folder.clear_incoming()
+                write_snapshot(folder.incoming, table.describe(), table.scan())
+                folder.replace_live(folder.incoming, self._clean_marker_of(table))
+        if self.member is not None:
+            self.member.closed(live_version(folder.clean_marker) or "")
 
     def after_failed_close(self, table: OpenTable) -> str:
         """What the next run would find if this run ended now, for the log."""
-        if self.folder is None or not self._scratch:
+        if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"
-        if self.life is not None:
-            return "all ranks recover from the last snapshot in the next run"
-        try:
-            snapshot = recovery_snapshot_of(self.folder)
-        except TierbedError as error:
-            return f"the last snapshot, which the next run needs, cannot be read: {error}"
-        if snapshot is None:
-            return "the next run starts empty: it has no snapshot of its own"
-        base = RecoveryPoint(snapshot.name, snapshot.description["step"], snapshot.manifest.rows)
-        lost = lost_steps_text(base, table.step)
-        return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost}"
+        return what_is_lost(self.folder, self.member, table.step)
 
     def release(self) -> None:
         """Unlock the folder as it is, and release the memory that was promised."""
         self._budgets.release()
-        if self.membership is not None:
-            self.membership.closed()
+        self._leave()
         if self.folder is not None:
             self.folder.release()
 
     def check_row(self, optimizer: RowOptimizer) -> None:
         """Raises OptionError if the options name another row size than the optimizer needs."""
         self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
-
-    def _fields(self, optimizer: RowOptimizer) -> tuple[Field, ...]:
-        """The fields of a row under an optimizer."""
-        return self.spec.form(self.spec.state_of(optimizer)).fields
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
         """A table of the same rows, with room for the optimizer's state, on the device that is wanted now."""
@@ -299,14 +321,10 @@ class TablePersistence:
             if new:
                 folder.forget()
             raise
-        if self._fresh and self.membership is not None:
-            self.membership.begin_fresh()
-        if not self.is_untouched:
-            folder.begin_empty()
+        if not self.is_placeholder:
             folder.note_step(0)
-        self._fresh, self._scratch, self._unmarked = False, True, True
-        if self.membership is not None:
-            self.membership.note_open(Rows(EMPTY))
+        if self._mode == "fresh":
+            self._mode = "resume"
         return table
 
     def _resume(
@@ -321,9 +339,6 @@ class TablePersistence:
             ) from error
         self.spec = self.spec.with_stored_seed(marker)
         check_stored(self.spec, marker, optimizer, StoreError, where, for_load=for_load)
-        rows = Rows.parse(marker.get(LIVE)) or Rows((secrets.token_hex(8), 0))
-        if self.membership is not None:
-            self.membership.begin_with(rows)  # rows of another kind of store get a new clean marker
         table = self._live_table(optimizer, marker, folder, where)
         own = self.spec.reach(None)
         if self.spec.last_ids is not None and table.reach != own and not for_load:
@@ -331,16 +346,15 @@ class TablePersistence:
             for _ in ids.counted(checked_rows(table.scan(), self.spec.num_tables)):
                 pass
             if not self._remark(ids.remarks(where, False, None)):
-                table.reach = own
-        if self.membership is not None:
-            self.membership.note_open(rows)
+                table.use_own_reach()
         return table
 
     def _live_table(
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
     ) -> OpenTable:
         """A table of the live rows that a clean marker describes."""
-        same_lines = optimizer is None or self._fields(optimizer) == RowForm.described(marker).fields
+        wanted = None if optimizer is None else self.spec.form(self.spec.state_of(optimizer)).fields
+        same_lines = wanted in (None, RowForm.described(marker).fields)
         try:
             if self._on_disk and marker["live"] == "rocksdb" and same_lines:
                 table = self._build(optimizer, marker, folder.live)
@@ -352,15 +366,15 @@ class TablePersistence:
                     table.close()
                     raise
                 return table
-            return self._restore(optimizer, marker, scan_live_rows(folder, marker), same_rows=True)
+            return self._restore(optimizer, marker, scan_live_rows(folder, marker))
         except (SnapshotError, StoreError) as error:
             if os_error_in(error) is not None:
                 raise
             store = FolderState(folder.path if self.life is None else folder.path.parent.parent)
+            name = GroupFile(store).last_snapshot or "NAME"
             raise StoreError(
                 f"the live rows of {where} have a clean marker and cannot be read: {error}. Load a snapshot with "
-                f"`tierbed snapshot load {store.path} {store.recovery_snapshot or 'NAME'}`, or start over "
-                'with open="fresh"'
+                f'`tierbed snapshot load {store.path} {name}`, or start over with open="fresh"'
             ) from error
 
     def load(
@@ -370,20 +384,18 @@ class TablePersistence:
         running: OpenTable | None,
         selection: Selection = ALL,
         verified: Callable[[], None] | None = None,
-        together: Instant | None = None,
         replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
         """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
 
-        together: if embeddings that are trained together are loaded, the instant to which all go.
-        This is the recovery snapshot from here on, unless a selection is loaded: only the next save or close makes that
-        durable. verified: called once the rows are verified; if it raises, nothing has changed.
+        Recovery rolls back to this snapshot from here on, unless a selection is loaded: only the next save or close
+        makes that durable. verified: called once the rows are verified; if it raises, nothing has changed.
         replaced: whether another load is about to replace the rows, so that no remark is made about their ids.
         """
         report, ids = LoadReport(), LoadedIds(self.spec, counts=not replaced)
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.shard is None:
-            report.rows = snapshot.manifest.rows
+            report = LoadReport(snapshot.manifest.rows)
         else:
             chunks = ids.stored(snapshot.chunks())
             for _ in selection.chunks(chunks, described, report):  # counted first, for `capacity`
@@ -391,11 +403,10 @@ class TablePersistence:
         stored = {**selection.description(described), "rows": report.rows}
         selected = ids.counted(selection.rows_of(snapshot, LoadReport()))
         with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
-            base = snapshot.name if selection.is_whole and self.life is None else None
-            by = "load" if running is not None else "open" if self.unsettled else "recovery"
-            to = None if base is None else (snapshot, by, together)
-            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, to, verified=verified)
-            if self.folder is not None and self._scratch:
+            whole = snapshot.manifest.id if selection.is_whole else None
+            source = contextlib.nullcontext(selected)
+            table = self._restore(optimizer, stored, source, running, whole, verified=verified)
+            if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.note_step(table.step)
         if running is not None:
             log.info(
@@ -406,9 +417,8 @@ class TablePersistence:
                 snapshot.name,
             )
         untrained = not described["states"] and not described["step"]
-        report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"])
-        self._remark(report.remarks)
-        return table, report
+        remarks = self._remark(ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"]))
+        return table, replace(report, remarks=report.remarks + remarks)
 
     def _remark(self, remarks: list[str]) -> list[str]:
         for remark in remarks:
@@ -423,7 +433,7 @@ class TablePersistence:
             chunks = ids.counted(checked_rows(given.chunks(), self.spec.num_tables))
             table = self._restore(optimizer, given.stored(), contextlib.nullcontext(chunks), running)
             self._remark(ids.remarks("the state", False, None))
-            if self.folder is not None and self._scratch:
+            if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.note_step(table.step)
             return table
 
@@ -443,14 +453,12 @@ class TablePersistence:
         stored: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
         running: OpenTable | None = None,
-        base: tuple[Snapshot, str, Instant | None] | None = None,
-        same_rows: bool = False,
+        whole: str | None = None,
         verified: Callable[[], None] | None = None,
     ) -> OpenTable:
         """A table with the rows of `source`, built next to the live rows; closes `running` when all are read.
 
-        same_rows: whether the rows are the live rows of the folder, in another form. base: the new recovery snapshot,
-        what loads it, and the instant to which others go; None to keep the recovery snapshot.
+        whole: the id of the snapshot that has these rows; None if none has.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -471,34 +479,27 @@ class TablePersistence:
             raise
         with uninterrupted():
             try:
-                if not same_rows:
-                    self._begin_writing(written=base is None and self.life is None)
-                if folder is not None and base is not None:
-                    self._set_base(folder, *base)
-                elif self.membership is not None and not same_rows:
-                    self.membership.versions.writes += 1
+                if running is not None:
+                    self._replace(running, whole)
             except BaseException:
                 _drop(table, place)
                 raise
-            if running is not None:
-                running.close()
-                self.unsettled, self.is_untouched = "", False
             if place is None or folder is None:
                 return table
             marker = self._clean_marker_of(table)
             table.close()
             folder.replace_live(place, marker)
-            self._scratch = self._is_written = False
             return self._build(optimizer, marker, folder.live)
 
-    def _set_base(self, folder: StoreFolder, snapshot: Snapshot, by: str, together: Instant | None) -> None:
-        if self.membership is None:
-            folder.set_recovery_snapshot(snapshot.name)
-            return
-        folder.set_recovery_snapshot(snapshot.name, **self.membership.loaded(rows_of(snapshot), by, together))
-        self._is_written = False
-        if by != "open":
-            self.unsettled = ""
+    def _replace(self, running: OpenTable, whole: str | None) -> None:
+        """Close a table whose rows are replaced. whole: the id of the snapshot that has the new ones, if one has."""
+        member = self.member if self.life is None else None  # ranks have noted it together
+        with loading({member: whole}) if whole and member is not None else contextlib.nullcontext():
+            self.begin_change(notes=whole is None and self.life is None, replaces=True)
+            running.close()
+            self._unsettled, self._live = "", LiveRows.RECORDED  # the next write is noted, whatever came before
+            if member is not None:
+                member.replaced(whole)
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, with room for the optimizer's state if they were put without one. Returns how many."""
@@ -507,8 +508,9 @@ class TablePersistence:
             chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
         checked = checked_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.note_loaded(checked)
-        table.counts.stored = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
-        return int(table.counts.stored.sum())
+        counts = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
+        table.counts.note_stored(counts)
+        return int(counts.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
@@ -523,19 +525,15 @@ class TablePersistence:
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
-        table.optimizer = optimizer
         known = "" if stored is None else str(stored.get(RUN, "")) or self._run
-        self._run = table.run = known or (self.life and self.life.run) or secrets.token_hex(8)
-        if stored is not None:
-            table.reach = self.spec.reach(stored)
-            table.counts.stored_rows, table.step = rows, stored["step"]
-            table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
+        self._run = known or (self.life and self.life.run) or secrets.token_hex(8)
+        table.begin(optimizer, self._run, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
-            table.counts.stored = counts_in(stored, self.spec.num_tables)
+            table.counts.note_stored(counts_in(stored, self.spec.num_tables))
             if lifecycle.has_ledger:
                 try:
                     remembered = lifecycle.note_loaded(checked_rows(table.scan(), self.spec.num_tables))
-                    table.counts.stored = counted_chunks(remembered, self.spec.num_tables)
+                    table.counts.note_stored(counted_chunks(remembered, self.spec.num_tables))
                 except BaseException:
                     table.close()
                     raise
@@ -546,29 +544,36 @@ class TablePersistence:
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: if it fails, the live rows keep their clean marker
         if self.folder is not None:
-            if not self._is_written:
-                self.before_first_write()
-                self._begin_writing(written=True)
-            if self.membership is not None:
-                self.membership.versions.writes += 1
+            if self._live is not LiveRows.CHANGED:
+                self.begin_change()
+                self._live = LiveRows.CHANGED
+            if self.life is None and self.member is not None:
+                self.member.write()
             self.folder.note_step(step)
 
-    def _begin_writing(self, written: bool) -> None:
-        """Clear the clean marker of the folder, whose live rows are not the table's from the first write on.
+    def count_write(self, before: int | None = None) -> None:
+        """Count a write of all ranks. before: how many there were, if this shard may have missed some."""
+        assert self.life is not None
+        self.life.count(before)
+        if self.member is not None:
+            self.member.write()
 
-        written: whether rows are about to be written, and not only replaced by those of a snapshot.
+    def rename(self, name: str) -> None:
+        self.spec = replace(self.spec, name=name)
+
+    def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
+        """Note that the rows change, then clear the clean marker, whose rows are not the table's from here on.
+
+        notes: whether the record is to say it; a load of a whole snapshot has written what it says (`loading`).
+        replaces: as of `Member.begin_change`.
         """
         if self.folder is None:
             return
-        notes = written and self.membership is not None and (self.membership.is_at or self.membership.torn)
-        if self._scratch and self._unmarked and not notes:
-            self._is_written = written
-            return
         with uninterrupted():
-            record = self.membership.first_write() if written and self.membership is not None else None
-            self.folder.clear_clean_marker(**({} if record is None else {"group": record, "at": None}))
-            self._scratch = self._unmarked = True
-            self._is_written = written
+            if self.member is not None and notes:
+                self.member.begin_change(replaces)
+            if self.folder.clean_marker is not None:
+                self.folder.clear_clean_marker()
         if not self._on_disk:
             self.folder.discard_live()  # this frees space: rows in memory are written again at the close
 
@@ -581,7 +586,7 @@ class TablePersistence:
         counts = table.counts.known_by_table
         known = {} if counts is None else {FIELD: counts.tolist()}
         share = {} if self.life is None else {SHARE: self.life.described()}
-        version = {} if self.membership is None else self.membership.live()
+        version = {} if self.member is None or self.life is not None else {LIVE: self.member.version}
         return {**table.describe(), **live, "rows": table.counts.rows, **known, **share, **version}
 
 

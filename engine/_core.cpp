@@ -9,7 +9,6 @@ namespace tierbed {
 
 void bind_ops(nb::module_& m);
 void bind_keys(nb::module_& m);
-void bind_columns(nb::module_& m);
 void bind_stores(nb::module_& m);
 void bind_cache(nb::module_& m);
 void bind_rocksdb(nb::module_& m);
@@ -42,5 +41,4 @@ NB_MODULE(_core, m) {
     tierbed::bind_rocksdb(m);  // after bind_stores, which binds its base
     tierbed::bind_ledger(m);
     tierbed::bind_keys(m);
-    tierbed::bind_columns(m);
 }

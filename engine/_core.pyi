@@ -146,15 +146,6 @@ def count_new(batch: Batch, layout: Layout) -> int:
 def count_written(batch: Batch, layout: Layout) -> U64:
     """[tables], the number of lines of each table with `updates > 0`."""
 
-def move_columns(
-    sources: Sequence[int], targets: Sequence[int], moves: I64, rows: int, dtype: str, is_gradient: bool
-) -> bool:
-    """Fill `rows` rows of the targets with columns of the sources; False, and nothing is written, if moves do not fit.
-
-    sources, targets: for each matrix its address, the bytes from row to row, and its columns. moves: those of FBGEMM's
-    permutes, flat; with is_gradient from outputs back to inputs, which begin as zeros, and are added in their order.
-    """
-
 def copy_lines(layout: Layout, source: U64, to: U64) -> None:
     """Copy each line to another address."""
 

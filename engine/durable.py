@@ -32,13 +32,15 @@ def remedy_for(error: OSError, otherwise: str) -> str:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the content of a file durable."""
-    _fsync(path, os.O_RDONLY)
+    """Make the content of a file durable, or the names in a folder: files created, renamed or removed in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def fsync_dir(path: Path) -> None:
-    """Make the names in a folder durable: files created, renamed or removed in it."""
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+fsync_dir = fsync_file
 
 
 def make_folder(path: Path) -> None:
@@ -56,48 +58,66 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}")
 
 
-class Commit:
-    """Creates several folders, or none. Each is a temporary folder that waits in `wait` until all are durable."""
+class NewFolder:
+    """A folder that is written under a temporary name next to `path`, and then gets that name.
 
-    def wait(self) -> None:
-        """Return when the folder is to be renamed. If this raises, the folder is removed."""
+    The writer makes durable what it puts into `temporary`, and ends with `drop`.
+    """
 
-    @property
-    def is_made(self) -> bool:
-        """Whether one of the folders was renamed, so that the others have to be renamed too, whatever happens."""
-        raise NotImplementedError
+    def __init__(self, path: Path, overwrite: bool = False) -> None:
+        """Create the parents and the temporary folder. Leftovers of a killed process are removed. Raises OSError."""
+        self.path, self.temporary, self._overwrite = path, temporary_path(path), overwrite
+        try:
+            make_folder(path.parent)
+            remove_temporary([self.temporary])
+            self.temporary.mkdir()
+        except BaseException:
+            self.drop()
+            raise
+
+    def put_in_place(self) -> None:
+        """Give the folder its name, durably. An old one has the temporary name until `drop`.
+
+        Raises as the function `put_in_place`.
+        """
+        put_in_place(self.temporary, self.path, self._overwrite)
+
+    def take_back(self) -> None:
+        """Undo `put_in_place`, as far as possible."""
+        with contextlib.suppress(OSError):
+            if self.temporary.is_dir():
+                swap_folders(self.temporary, self.path)
+            else:
+                self.path.rename(self.temporary)
+            fsync_dir(self.path.parent)
+
+    def drop(self) -> None:
+        """Remove what has the temporary name, as far as possible: the next call for this path removes the rest."""
+        with contextlib.suppress(OSError):
+            remove_folder(self.temporary)
 
 
 @contextlib.contextmanager
-def atomic_folder(folder: Path, overwrite: bool = False, commit: Commit | None = None) -> Iterator[Path]:
+def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder next to `folder`, which is durably renamed to `folder` when the block ends.
 
     If the block raises, no files are left. The block makes durable what it puts into the temporary folder. Parents are
     created; leftovers of a killed process are removed. With `overwrite` the new folder replaces an old one atomically,
-    and the old one is removed when that is durable. commit: of a folder that is created with others. Raises OSError;
-    NoExchangeError, and the old folder is unchanged; UnsyncedError, and the new folder exists.
+    and the old one is removed when that is durable. Raises OSError; NoExchangeError, and the old folder is unchanged;
+    UnsyncedError, and the new folder exists.
     """
-    temporary = temporary_path(folder)
+    new = NewFolder(folder, overwrite)
     try:
-        make_folder(folder.parent)
-        remove_temporary([temporary])
-        temporary.mkdir()
-        yield temporary
-        fsync_dir(temporary)
-        if commit is not None:
-            fsync_dir(folder.parent)  # the name by which it is found when another has committed it
-            commit.wait()
+        yield new.temporary
+        fsync_dir(new.temporary)
         with uninterrupted():  # between the swap and its sync the old one must not be removed
-            put_in_place(temporary, folder, overwrite)
+            new.put_in_place()
     except UnsyncedError:  # a power loss may restore the old folder, so keep it
         raise
     except BaseException:
-        if commit is None or not commit.is_made:
-            with contextlib.suppress(OSError):  # the first error is raised
-                remove_folder(temporary)
+        new.drop()
         raise
-    with contextlib.suppress(OSError):  # the next call removes it
-        remove_folder(temporary)  # the old folder
+    new.drop()  # the old folder
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -173,14 +193,6 @@ def remove_folder(path: Path) -> None:
     """Remove a folder with its contents, if it exists. Of a link to a folder, only the link is removed."""
     with uninterrupted(), contextlib.suppress(FileNotFoundError):  # otherwise shutil leaks descriptors
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

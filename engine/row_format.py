@@ -73,9 +73,10 @@ class Field:
 class RowForm:
     """The fields of a row's line: the embedding, then each state of the optimizer, with the types of their numbers.
 
-    `fields`: the embedding first, then each state. `width`: 4-byte words of all fields. `dtype`: of stored rows. If all
-    numbers are float32 it is `row_dtype(width)`; else it has a NumPy field of the same name for each field, with
-    bfloat16 as `<u2`, the upper half of a float32, and a field for padding after each padded one.
+    `fields`: the embedding first, then each state. `counts`: how many numbers each has, by name. `width`: 4-byte words
+    of all fields. `dtype`: of stored rows. If all numbers are float32 it is `row_dtype(width)`; else it has a NumPy
+    field of the same name for each field, with bfloat16 as `<u2`, the upper half of a float32, and a field for padding
+    after each padded one.
     """
 
     def __init__(
@@ -93,9 +94,18 @@ class RowForm:
             fields.append(Field(name, count, of, fields[-1].end))
         self.fields = tuple(fields)
         self._by_name = {field.name: field for field in fields}
+        self.counts = {field.name: field.count for field in fields}
         self.width = fields[-1].end // WORD
         self.is_narrow = any(field.type != "float32" for field in fields)
-        self.dtype = self._named_dtype() if self.is_narrow else row_dtype(self.width)
+        if not self.is_narrow:
+            self.dtype = row_dtype(self.width)
+            return
+        named: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
+        for field in fields:
+            named.append((field.name, NUMBERS[field.type], (field.count,)))
+            if field.is_padded:  # as a separate field, since NumPy copies no bytes between fields
+                named.append((f"{field.name}_padding", NUMBERS[field.type]))
+        self.dtype = np.dtype([*named, ("updates", "<u4"), ("step", "<u4")])
 
     @staticmethod
     def described(description: Mapping[str, Any]) -> RowForm:
@@ -107,11 +117,6 @@ class RowForm:
             description["state_widths"],
             description.get(STATE_TYPES),
         )
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many numbers a row has in each field, by name."""
-        return {field.name: field.count for field in self.fields}
 
     def of_words(self, chunks: Chunks) -> Chunks:
         """Rows of `dtype`, from rows of `row_dtype(width)`."""
@@ -133,14 +138,6 @@ class RowForm:
             rows["values"][:, field.begin // WORD : field.end // WORD] = values
         else:
             rows[name] = narrowed(values, field.type)
-
-    def _named_dtype(self) -> np.dtype[np.void]:
-        fields: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
-        for field in self.fields:
-            fields.append((field.name, NUMBERS[field.type], (field.count,)))
-            if field.is_padded:  # as a separate field, since NumPy copies no bytes between fields
-                fields.append((f"{field.name}_padding", NUMBERS[field.type]))
-        return np.dtype([*fields, ("updates", "<u4"), ("step", "<u4")])
 
 
 def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
 from typing import Any
 from weakref import ref
 
@@ -28,20 +27,12 @@ class Thread(threading.Thread):
             raise
 
 
-def wait_for(
-    condition: threading.Condition,
-    predicate: Callable[[], Any],
-    thread: threading.Thread | None,
-    timeout: float | None = None,
-) -> Any:
-    """`condition.wait_for(predicate, timeout)`, which also ends if `thread` dies, which has to fulfil the predicate."""
-    end = None if timeout is None else monotonic() + timeout
+def wait_for(condition: threading.Condition, predicate: Callable[[], Any], thread: threading.Thread | None) -> Any:
+    """`condition.wait_for(predicate)`, which also ends if `thread` dies, which has to fulfil the predicate."""
     while not (value := predicate()):
         if thread is None or not thread.is_alive():
             return predicate()  # the thread may have fulfilled it right before its end
-        if end is not None and monotonic() >= end:
-            return value
-        condition.wait(POLL_SECONDS if end is None else min(POLL_SECONDS, end - monotonic()))
+        condition.wait(POLL_SECONDS)
     return value
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ..embedding.ddp_guard import refuse_around
 from ..embedding.model_snapshots import ModelSnapshots
-from ..embedding.saved_rows import are_apart, rows_apart
+from ..embedding.saved_rows import EXTRA, are_apart, rows_apart
 from ..engine.checks import as_int, checked_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
@@ -40,11 +40,12 @@ from .show.profile import Profile, Timer, profile
 from .show.why import RecompileLog, guard_facts
 from .state import checkpoint
 from .state.extra_state import (
+    check_extra_state,
+    check_modules,
     check_not_waiting,
-    check_state,
-    extra_state,
     load_extra_state,
     of_all_ranks,
+    training_of,
     without_rows,
 )
 from .state.optimizer_set import OptimizerSet
@@ -140,11 +141,11 @@ class Graph(ModelSnapshots, HasBuild):
         """
         limit = positive("max_norm", max_norm)
         self.__refuse_captured("clip_grad_norm", limit is not None)
-        self.__end.max_norm = limit
+        self.__end.clip_norm(limit)
 
     def clip_grad_value(self, clip_value: float | None) -> None:
         """Clip each element of all gradients, of rows summed over their occurrences, to [-clip_value, clip_value]."""
-        self.__end.clip_value = positive("clip_value", clip_value)
+        self.__end.clip_elements(positive("clip_value", clip_value))
 
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
         """Sum the gradients of `steps` calls before parameters and rows are updated; with `mean`, take their mean.
@@ -165,14 +166,14 @@ class Graph(ModelSnapshots, HasBuild):
         A step with a gradient that is not finite updates nothing and lowers the scale. None: no scaler.
         """
         if scaler is None:
-            self.__end.scaler = None
+            self.__end.unscale_by(None)
             return
         if not isinstance(scaler, GradScaler):
             raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
         self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
         device = next((tensor.device for tensor in self.parameters()), "cpu")
         scaler.scale(torch.zeros((), device=device))  # creates the tensors of the scaler, which a trace could not
-        self.__end.scaler = scaler
+        self.__end.unscale_by(scaler)
 
     def compile_dense(self, **options: Any) -> None:
         """Let TorchInductor compile the dense part of each step, with these options of TorchInductor.
@@ -215,9 +216,8 @@ class Graph(ModelSnapshots, HasBuild):
         try:
             return step.run(tensors, self.__forward)
         except DynamicStepFailed as failed:
-            cause, shared_error = failed.__cause__, failed.shared_error
-            assert cause is not None
-            cause.__traceback__ = None  # its frames hold all that the failed step had computed
+            shared_error = failed.shared_error
+            cause = failed.cause.with_traceback(None)  # its frames hold all that the failed step had computed
         if shared_error is not None:  # the other ranks raise, and do not run again
             self.__steps.drop(type(self).__name__, step, cause)
             raise shared_error
@@ -254,12 +254,12 @@ class Graph(ModelSnapshots, HasBuild):
         """
         if steps is not None and as_int(steps, 1, sys.maxsize) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
-        timer = Timer()
+        timer = Timer(self.__compiles)
         self.__forward = timer.forward
         try:
             some = islice(iterate(batches), steps)
             run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__captures
-            return profile(type(self).__name__, run, some, timer, self.__compiles, may_compile)
+            return profile(type(self).__name__, run, some, timer, may_compile)
         finally:
             self.__forward = None
 
@@ -294,7 +294,11 @@ class Graph(ModelSnapshots, HasBuild):
         for argument, value in (("optimizers", optimizers), ("convert", convert)):
             if not isinstance(value, bool):
                 raise InputError(f"{argument}={value!r}: give True or False")
-        check = partial(check_state, self, self.__optimizers, self.__end, with_optimizers=optimizers)
+
+        def check(state: dict[str, Any]) -> None:
+            check_modules(self, state, "graph")
+            if EXTRA in state and optimizers:
+                check_extra_state(training_of(self.__optimizers, self.__end), state[EXTRA])
 
         def put(state: dict[str, Any]) -> None:
             self.load_state_dict(without_rows(self, state, optimizers))
@@ -308,7 +312,7 @@ class Graph(ModelSnapshots, HasBuild):
 
         A tuple of one map, which torch.distributed.checkpoint keeps whole.
         """
-        state = extra_state(self.__optimizers, self.__end)
+        state = training_of(self.__optimizers, self.__end).state()
         if are_apart():
             return state
         check_not_waiting(self.__end)
@@ -317,7 +321,7 @@ class Graph(ModelSnapshots, HasBuild):
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`, a tuple of a map, or the map."""
         load_extra_state(self, self.__optimizers, self.__end, state)
-        self.__rank_state.partial_update = ""
+        self.__rank_state.note_loaded()
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
@@ -400,14 +404,16 @@ class Graph(ModelSnapshots, HasBuild):
         self, given: Given, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
     ) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
-            self.__structure, self.__values = Structure(self), ValueGuards(MAX_CACHED_STEPS)
-            self.__steps.clear()  # no old step can be used again, and they would keep replaced modules alive
+            self.__structure = Structure(self, self.__optimizers.optimizers)
+            self.__values = ValueGuards(MAX_CACHED_STEPS)
+            self.__steps = StepCache(
+                MAX_CACHED_STEPS
+            )  # no old step can be used again, and they would keep replaced modules alive
         tensors, state = live
         return (
             spec,
             call_key(leaves, dynamic_leaves, self.build, given),
             state,
-            self.__optimizers.key(),
             self.__end.key(),
             repr(self.__inductor),
             self.__captures,
@@ -453,8 +459,8 @@ class Graph(ModelSnapshots, HasBuild):
         if step.trained and not self.__has_met:
             self.__has_met = True
             self.__optimizers.meet_dense(name, [embedding for embedding, _ in step.trained])
-        is_dynamic = step.guard is not None
-        if self.__inductor is not None and is_dynamic and not step.compiles_dense and not self.__has_warned:
+        is_dynamic, compiles = step.guard is not None, step.module.graph.find_nodes(op="call_module")
+        if self.__inductor is not None and is_dynamic and not compiles and not self.__has_warned:
             self.__has_warned = True
             log.warning(
                 "%s: compile_dense compiles ops of static shapes, and the dynamic-shape step of further sizes runs "

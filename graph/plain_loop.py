@@ -86,12 +86,10 @@ def load_checkpoint(
     model, training = _training(model, optimizers, schedulers, scaler)
 
     def model_state(state: dict[str, Any]) -> OrderedDict[str, Any]:
-        of_model = OrderedDict(state["model"])
-        of_model._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
-        return of_model
+        return checkpoint.StateDict(state["model"], checkpoint.versions_of(state))
 
     def check(state: dict[str, Any]) -> None:
-        check_modules(model, model.state_dict(), model_state(state), "model")
+        check_modules(model, model_state(state), "model")
         check_extra_state(training, state["training"])
 
     def put(state: dict[str, Any]) -> None:
@@ -109,9 +107,8 @@ def load_checkpoint(
 def _state(model: nn.Module, training: Training, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """All that a checkpoint holds but rows."""
     of_model = model.state_dict()
-    state: OrderedDict[str, Any] = OrderedDict(model=dict(of_model), training=training.state(), extra=dict(extra))
-    state._metadata = getattr(of_model, "_metadata", None)  # type: ignore[attr-defined]
-    return state
+    state = {"model": dict(of_model), "training": training.state(), "extra": dict(extra)}
+    return checkpoint.StateDict(state, checkpoint.versions_of(of_model))
 
 
 def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, Training]:

@@ -63,12 +63,12 @@ class Plan:
         tables: int,
         warmup: int,
         memory_mb: float | None,
-        ranks: RankPlan | None = None,
-        words: int | None = None,
+        ranks: RankPlan | None,
+        words: int,
     ) -> None:
-        """words: of 4 bytes in a row, state included; one for each number, if left out."""
+        """words: of 4 bytes in a row, state included."""
         self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
-        self.line_bytes = line_bytes_of(dim + state if words is None else words)
+        self.line_bytes = line_bytes_of(words)
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
         uses = sample.uses()
@@ -375,13 +375,11 @@ class RankPlan:
     def __repr__(self) -> str:
         steps = max(self.batches, 1)
         asked, sent = self.ids.sum() / steps, self.bytes() / steps
-        return "\n".join(
-            [
-                f"{self.size} ranks request {asked:.0f} rows per step, {self.dedup:.2f} ids each; owners pin "
-                f"{self.rows.sum() / steps:.0f}, the most loaded {self.skew:.2f} times the mean",
-                f"{sent.sum() / 1e6:.3f} MB are sent per step in float32, the most by a rank "
-                f"{sent.sum(1).max() / 1e6:.3f} MB, of a pair {sent.max() / 1e6:.3f} MB",
-            ]
+        return (
+            f"{self.size} ranks request {asked:.0f} rows per step, {self.dedup:.2f} ids each; owners pin "
+            f"{self.rows.sum() / steps:.0f}, the most loaded {self.skew:.2f} times the mean\n"
+            f"{sent.sum() / 1e6:.3f} MB are sent per step in float32, the most by a rank "
+            f"{sent.sum(1).max() / 1e6:.3f} MB, of a pair {sent.max() / 1e6:.3f} MB"
         )
 
     def _owned(self, batch: _core.Batch) -> I64:

@@ -52,16 +52,12 @@ class Sample:
         return 0.5**self._halvings
 
     def add(self, batch: _core.Batch) -> None:
-        """Add the uses of the next batch."""
         hashes = hash_rows(batch.tables, batch.keys)
-        part = (
-            np.full(batch.unique, len(self.batch_rows)),
-            batch.tables.copy(),
-            hashes,
-            _arrivals((hashes >> np.uint64(58)).astype(np.int64)),
-        )
+        buckets = (hashes >> np.uint64(58)).astype(np.int64)  # the rows of a batch are in the order of buckets
+        places = np.arange(len(buckets)) - np.searchsorted(buckets, np.arange(BUCKETS))[buckets]
+        arrivals = places / np.bincount(buckets, minlength=BUCKETS)[buckets]
+        self._append((np.full(batch.unique, len(self.batch_rows)), batch.tables.copy(), hashes, arrivals))
         self.batch_rows.append(batch.unique)
-        self._append(part)
         while self._size > self._most:
             parts, self._parts, self._size = self._parts, [], 0
             self._halvings += 1
@@ -72,12 +68,10 @@ class Sample:
         if not self._parts:
             return Uses(*(np.empty(0, np.int64),) * 3, np.empty(0))
         batches, tables, hashes, arrivals = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
-        order = np.lexsort((tables, hashes))
-        new = np.ones(len(order), np.int64)
-        new[1:] = (np.diff(hashes[order]) != 0) | (np.diff(tables[order]) != 0)
-        rows = np.empty(len(order), np.int64)
-        rows[order] = np.cumsum(new) - 1
-        return Uses(batches, tables.astype(np.int64), rows, arrivals)
+        of = tables.astype(np.int64)
+        _, by_hash = np.unique(hashes, return_inverse=True)
+        _, rows = np.unique(by_hash * (of.max() + 1) + of, return_inverse=True)  # two tables may share a hash
+        return Uses(batches, of, rows, arrivals)
 
     def _append(self, part: tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]) -> None:
         if self._halvings:
@@ -167,21 +161,9 @@ def hash_rows(tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[n
     return x ^ (x >> np.uint64(31))
 
 
-def _arrivals(buckets: I64) -> F64:
-    """The place of each row among those of its bucket, as a share; rows of a batch are in the order of buckets."""
-    begins = np.searchsorted(buckets, np.arange(BUCKETS))
-    counts = np.bincount(buckets, minlength=BUCKETS)
-    return (np.arange(len(buckets)) - begins[buckets]) / counts[buckets]
-
-
-def _poisson(loads: F64) -> F64:
-    """[n, GROUP], P(X = k) for k < GROUP, where X is Poisson distributed with mean `loads` [n]."""
-    terms = np.ones((len(loads), GROUP))
-    terms[:, 1:] = np.cumprod(loads[:, None] / np.arange(1, GROUP), axis=1)
-    return np.asarray(terms * np.exp(-loads)[:, None])
-
-
-_SHARES = _poisson(_LOADS)
+_RATIOS = np.hstack([np.ones((len(_LOADS), 1)), _LOADS[:, None] / np.arange(1, GROUP)])
+# P(X = k) for k < GROUP, where X is Poisson distributed with each mean of `_LOADS`
+_SHARES: F64 = np.exp(-_LOADS)[:, None] * np.cumprod(_RATIOS, axis=1)
 # where a number of rows are ahead of a row in its group on average: the chance that fewer than GROUP are
 _FITS = _SHARES.sum(1)
 # where a batch has a number of rows for each group on average: the expected number that a group keeps

@@ -68,7 +68,7 @@ def trainer(embedding: tierbed.MultiTableEmbedding) -> Callable[[Tensor], object
 def digest(embedding: tierbed.MultiTableEmbedding) -> int:
     """Of all rows with their state and records."""
     checksum = 0
-    for _, rows in embedding._table().scan():
+    for _, rows in embedding.table_handle().table.scan():
         checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
     return checksum
 

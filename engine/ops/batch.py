@@ -1,4 +1,4 @@
-"""Lookups as arguments of the native core: segments of a batch, flat arrays in and out.
+"""Lookups and their gradients as arguments of the native core: segments of a batch, flat arrays in and out.
 
 It checks values, which a trace cannot do.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _core
 from ..errors import InputError
-from ..options.lookup import Lookup
+from ..options.lookup import Lookup, check_weights
 from ..options.table_spec import TableSpec
 
 LARGE = 1 << 20  # bytes: the system clears newly allocated memory of this size page by page
@@ -26,6 +26,42 @@ LARGE = 1 << 20  # bytes: the system clears newly allocated memory of this size 
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
 # the same with the features of columns [columns] and their batch
 FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
+
+
+class Gradients(NamedTuple):
+    """Gradients of the results of a batch's lookups. A row's is the sum over its occurrences in all lookups."""
+
+    lookups: Sequence[Lookup]
+    grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
+    weights: Sequence[Tensor | None]  # the weights that each lookup was pooled with
+    dtype: torch.dtype
+
+
+def checked_gradients(
+    spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
+) -> Gradients:
+    """The gradients of a step's lookups and the weights that pooled them, one each. InputError.
+
+    A gradient is like the lookup's result.
+    """
+    for lookup, grad, given in zip(lookups, grads, weights, strict=True):
+        shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # a step makes few calls
+        expected = (*shape, spec.dim)
+        if grad.dtype != dtype or tuple(grad.shape) != expected or grad.device != lookup.ids.device:
+            raise InputError(
+                f"gradient of embedding {spec.name!r}: got {grad.dtype} {tuple(grad.shape)} on {grad.device}; give "
+                f"{dtype} {expected} on {lookup.ids.device}, as the lookup returned"
+            )
+        if given is not None:
+            check_weights(spec, lookup, given)
+    return Gradients(lookups, grads, weights, dtype)
+
+
+def arrays_of(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
+    """(gradients, whether bags are means, weights) in the form that the core takes."""
+    means = [lookup.pooling == "mean" for lookup in gradients.lookups]
+    weights = [None if given is None else flat(given) for given in gradients.weights]
+    return [array_of(grad) for grad in gradients.grads], means, weights
 
 
 def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
@@ -84,7 +120,7 @@ def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
     return InputError(
         f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
         "correct the ids, or make the table with more of them (ids, or num_embeddings in a config; None takes any id), "
-        "or with bad_ids='drop', which leaves such ids out"
+        "or with make_table_options(bad_ids='drop'), which leaves such ids out"
     )
 
 

@@ -1,8 +1,8 @@
-"""What the ops and the graph need of an embedding, and of its pinned rows."""
+"""What the ops and the graph need of an embedding."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,42 +15,6 @@ from ..options.table_spec import TableSpec
 
 TRACED = "tierbed_traced"  # attribute of a trace's tensor: the thread of the trace, and the live parameter
 REMEDY = "tierbed_remedy"  # attribute of the storage of a trace's `weight`: the message for a write into it
-
-
-class Pinned(Protocol):
-    """The unique rows of all lookups of a step, pinned in the top tier until `update` or `release`."""
-
-    core: Any  # the processor's batch
-    lookups: list[Lookup]
-    dtype: torch.dtype
-
-    def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
-        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
-
-        weights: float32 of the shape of its ids, or None.
-        """
-
-    def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is like its result."""
-
-    def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
-
-    def update(
-        self,
-        grads: list[Tensor],
-        weights: list[Tensor | None] | None = None,
-        scale: float = 1.0,
-        clip_value: float | None = None,
-    ) -> None:
-        """Apply the optimizer and end the pin.
-
-        grads and weights: for each lookup, the gradient of its result and the weights that pooled it. A row's summed
-        gradient is multiplied by `scale`, then each element is clipped to [-clip_value, clip_value].
-        """
-
-    def release(self) -> None:
-        """End the pin; the rows are unchanged."""
 
 
 class NoTorchScript:
@@ -80,10 +44,6 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     # "path": the module has no name until its place in a model is known; "default": a name that may change; "given"
     naming: str = "given"
 
-    def join(self) -> None:
-        """Note that `group` has changed."""
-        raise NotImplementedError
-
     @property
     def name(self) -> str:
         raise NotImplementedError
@@ -105,29 +65,12 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         """The gradient of a lookup's weights from the gradient of its result, with the present rows."""
         raise NotImplementedError
 
-    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Pinned:
-        """The rows of all lookups of a training step, pinned until they are updated.
+    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
+        """The rows of all lookups of a training step: a `PinnedBatch`, over ranks a `ShardedBatch`.
 
         dedup_from: another embedding's batch of the same lookups, whose deduplication is reused. dtype: of results and
         gradients, by default `output_dtype`. OptimizerError, StoreError, CapacityError, InputError.
         """
-        raise NotImplementedError
-
-    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
-        """A lookup of the unique rows of these lookups, which are a micro-batch of a future step. InputError."""
-        raise NotImplementedError
-
-    def sum_gradients(
-        self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
-    ) -> tuple[Lookup, Tensor]:
-        """A micro-batch of a step: its unique rows [n], and the gradient [n, dim] float32 of each.
-
-        grads and weights are as in `Pinned.update`. InputError.
-        """
-        raise NotImplementedError
-
-    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
-        """`Pinned.square_gradients` of lookups that are not pinned. InputError."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -166,3 +109,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let `rows_optimizer` make the next updates. OptimizerError."""
         raise NotImplementedError
+
+    def forget_optimizer(self) -> None:
+        """Let the next update ask for its optimizer again."""
+        self.row_optimizer = None

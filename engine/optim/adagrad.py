@@ -27,12 +27,7 @@ ADAGRAD = Kernel(
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    return {
-        "lr": float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"])),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": float(bool(group["maximize"])),
-        "eps": float(group["eps"]),
-    }
+    return {"lr": float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"]))}
 
 
 RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, lambda group: {"sum": float(group["initial_accumulator_value"])}),)

@@ -47,21 +47,17 @@ ADAMW = replace(
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:
-    """The numbers of both rules. Coefficients that depend on the step are computed in double and rounded once."""
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    """The numbers of both rules that are no settings, computed in double and rounded once."""
+    lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
     return {
-        "lr": lr,
         "correction1": 1.0 - beta1**step,
         "step_size": lr / (1.0 - beta1**step),
-        "weight_decay": weight_decay,
-        "decay": 1.0 - lr * weight_decay,
-        "maximize": float(bool(group["maximize"])),
+        "decay": 1.0 - lr * float(group["weight_decay"]),
         "one_minus_beta1": 1.0 - beta1,
         "beta2": beta2,
         "one_minus_beta2": 1.0 - beta2,
         "sqrt_correction2": math.sqrt(1.0 - beta2**step),
-        "eps": float(group["eps"]),
     }
 
 
@@ -73,8 +69,5 @@ def is_decoupled(group: Group) -> bool:
 RULES = tuple(
     rule
     for optimizer in (torch.optim.Adam, torch.optim.AdamW)
-    for rule in (
-        Rule(ADAM, optimizer, hyper, when=lambda group: not is_decoupled(group)),
-        Rule(ADAMW, optimizer, hyper, when=is_decoupled),
-    )
+    for rule in (Rule(ADAMW, optimizer, hyper, when=is_decoupled), Rule(ADAM, optimizer, hyper))
 )

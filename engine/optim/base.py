@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ..checks import as_number
 from ..errors import OptimizerError
 from . import adam
-from .rule import Group
+from .rule import Group, all_rules
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of numbers that float32 holds with full precision
 
@@ -60,19 +60,30 @@ def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
     return str(value)
 
 
-class OwnOptimizer(torch.optim.Optimizer):
+class CheckedOptimizer(torch.optim.Optimizer):
+    """An optimizer that raises OptimizerError for a param group with settings that its rules do not accept."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, and check its settings."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group.get("amsgrad"):
+            raise OptimizerError(f"{type(self).__name__}: amsgrad=True is not supported; use amsgrad=False")
+        for rule in all_rules():
+            if isinstance(self, rule.optimizer):
+                rule.hyper(group, 1)
+                rule.initial(group)
+
+
+class OwnOptimizer(CheckedOptimizer):
     """An optimizer with `step()` for dense parameters. A subclass updates one parameter in `move`."""
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         """Update a parameter in place, given its gradient; `state` is empty at first."""
         raise NotImplementedError
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient. Returns the result of `closure`, which computes the gradients.
 
         Raises OptimizerError for a sparse gradient, and no parameter has changed.
@@ -93,14 +104,6 @@ class OwnOptimizer(torch.optim.Optimizer):
         return loss
 
 
-class Moments(NamedTuple):
-    """Adam's numbers for a dense parameter after its gradient: those of `hyper`, the first moment, and its divisor."""
-
-    x: dict[str, float]
-    m: Tensor
-    root: Tensor
-
-
 class OwnAdam(OwnOptimizer):
     """Adam's settings. A subclass may override `second_moment_input`, and updates a parameter in `move`.
 
@@ -119,16 +122,16 @@ class OwnAdam(OwnOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            hyper(group, 1)
 
     @staticmethod
     def second_moment_input(squares: Tensor) -> Tensor:
         """What is averaged in the second moment, from the squares of gradients."""
         return squares
 
-    def moments(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> Moments:
-        """Count a step of a parameter, and update its moments."""
+    def moments(
+        self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group
+    ) -> tuple[dict[str, float], Tensor, Tensor]:
+        """Count a step of a parameter: the numbers of `hyper`, the first moment, and its divisor."""
         if not state:
             state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
         count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
@@ -137,7 +140,7 @@ class OwnAdam(OwnOptimizer):
         g = -g if x["maximize"] else g
         m.lerp_(g, x["one_minus_beta1"])
         v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.second_moment_input(g.square()))
-        return Moments(x, m, v.sqrt() / x["sqrt_correction2"] + x["eps"])
+        return x, m, v.sqrt() / x["sqrt_correction2"] + x["eps"]
 
 
 def row_mean(squares: Tensor) -> Tensor:
@@ -146,8 +149,7 @@ def row_mean(squares: Tensor) -> Tensor:
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:
-    """The numbers of `adam.hyper` for a group whose settings are checked. Raises OptimizerError."""
+    """The numbers of `adam.hyper` and the settings of a group, checked. Raises OptimizerError."""
     betas(group)
-    for name in ("lr", "eps", "weight_decay"):
-        number(group, name)
-    return adam.hyper(group, step)
+    settings = {name: number(group, name) for name in ("lr", "eps", "weight_decay", "maximize")}
+    return {**settings, **adam.hyper(group, step)}

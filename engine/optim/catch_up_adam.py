@@ -28,11 +28,10 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from torch.optim.optimizer import ParamsT
 
 from .adam import hyper as adam_hyper
 from .adam import is_decoupled
-from .base import SMALLEST, number
+from .base import SMALLEST, CheckedOptimizer, number
 from .kernel import CatchUp, Kernel
 from .rule import Group, Rule
 
@@ -152,51 +151,21 @@ CATCH_UP_ADAMW = replace(
 )
 
 
-class CatchUpAdam(torch.optim.Adam):
+class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
     """torch.optim.Adam whose rows get the values of dense Adam, however rarely their ids occur; see above.
 
-    weight_decay: L2, as of torch.optim.Adam. With it a row applies every step that it missed one by one.
-
-    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for eps = 0: a row that was put has moments of
-    0, and its missed steps would be 0 / 0.
+    The arguments are those of torch.optim.Adam, which it is over dense parameters. With a weight_decay (L2), a row
+    applies every step that it missed one by one. Raises OptimizerError for amsgrad=True, and for eps = 0: a row that
+    was put has moments of 0, and its missed steps would be 0 / 0.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
-        for group in self.param_groups:
-            _hyper(group, 1)
 
-
-class CatchUpAdamW(torch.optim.AdamW):
+class CatchUpAdamW(CheckedOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW whose rows get the values of dense AdamW, however rarely their ids occur; see above.
 
-    weight_decay: decoupled, as of torch.optim.AdamW.
-
-    Over dense parameters it is torch.optim.AdamW. Raises OptimizerError for eps = 0, as CatchUpAdam.
+    The arguments are those of torch.optim.AdamW, which it is over dense parameters. Raises OptimizerError as
+    CatchUpAdam.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
-        for group in self.param_groups:
-            _hyper(group, 1)
 
 
 @cache
@@ -213,12 +182,11 @@ def terms(beta1: float, beta2: float) -> int:
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
     beta1, beta2 = map(float, group["betas"])
-    lr = number(group, "lr")
+    settings = {name: number(group, name) for name in ("lr", "weight_decay")}
+    settings["eps"] = number(group, "eps", low=SMALLEST)
     return {
+        **settings,
         **adam_hyper(group, step),
-        "lr": lr,
-        "weight_decay": number(group, "weight_decay"),
-        "eps": number(group, "eps", low=SMALLEST),
         "decay1": beta1,
         "decay2": beta2,
         "terms": float(terms(beta1, beta2)),

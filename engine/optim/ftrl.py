@@ -72,9 +72,6 @@ class Ftrl(OwnOptimizer):
             "power_sign": power_sign,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _hyper(group, 1)
-            _initial(group)
 
     @property
     def support_sparse(self) -> bool:
@@ -97,17 +94,10 @@ class Ftrl(OwnOptimizer):
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    lr_power = number(group, "lr_power", low=-8.0, high=8.0)
-    return {
-        "lr": number(group, "lr", low=SMALLEST),
-        "weight_decay": number(group, "weight_decay"),
-        "power_of_sum": -lr_power
-        if choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
-        else lr_power,
-        "lambda1": number(group, "lambda1"),
-        "lambda2": number(group, "lambda2"),
-        "beta": number(group, "beta"),
-    }
+    power = number(group, "lr_power", low=-8.0, high=8.0)
+    is_negated = choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
+    others = {name: number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
+    return {**others, "lr": number(group, "lr", low=SMALLEST), "power_of_sum": -power if is_negated else power}
 
 
 def _initial(group: Group) -> dict[str, float]:

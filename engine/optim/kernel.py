@@ -99,10 +99,15 @@ def declared(folder: Path = Path(__file__).parent) -> list[Kernel]:
     """Every kernel of the files in `folder`, by name. Raises ValueError for one that is not made of literals."""
     kernels = []
     for path in folder.glob("*.py"):
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"__builtins__": {}, "Kernel": Kernel, "CatchUp": CatchUp, "replace": replace}
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and _called(node.value) in ("Kernel", "CatchUp", "replace"):
-                found[ast.unparse(node.targets[0])] = _literal(node.value, found, path.name)
+            match node:
+                case ast.Assign([ast.Name(name)], ast.Call(ast.Name("Kernel" | "CatchUp" | "replace")) as call):
+                    try:
+                        found[name] = eval(compile(ast.Expression(call), path.name, "eval"), found)
+                    except NameError as error:
+                        where = f"{path.name}, line {node.lineno}"
+                        raise ValueError(f"{where}: a kernel is made of literals alone: {error}") from error
         kernels += [one for one in found.values() if isinstance(one, Kernel)]
     return sorted(kernels, key=lambda kernel: str(kernel.name))
 
@@ -134,25 +139,6 @@ def header() -> str:
             "\n}  // namespace tierbed\n",
         ]
     )
-
-
-def _called(node: ast.expr) -> str | None:
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-
-
-def _literal(node: ast.expr, known: dict[str, Any], file: str) -> Any:
-    """The value of an expression. known: what the file declares before it, by name."""
-    makers: dict[str | None, Any] = {"Kernel": Kernel, "CatchUp": CatchUp, "replace": replace}
-    if isinstance(node, ast.Call) and _called(node) in makers:
-        given = [_literal(argument, known, file) for argument in node.args]
-        named = {str(keyword.arg): _literal(keyword.value, known, file) for keyword in node.keywords}
-        return makers[_called(node)](*given, **named)
-    if isinstance(node, ast.Name) and node.id in known:
-        return known[node.id]
-    try:
-        return ast.literal_eval(node)
-    except ValueError as error:
-        raise ValueError(f"{file}, line {node.lineno}: a kernel is made of literals alone: {error}") from error
 
 
 def _struct_name(kernel: Kernel) -> str:
@@ -216,13 +202,8 @@ def _norms(kernel: Kernel, elements: dict[str, str], row: dict[str, str]) -> str
 def _catch_up(catch_up: CatchUp | None, elements: dict[str, str]) -> str:
     if catch_up is None:
         return ""
-    fields = {
-        "last": "u32",
-        "rest": "u32",
-        "is_constant": "bool",
-        **dict.fromkeys(("rate", *catch_up.doubles), "double"),
-    }
-    fields |= dict.fromkeys(catch_up.values, "float")
+    fields = {"last": "u32", "rest": "u32", "is_constant": "bool"}
+    fields |= dict.fromkeys(("rate", *catch_up.doubles), "double") | dict.fromkeys(catch_up.values, "float")
     values, states = _references({}, fields, "missed"), _references(elements, fields, "missed")
     step = "float& w, float* state, const Missed& missed"
     return "\n".join(

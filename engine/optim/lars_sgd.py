@@ -58,15 +58,13 @@ class LarsSGD(OwnOptimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "maximize": maximize}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _hyper(group, 1)
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x = _hyper(group, 1)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(w)
         b = state["momentum_buffer"]
-        g = -g if x["maximize"] else g
+        g = -g if group["maximize"] else g
         norm, gradients = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, g))
         divisor = gradients + x["weight_decay"] * norm
         still = (norm == 0) | (divisor == 0)
@@ -76,8 +74,7 @@ class LarsSGD(OwnOptimizer):
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    numbers = {name: number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
-    return {**numbers, "maximize": float(bool(group["maximize"]))}
+    return {name: number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
 
 
 RULES = (Rule(LARS_SGD, LarsSGD, _hyper),)

@@ -9,7 +9,7 @@ The knots follow the limits in the rule's numbers: how many there are, then the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 
 from .kernel import LIMITS, Kernel
@@ -24,10 +24,13 @@ def knots_of(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], floa
     return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hypers.index("lr")]
 
 
-def with_past(kernel: Kernel, numbers: list[float], before: Sequence[float], step: int) -> list[float]:
+def with_past(
+    kernel: Kernel, numbers: list[float], before: Sequence[float], step: int, note: Callable[[float], object] = abs
+) -> list[float]:
     """The numbers of `step` with the rates of the steps before it.
 
     before: the numbers of the step before; [] if no step was the rule's by then, and all of them had a rate of 0.
+    note: called with the largest change of a past rate, as a share of the largest rate, when knots are dropped.
     """
     knots, rate = knots_of(kernel, before) if before else ([], 0.0)
     while knots and knots[-1][0] >= step:  # of steps that a GPU has undone
@@ -38,7 +41,7 @@ def with_past(kernel: Kernel, numbers: list[float], before: Sequence[float], ste
     if not knots:
         return numbers
     if len(knots) > MAX_KNOTS:
-        _drop(knots)
+        note(_drop(knots) / (max(rate for _, rate in knots) or 1.0))
     limits = [*numbers, *[0.0] * (_end(kernel) - len(numbers))]
     return [*limits, float(len(knots)), *chain.from_iterable(knots)]
 
@@ -59,12 +62,19 @@ def between(a: Knot, b: Knot, step: float) -> float:
     return a[1] + (b[1] - a[1]) * ((step - a[0]) / (b[0] - a[0]))
 
 
-def _drop(knots: list[Knot]) -> None:
-    """Drop knots of the older half, each time the one whose loss changes the sum of the rates least."""
+def _drop(knots: list[Knot]) -> float:
+    """Drop knots of the older half, each time the one whose loss changes the sum of the rates least.
+
+    Returns the largest change of the rate of a knot.
+    """
 
     def change(index: int) -> float:
         a, knot, b = knots[index - 1 : index + 2]
         return abs(knot[1] - between(a, b, knot[0])) * (b[0] - a[0])
 
+    largest = 0.0
     for last in range(MAX_KNOTS // 2, MAX_KNOTS // 2 - DROPPED, -1):
-        del knots[min(range(1, last), key=change)]
+        index = min(range(1, last), key=change)
+        largest = max(largest, change(index) / (knots[index + 1][0] - knots[index - 1][0]))
+        del knots[index]
+    return largest

@@ -35,15 +35,7 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
         raise OptimizerError(
             f"param group: momentum={group['momentum']!r}; RMSprop trains rows without momentum: use momentum=0"
         )
-    alpha = number(group, "alpha", high=1.0)
-    return {
-        "lr": float(group["lr"]),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": float(bool(group["maximize"])),
-        "alpha": alpha,
-        "one_minus_alpha": 1.0 - alpha,
-        "eps": float(group["eps"]),
-    }
+    return {"one_minus_alpha": 1.0 - number(group, "alpha", high=1.0)}
 
 
 RULES = (Rule(RMSPROP, torch.optim.RMSprop, _hyper),)

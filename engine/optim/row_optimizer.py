@@ -16,7 +16,7 @@ import torch
 from ..errors import OptimizerError
 from .base import betas, number, positive
 from .kernel import LIMITS
-from .past_rates import with_past
+from .past_rates import MAX_KNOTS, with_past
 from .row_state import RowState
 from .rule import Group, Rule, all_rules
 
@@ -27,6 +27,7 @@ _LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "s
 _LAZY = ("adam", "adamw", "sgd_momentum", "rmsprop")  # rules of torch.optim that are lazy without weight_decay as well
 _EQUAL = {"adam": "tierbed.optim.CatchUpAdam gives", "adamw": "tierbed.optim.CatchUpAdamW gives"}  # to torch
 _EQUAL_IN_PART = "Adagrad, or SGD without momentum, and a penalty in place of weight_decay, give"
+_CLOSE = 1e-3  # of the largest lr: a change of a past one that needs no warning
 _NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0 in every optimizer that has them
 
 
@@ -34,7 +35,7 @@ class RowOptimizer:
     """One param group of an optimizer that trains rows. Settings are read from the group at each step.
 
     Attributes: `rule`, the name for `_core.update`; `states`, the names of the states of a row; `initial`, the initial
-    value of each; `shift`, what a subclass adds to the embedding's step.
+    value of each; `shift`, what the rule adds to the embedding's step.
     """
 
     shift = 0
@@ -51,6 +52,7 @@ class RowOptimizer:
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked: dict[str, Any] | None = None  # the last settings that passed the checks
         self._warns_of_changes = self._rule.kernel.catch_up is not None
+        self._warns_beyond = _CLOSE
         self._limits = [0.0] * len(LIMITS)  # of these settings
         self.hyper(1)  # raises the errors of the group now
 
@@ -66,15 +68,33 @@ class RowOptimizer:
         settings = {name: value for name, value in group.items() if name != "params"}
         if settings != self._checked:
             self._check(group, settings)
-        values = self._rule.hyper(group, step)
+        if self.shift:
+            step = max(step + self.shift, 1)
+        values = {**group, **self._rule.hyper(group, step)}
         value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
-        limits = [value, norm, row_norm] if row_norm else [value, norm]
-        numbers = [*[float(values[name]) for name in self._names], *limits]
+        numbers = [float(values[name]) for name in self._names]
+        numbers += (value, norm, row_norm) if row_norm else (value, norm)
         if before is None or self._rule.kernel.catch_up is None:
             return numbers
-        return with_past(self._rule.kernel, numbers, before, step)
+        return with_past(self._rule.kernel, numbers, before, step, self._note_rates)
+
+    def count_from(self, shift: int) -> None:
+        """Let the rule count steps from another number."""
+        self.shift = shift
+
+    def _note_rates(self, change: float) -> None:
+        if change > self._warns_beyond:
+            self._warns_beyond = 10 * change  # it may grow
+            log.warning(
+                "lr of %s changes too often to keep all past rates: one is off by %.2g of the largest, and rows that "
+                "wait for over %d changes may be off by ten times that share of a step; change it by the epoch, or "
+                "with fewer rises and falls",
+                type(self._optimizer).__name__,
+                change,
+                MAX_KNOTS // 2,
+            )
 
     def numbers(self, step: int) -> dict[str, float]:
         """The numbers of `hyper` by name, as `lr`."""
@@ -108,7 +128,18 @@ class RowOptimizer:
                 " and ".join(changed),
                 type(self._optimizer).__name__,
             )
-        _check(self._optimizer, group)
+        for name in _NUMBERS:
+            if name in group:
+                number(group, name)
+        if "betas" in group:
+            betas(group)
+        known = (*self._optimizer.defaults, *LIMITS, *_LABELS)
+        unknown = next((name for name in group if name not in known), None)
+        if unknown is not None:  # torch never checks for them
+            raise OptimizerError(
+                f"param group: {unknown}={group[unknown]!r}; {type(self._optimizer).__name__} has no such setting, and "
+                f"rows ignore it: leave it out of the embedding's group (rows are limited by {', '.join(LIMITS)})"
+            )
         self._limits = [positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
         self._checked = None if changes_inside else settings
@@ -199,19 +230,3 @@ def _name(kind: type) -> str:
     modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     exports = (m for m in modules if getattr(sys.modules.get(m), kind.__qualname__, None) is kind)
     return f"{next(exports, kind.__module__)}.{kind.__qualname__}"
-
-
-def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
-    """Check a group. Torch does so only when it makes an optimizer, and never checks for unknown keys."""
-    for name in _NUMBERS:
-        if name in group:
-            number(group, name)
-    if "betas" in group:
-        betas(group)
-    known = (*optimizer.defaults, *LIMITS, *_LABELS)
-    unknown = next((name for name in group if name not in known), None)
-    if unknown is not None:
-        raise OptimizerError(
-            f"param group: {unknown}={group[unknown]!r}; {type(optimizer).__name__} has no such setting, and rows "
-            f"ignore it: leave it out of the embedding's group (rows are limited by {', '.join(LIMITS)})"
-        )

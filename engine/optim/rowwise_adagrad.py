@@ -64,9 +64,6 @@ class RowWiseAdagrad(OwnOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _hyper(group, 1)
-            _initial(group)
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x = _hyper(group, 1)

@@ -20,15 +20,15 @@ Group = dict[str, Any]  # one of an optimizer's param groups
 class Rule:
     """How an optimizer trains rows.
 
-    `optimizer`: the exact type; `when`: for which of its param groups. `hyper(group, step)`: each hyper-parameter of
-    the kernel by name (others are ignored) at the embedding's step, which counts from 1. `initial(group)`: the initial
-    value of each state, 0 for those not named. `theirs`: "module.name" of a class of TorchRec's that the rule trains
-    rows for as well.
+    `optimizer`: the exact type; `when`: for which of its param groups. `hyper(group, step)`: hyper-parameters of the
+    kernel by name (others are ignored) at the embedding's step, which counts from 1; those it leaves out are the
+    group's settings. `initial(group)`: the initial value of each state, 0 for those not named. `theirs`: "module.name"
+    of a class of TorchRec's that the rule trains rows for as well.
     """
 
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]
-    hyper: Callable[[Group, int], Mapping[str, float]]
+    hyper: Callable[[Group, int], Mapping[str, float]] = lambda group, step: {}
     initial: Callable[[Group], Mapping[str, float]] = lambda group: {}
     when: Callable[[Group], bool] = lambda group: True
     theirs: str = ""

@@ -34,14 +34,7 @@ SGD_MOMENTUM = Kernel(
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    return {
-        "lr": float(group["lr"]),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": float(bool(group["maximize"])),
-        "momentum": float(group["momentum"]),
-        "one_minus_dampening": 1.0 - float(group["dampening"]),
-        "nesterov": float(group["nesterov"]),
-    }
+    return {"one_minus_dampening": 1.0 - float(group["dampening"])}
 
 
 RULES = (

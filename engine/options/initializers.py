@@ -44,7 +44,7 @@ class Initializer(PlainDict):
                 finite = False
             if not finite:
                 raise OptionError(f"{self.type} initializer: {item.name}={value!r}; give a finite float32 number")
-            object.__setattr__(self, item.name, number)
+            self._set(item.name, number)
 
     def entry(self) -> Entry:
         """Kind, parameters and quantiles, for `_core.Layout`, of one column group of one table."""
@@ -53,7 +53,8 @@ class Initializer(PlainDict):
     @property
     def reach(self) -> float:
         """The largest possible absolute value."""
-        raise NotImplementedError
+        _, parameters, _ = self.entry()
+        return max(map(abs, parameters))
 
 
 @options_class
@@ -76,10 +77,6 @@ class UniformInitializer(Initializer):
     def entry(self) -> Entry:
         return UNIFORM, (self.low, self.high), (0.0, 1.0)
 
-    @property
-    def reach(self) -> float:
-        return max(abs(self.low), abs(self.high))
-
 
 @options_class
 class ConstantInitializer(Initializer):
@@ -90,10 +87,6 @@ class ConstantInitializer(Initializer):
 
     def entry(self) -> Entry:
         return CONSTANT, (self.value, 0.0), (0.0, 1.0)
-
-    @property
-    def reach(self) -> float:
-        return abs(self.value)
 
 
 @options_class
@@ -185,10 +178,7 @@ make_constant_initializer = ConstantInitializer
 make_trunc_normal_initializer = TruncNormalInitializer
 
 _INITIALIZERS: dict[str, type[Initializer]] = {
-    "uniform": UniformInitializer,
-    "normal": NormalInitializer,
-    "constant": ConstantInitializer,
-    "trunc_normal": TruncNormalInitializer,
+    one.type: one for one in (UniformInitializer, NormalInitializer, ConstantInitializer, TruncNormalInitializer)
 }
 for _name, _class in _INITIALIZERS.items():
     _class.maker = f"make_{_name}_initializer"
@@ -226,10 +216,10 @@ class NamedOptions(PlainDict):
     bad_ids: str = field(default="raise", kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", check_table_name(self.name))
+        self._set("name", check_table_name(self.name))
         if self.ids is not None:
             expected = "how many ids the table has, from 1 to 2**64, all below it, or None for any id"
-            object.__setattr__(self, "ids", int_option("ids", self.ids, expected, 1, 2**64))
+            self._set("ids", int_option("ids", self.ids, expected, 1, 2**64))
         if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
             raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not below `ids`")
         if self.bad_ids != "raise" and self.ids is None:
@@ -237,9 +227,6 @@ class NamedOptions(PlainDict):
 
     def __iter__(self) -> Iterator[str]:
         return (item for item in super().__iter__() if item not in TABLE_FACTS or getattr(self, item) != _DEFAULT[item])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 @options_class
@@ -333,7 +320,5 @@ def as_arrays(
                 f"tables[{index}] has {len(table.columns)} column options, but embedding_dim={list(columns)} has"
                 f" {len(columns)} columns; give one for each, or a single initializer"
             )
-    kinds = [kind for kind, _, _ in entries]
-    parameters = np.array([pair for _, pair, _ in entries], np.float32).reshape(-1, 2)
-    quantiles = np.array([pair for _, _, pair in entries], np.float64).reshape(-1, 2)
-    return kinds, parameters, quantiles
+    kinds, parameters, quantiles = zip(*entries, strict=True)
+    return list(kinds), np.array(parameters, np.float32), np.array(quantiles, np.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -43,23 +42,9 @@ class Lookup(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape of the result without its last dimension: of ids, of bags, or (batch, columns)."""
         if self.offsets is not None:
-            parts = self.offsets.shape[0] - 1
-            feature_columns = self.feature_columns
-            return (
-                (parts,)
-                if feature_columns is None
-                else (parts // len(feature_columns), len(feature_columns) - feature_columns.count(-1))
-            )
+            bags, columns = self.offsets.shape[0] - 1, self.feature_columns
+            return (bags,) if columns is None else (bags // len(columns), len(columns) - columns.count(-1))
         return tuple(self.ids.shape if self.pooling is None else self.ids.shape[:-1])
-
-
-class Gradients(NamedTuple):
-    """Gradients of the results of a batch's lookups. A row's is the sum over its occurrences in all lookups."""
-
-    lookups: Sequence[Lookup]
-    grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
-    weights: Sequence[Tensor | None]  # the weights that each lookup was pooled with
-    dtype: torch.dtype
 
 
 def check_lookup(
@@ -87,147 +72,125 @@ def check_lookup(
         and ids.device.type in DEVICES
     ):
         return Lookup(ids)  # as below, in less time
-    where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
         remedy = f"give a torch.Tensor of {spec.key_type}, such as torch.tensor(ids, dtype={spec.key_type})"
-        raise InputError(f"{where}: got {type(ids).__name__}; {remedy}")
-    _refuse_nested(where, "ids", ids)
+        raise _error(spec, "ids", f"got {type(ids).__name__}; {remedy}")
+    _check_tensor(spec, "ids", ids, ids)
     if ids.dtype != spec.key_type:
-        if not _fits(ids.dtype, spec.key_type):
-            raise InputError(f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; {_conversion(ids, spec)}")
+        keys, given = torch.iinfo(spec.key_type), torch.iinfo(ids.dtype) if ids.dtype in _NARROW else None
+        if given is None or given.min < keys.min or given.max > keys.max:
+            remedy = _conversion(ids, spec)
+            raise _error(spec, "ids", f"dtype {ids.dtype}, but key_type is {spec.key_type}; {remedy}")
         ids = ids.to(spec.key_type)
-    _check_device(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
     lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
-    if features is not None and _are_in_order(spec, lookup, table_ids):
-        return lookup
+    has_all = features is not None and isinstance(table_ids, list) and lookup.shape[-1] == spec.num_tables
+    if has_all and set(map(type, table_ids)) == {int} and table_ids == [*range(spec.num_tables)]:
+        return lookup  # the tables in order need no ids
     table_ids = _table_ids_from(spec, table_ids, ids.device)
     if table_ids is None:
         _check_tables_in_order(spec, lookup)
         return lookup
-    where = f"table_ids of embedding {spec.name!r}"
-    _refuse_nested(where, "table_ids", table_ids)
+    _check_tensor(spec, "table_ids", table_ids, ids)
     if table_ids.dtype.is_floating_point or table_ids.dtype.is_complex or table_ids.dtype == torch.bool:
-        raise InputError(f"{where}: got {table_ids.dtype}; give a torch.Tensor of an integer dtype")
-    _check_device(where, "table_ids", table_ids, ids)
+        raise _error(spec, "table_ids", f"got {table_ids.dtype}; give a torch.Tensor of an integer dtype")
+    shape = f"shape {tuple(table_ids.shape)}"
     expected = lookup.shape if lookup.feature_columns is None else lookup.shape[-1:]
     if spec.num_tables == 1 and pooling is None and table_ids.dim() == 1 and table_ids.shape != ids.shape:
-        raise InputError(
-            f"{where}: shape {tuple(table_ids.shape)} with ids {tuple(ids.shape)}, and there is one table; for bags, "
-            "give offsets= by name, with pooling='sum' or 'mean', or make a tierbed.EmbeddingBag"
-        )
+        remedy = "give offsets= by name, with pooling='sum' or 'mean', or make a tierbed.EmbeddingBag"
+        problem = f"{shape} with ids {tuple(ids.shape)}, and there is one table; for bags, {remedy}"
+        raise _error(spec, "table_ids", problem)
     try:
         return lookup._replace(table_ids=table_ids.broadcast_to(expected))
     except RuntimeError:
         what, one = ("ids", "id, or for each column") if pooling is None else ("the bags", "bag")
         if lookup.feature_columns is not None:
             what, one = "features", "of the features"
-        raise InputError(
-            f"{where}: shape {tuple(table_ids.shape)} does not broadcast to that of {what}, {expected}; "
-            f"give one table id for each {one}"
-        ) from None
+        problem = f"{shape} does not broadcast to that of {what}, {expected}; give one table id for each {one}"
+        raise _error(spec, "table_ids", problem) from None
 
 
 def _feature_columns(
     spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any
 ) -> tuple[int, ...] | None:
     """`Lookup.feature_columns` for features in the order of the result's columns. Raises InputError."""
-    where = f"features of embedding {spec.name!r}"
     if features is None:
         if num_features is not None:
-            raise InputError(
-                f"num_features of embedding {spec.name!r}: got {num_features!r} without features; give features, the "
-                "numbers of those to look up, or leave num_features out"
-            )
+            remedy = "give features, the numbers of those to look up, or leave num_features out"
+            raise _error(spec, "num_features", f"got {num_features!r} without features; {remedy}")
         return None
     if offsets is None:
-        raise InputError(
-            f"{where}: features are ranges of offsets, and there are no offsets; give offsets, feature by feature"
-        )
+        remedy = "features are ranges of offsets, and there are no offsets; give offsets, feature by feature"
+        raise _error(spec, "features", remedy)
     if not isinstance(features, (list, tuple)) or not features:
-        raise InputError(f"{where}: got {features!r}; give a list of whole numbers, one for each column of the result")
+        remedy = "give a list of whole numbers, one for each column of the result"
+        raise _error(spec, "features", f"got {features!r}; {remedy}")
     total = len(features) if num_features is None else as_int(num_features, minimum=1)
     if total is None:
-        raise InputError(
-            f"num_features of embedding {spec.name!r}: got {num_features!r}; give the number of features in offsets"
-        )
+        raise _error(spec, "num_features", f"got {num_features!r}; give the number of features in offsets")
     columns = dict[int, int]()
     for column, feature in enumerate(features):
         number = as_int(feature, 0, total - 1)
         if number is None or columns.setdefault(number, column) != column:
-            raise InputError(
-                f"{where}: {feature!r} at position {column}; give numbers from 0 to {total - 1}, each once, and "
-                "num_features if offsets have more features than that"
-            )
+            remedy = f"give numbers from 0 to {total - 1}, each once, and num_features if offsets have more features"
+            raise _error(spec, "features", f"{feature!r} at position {column}; {remedy} than that")
     if (offsets.shape[0] - 1) % total:
-        raise InputError(
-            f"offsets of embedding {spec.name!r}: shape {tuple(offsets.shape)} is not (features * batch + 1,) of "
-            f"{total} features; give num_features if offsets have more features than are looked up"
-        )
+        problem = f"shape {tuple(offsets.shape)} is not (features * batch + 1,) of {total} features"
+        remedy = "give num_features if offsets have more features than are looked up"
+        raise _error(spec, "offsets", f"{problem}; {remedy}")
     return tuple(columns.get(feature, -1) for feature in range(total))
 
 
 def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> None:
     if pooling is not None and not (isinstance(pooling, str) and pooling in ("sum", "mean")):
-        raise InputError(
-            f"pooling of embedding {spec.name!r}: got {pooling!r}; give 'sum' or 'mean', or None for the row of each id"
-        )
+        raise _error(spec, "pooling", f"got {pooling!r}; give 'sum' or 'mean', or None for the row of each id")
     if offsets is None:
         if pooling is not None and ids.dim() == 0:
-            raise InputError(
-                f"ids of embedding {spec.name!r}: pooling={pooling!r} pools over their last dimension, and they have "
-                "none; give (..., L), or 1-D ids with offsets"
+            remedy = "give (..., L), or 1-D ids with offsets"
+            raise _error(
+                spec, "ids", f"pooling={pooling!r} pools over their last dimension, and they have none; {remedy}"
             )
         return
-    where = f"offsets of embedding {spec.name!r}"
     if pooling is None:
-        raise InputError(f"{where}: offsets make bags, and pooling=None pools none; give pooling='sum' or 'mean'")
-    _refuse_nested(where, "offsets", offsets)
+        remedy = "offsets make bags, and pooling=None pools none; give pooling='sum' or 'mean'"
+        raise _error(spec, "offsets", remedy)
+    _check_tensor(spec, "offsets", offsets, ids)
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
-        got = f"{offsets.dtype} {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else type(offsets).__name__
-        raise InputError(f"{where}: got {got}; give a 1-D torch.Tensor of int64 or int32")
+        raise _error(spec, "offsets", f"got {_kind(offsets)}; give a 1-D torch.Tensor of int64 or int32")
     if offsets.shape[0] == 0:
-        raise InputError(f"{where}: shape (0,); give bags + 1 offsets, [0] for no bag")
-    _check_device(where, "offsets", offsets, ids)
+        raise _error(spec, "offsets", "shape (0,); give bags + 1 offsets, [0] for no bag")
     if ids.dim() != 1:
-        raise InputError(
-            f"ids of embedding {spec.name!r}: shape {tuple(ids.shape)} with offsets; give the ids of all bags one "
-            "after another, by ids.flatten(), or leave offsets out to pool over the last dimension"
-        )
+        remedy = "by ids.flatten(), or leave offsets out to pool over the last dimension"
+        problem = f"shape {tuple(ids.shape)} with offsets; give the ids of all bags one after another"
+        raise _error(spec, "ids", f"{problem}, {remedy}")
 
 
 def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
     if spec.num_tables == 1:
         return
-    where = f"ids of embedding {spec.name!r}"
     if lookup.feature_columns is not None and lookup.shape[-1] == spec.num_tables:
         return
     if lookup.offsets is not None:
         each = "bag" if lookup.feature_columns is None else "of the features"
-        raise InputError(
-            f"{where}: with offsets it is not known which of {spec.num_tables} tables a bag belongs to; give "
-            f"table_ids, one for each {each}"
-        )
+        problem = f"with offsets it is not known which of {spec.num_tables} tables a bag belongs to"
+        raise _error(spec, "ids", f"{problem}; give table_ids, one for each {each}")
     last = [] if lookup.pooling is None else ["L"]
     if lookup.ids.dim() < 2 + len(last) or lookup.shape[-1] != spec.num_tables:
         expected = ", ".join(["...", str(spec.num_tables), *last])
-        raise InputError(
-            f"{where}: shape {tuple(lookup.ids.shape)} is not ({expected}), one column for each table; give that, or "
-            f"table_ids that say which table each {'bag' if last else 'id'} belongs to"
-        )
+        problem = f"shape {tuple(lookup.ids.shape)} is not ({expected}), one column for each table"
+        remedy = f"give that, or table_ids that say which table each {'bag' if last else 'id'} belongs to"
+        raise _error(spec, "ids", f"{problem}; {remedy}")
 
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
     """A key and its table; `table` may be None if the embedding has one table. Raises InputError."""
     if as_int(key) is None:
-        raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
+        raise _error(spec, "key", f"got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
         table = 0
     number = table_number(table, spec.table_names)
     if number is None:
-        raise InputError(
-            f"table of embedding {spec.name!r}: got {table!r}; give the key's, from {choices(spec.table_names)}"
-        )
+        raise _error(spec, "table", f"got {table!r}; give the key's, from {choices(spec.table_names)}")
     return int(key), number
 
 
@@ -235,37 +198,13 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
     """Raises InputError for weights that are not float32 of the shape of ids."""
     if weights is None:
         return
-    where = f"weights of embedding {spec.name!r}"
     if lookup.pooling is None:
-        raise InputError(
-            f"{where}: weights multiply the rows of a bag, and pooling=None makes no bags; give pooling='sum'"
-        )
-    _refuse_nested(where, "weights", weights)
+        remedy = "weights multiply the rows of a bag, and pooling=None makes no bags; give pooling='sum'"
+        raise _error(spec, "weights", remedy)
+    _check_tensor(spec, "weights", weights, lookup.ids)
     expected = tuple(lookup.ids.shape)
     if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != expected:
-        got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-        raise InputError(f"{where}: got {got}; give torch.float32 of the shape of ids, {expected}")
-    _check_device(where, "weights", weights, lookup.ids)
-
-
-def check_grad(spec: TableSpec, lookup: Lookup, grad: Tensor, dtype: torch.dtype) -> None:
-    """Raises InputError for a gradient whose shape or dtype is not that of the lookup's result."""
-    expected = (*lookup.shape, spec.dim)
-    if grad.dtype != dtype or tuple(grad.shape) != expected or grad.device != lookup.ids.device:
-        raise InputError(
-            f"gradient of embedding {spec.name!r}: got {grad.dtype} {tuple(grad.shape)} on {grad.device}; give {dtype} "
-            f"{expected} on {lookup.ids.device}, as the lookup returned"
-        )
-
-
-def checked_gradients(
-    spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
-) -> Gradients:
-    """The gradients of a step's lookups and the weights that pooled them, one each. Raises InputError."""
-    for lookup, grad, given in zip(lookups, grads, weights, strict=True):
-        check_grad(spec, lookup, grad, dtype)
-        check_weights(spec, lookup, given)
-    return Gradients(lookups, grads, weights, dtype)
+        raise _error(spec, "weights", f"got {_kind(weights)}; give torch.float32 of the shape of ids, {expected}")
 
 
 def check_output_dtype(dtype: Any) -> torch.dtype:
@@ -275,22 +214,34 @@ def check_output_dtype(dtype: Any) -> torch.dtype:
     return dtype
 
 
-def _check_device(where: str, name: str, values: Tensor, ids: Tensor) -> None:
-    if values.device.type not in (*DEVICES, "meta"):
-        raise InputError(
-            f"{where} are on {values.device}; tables are on the CPU or on CUDA devices: give {name}.cpu() or "
-            f"{name}.cuda()"
+def _error(spec: TableSpec, argument: str, problem: str) -> InputError:
+    return InputError(f"{argument} of embedding {spec.name!r}: {problem}")
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
+    """Raises InputError for a nested or sparse tensor, or one that is on another device than the ids."""
+    if not isinstance(values, Tensor):
+        return
+    if values.is_nested:
+        problem = "a nested tensor"
+        remedy = (
+            f"make it contiguous(), with layout=torch.jagged, and give {name}.values(), and for its bags "
+            "offsets=ids.offsets() with pooling='sum' or 'mean'"
         )
-    if values.device != ids.device:
-        raise InputError(f"{where} are on {values.device} and the ids on {ids.device}; give {name}.to(ids.device)")
-    if values.layout != torch.strided:
-        raise InputError(f"{where} are {values.layout}; give {name}.to_dense()")
-
-
-def _fits(dtype: torch.dtype, key_type: torch.dtype) -> bool:
-    """True for an integer dtype whose values `key_type` all has."""
-    keys = torch.iinfo(key_type)
-    return dtype in _NARROW and keys.min <= torch.iinfo(dtype).min and torch.iinfo(dtype).max <= keys.max
+    elif values.device.type not in (*DEVICES, "meta"):
+        problem = f"on {values.device}"
+        remedy = f"tables are on the CPU or on CUDA devices: give {name}.cpu() or {name}.cuda()"
+    elif values.device != ids.device:
+        problem, remedy = f"on {values.device} and the ids on {ids.device}", f"give {name}.to(ids.device)"
+    elif values.layout != torch.strided:
+        problem, remedy = f"{values.layout}", f"give {name}.to_dense()"
+    else:
+        return
+    raise InputError(f"{name} of embedding {spec.name!r} are {problem}; {remedy}")
 
 
 def _conversion(ids: Tensor, spec: TableSpec) -> str:
@@ -300,15 +251,6 @@ def _conversion(ids: Tensor, spec: TableSpec) -> str:
     if ids.dtype in KEY_TYPES and ids.dtype.itemsize > spec.key_type.itemsize:
         return f"make the embedding with key_type={ids.dtype}; ids.to({spec.key_type}) keeps the low bits alone"
     return f"convert them with ids.to({spec.key_type})"
-
-
-def _refuse_nested(where: str, name: str, values: Any) -> None:
-    """Raises InputError for a nested tensor."""
-    if isinstance(values, Tensor) and values.is_nested:
-        raise InputError(
-            f"{where} are a nested tensor; make it contiguous(), with layout=torch.jagged, and give {name}.values(), "
-            "and for its bags offsets=ids.offsets() with pooling='sum' or 'mean'"
-        )
 
 
 def keys_from(spec: TableSpec, keys: Any) -> Tensor:
@@ -321,16 +263,6 @@ def keys_from(spec: TableSpec, keys: Any) -> Tensor:
     return torch.from_numpy(expected)
 
 
-def _are_in_order(spec: TableSpec, lookup: Lookup, table_ids: Any) -> bool:
-    """Whether the columns of a lookup of features are all tables in order, which needs no table ids."""
-    return (
-        isinstance(table_ids, list)
-        and lookup.shape[-1] == spec.num_tables
-        and set(map(type, table_ids)) == {int}
-        and table_ids == [*range(spec.num_tables)]
-    )
-
-
 def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:
     """Table ids, given as an array or nested lists, as a tensor."""
     if table_ids is None or isinstance(table_ids, Tensor):
@@ -338,7 +270,12 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     error = f"table_ids of embedding {spec.name!r}: give whole numbers, or names of tables"
     given = _array(table_ids, error, "iuU")
     if given.dtype.kind == "U":
-        given = _numbers_of(spec, np.asarray(table_ids, object), error)
+        names = np.asarray(table_ids, object)
+        numbers = [table_number(name, spec.table_names) for name in names.flat]
+        if None in numbers:
+            unknown = names.flat[numbers.index(None)]
+            raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not one")
+        given = np.array(numbers, np.int64).reshape(names.shape)
     if given.dtype.kind not in "iu" or (given.astype(np.int64) != given).any():
         raise InputError(error)
     values = given.astype(np.int64)
@@ -346,15 +283,6 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
         return _number(int(values), device)
     with _disable_current_modes():  # a constant of a traced step, so that no step copies it to the device
         return torch.from_numpy(values).to(device, non_blocking=True)
-
-
-def _numbers_of(spec: TableSpec, tables: NDArray[np.object_], error: str) -> NDArray[np.int64]:
-    """The numbers of tables; some of `tables` are names."""
-    numbers = [table_number(table, spec.table_names) for table in tables.flat]
-    if None in numbers:
-        unknown = tables.flat[numbers.index(None)]
-        raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not one")
-    return np.array(numbers, np.int64).reshape(tables.shape)
 
 
 @cache
@@ -381,27 +309,17 @@ def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float
     return given.reshape(-1, spec.dim).contiguous().numpy()
 
 
-def check_finite(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
-    """Raises InputError for a number in values [n, dim], of n keys, that is infinite or NaN."""
-    _refuse_values(
-        spec, keys, values, ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
-    )
-
-
-def check_range(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
-    """Raises InputError for a finite number in values [n, dim], of n keys, that would be infinite in stored rows."""
-    if spec.dtype != "float32":
-        remedy = f"overflows dtype=torch.{spec.dtype}; give smaller numbers, or make the embedding with torch.float32"
-        _refuse_values(spec, keys, values, overflows(values, spec.dtype), remedy)
-
-
-def _refuse_values(
-    spec: TableSpec, keys: Tensor, values: NDArray[np.float32], flags: NDArray[np.bool_], error: str
-) -> None:
+def check_values(spec: TableSpec, keys: Tensor, values: NDArray[np.float32], allow_nonfinite: bool) -> None:
+    """Raises InputError for a number in values [n, dim], of n keys, that is not finite, or not in stored rows."""
+    flags, problem = np.zeros(0, np.bool_), ""
+    if not allow_nonfinite:
+        flags, problem = ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
+    if spec.dtype != "float32" and not flags.any():
+        remedy = "give smaller numbers, or make the embedding with torch.float32"
+        flags, problem = overflows(values, spec.dtype), f"overflows dtype=torch.{spec.dtype}; {remedy}"
     if flags.any():
         row, column = np.argwhere(flags)[0].tolist()
-        key = keys.flatten()[row].item()
-        raise InputError(f"rows of embedding {spec.name!r}: {values[row, column]} for key {key} {error}")
+        raise _error(spec, "rows", f"{values[row, column]} for key {keys.flatten()[row].item()} {problem}")
 
 
 def _array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:

@@ -76,13 +76,25 @@ class PlainDict(Mapping[str, Any]):
         return (field.name for field in fields(self))
 
     def __len__(self) -> int:
-        return len(fields(self))
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
     def __hash__(self) -> int:
         return hash(tuple(self.items()))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _set_int(self, name: str, expected: str, minimum: int, maximum: int) -> None:
+        """Make the option an int, as `int_option`, if it is not None."""
+        value = getattr(self, name)
+        if value is not None:
+            self._set(name, int_option(name, value, f"{expected}, or None", minimum, maximum))
+
+    def _wrong(self, name: str, problem: str) -> OptionError:
+        return OptionError(f"{name}={getattr(self, name)!r}: {problem}")
 
     def as_dict(self) -> dict[str, Any]:
         """Nested plain dicts and lists, which msgpack and JSON accept."""
@@ -169,22 +181,15 @@ class StoreOptions(_Stored):
                     raise OptionError(f"{name}={path!r}: give one folder as a str or Path, or None")
                 self._set(name, expanded(name, os.fspath(path)))
         if self.snapshot_path is not None and self.persistent_path is None:
-            raise OptionError(
-                f"snapshot_path={self.snapshot_path!r}: snapshots are of a store on disk; give persistent_path too"
-            )
+            raise self._wrong("snapshot_path", "snapshots are of a store on disk; give persistent_path too")
         if as_int(self.storage_dim) == -1:  # OneFlow's value for "not given"
             self._set("storage_dim", None)
         for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):
-            value = getattr(self, name)
-            if value is not None:
-                expected = "a whole number > 0 and < 2**63, or None"
-                self._set(name, int_option(name, value, expected, 1, (1 << 63) - 1))
+            self._set_int(name, "a whole number > 0 and < 2**63", 1, (1 << 63) - 1)
         size = as_int(self.physical_block_size, 512, 1 << 20)
         if size is None or size & (size - 1):
-            raise OptionError(
-                f"physical_block_size={self.physical_block_size!r}: give a power of two from 512 to 1048576 bytes, as "
-                "the disk's block"
-            )
+            remedy = "give a power of two from 512 to 1048576 bytes, as the disk's block"
+            raise self._wrong("physical_block_size", remedy)
         self._set("physical_block_size", size)
         choice_option("open", self.open, OPEN_MODES)
         number = self.state_dict_snapshots
@@ -192,14 +197,9 @@ class StoreOptions(_Stored):
             expected = "True, False, or how many snapshots of the latest states to keep, from 1"
             self._set("state_dict_snapshots", int_option("state_dict_snapshots", number, expected, 1))
         if number and self.persistent_path is None:
-            raise OptionError(
-                f"state_dict_snapshots={number!r}: without a persistent_path, state_dict() holds the rows themselves; "
-                "leave it out, or give persistent_path"
-            )
+            problem = "without a persistent_path, state_dict() holds the rows themselves"
+            raise self._wrong("state_dict_snapshots", f"{problem}; leave it out, or give persistent_path")
         self._check_lifecycle()
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
     def _check_lifecycle(self) -> None:
         choice_option("eviction", self.eviction, EVICTIONS)
@@ -210,36 +210,27 @@ class StoreOptions(_Stored):
         if self.eviction == "ttl" and self.ttl_steps is None:
             raise OptionError("eviction='ttl' evicts rows older than ttl_steps, and ttl_steps=None; give ttl_steps")
         if self.ttl_steps is not None and self.ttl_steps >= 1 << 32:
-            raise OptionError(
-                f"ttl_steps={self.ttl_steps}: steps are counted in 32 bits; give less than 2**32, or None"
-            )
+            raise self._wrong("ttl_steps", "steps are counted in 32 bits; give less than 2**32, or None")
         rule = as_number(self.admission)
         if rule is not None:
             self._set("admission", rule)
         if self.admission is not None and (rule is None or not (0 < rule < 1 or as_int(rule, 2, MAX_ADMISSION_COUNT))):
-            raise OptionError(
-                f"admission={self.admission!r}: give the steps that must look a row up, from 2 to "
-                f"{MAX_ADMISSION_COUNT}, or a probability > 0 and < 1, or None to keep every row"
-            )
+            remedy = f"give the steps that must look a row up, from 2 to {MAX_ADMISSION_COUNT}, or a probability > 0"
+            raise self._wrong("admission", f"{remedy} and < 1, or None to keep every row")
 
     def check_row(self, dim: int, width: int) -> None:
         """Raises OptionError if a given row size is not the one of the optimizer: `width` floats for `dim` columns."""
+        problem = f"with this optimizer a row takes {width} floats"
         if self.storage_dim is not None and self.storage_dim != width:
-            raise OptionError(
-                f"storage_dim={self.storage_dim}: with this optimizer a row takes {width} floats; leave storage_dim out"
-            )
+            raise self._wrong("storage_dim", f"{problem}; leave storage_dim out")
         if self.storage_dim is None and self.size_factor is not None and self.size_factor * dim != width:
-            raise OptionError(
-                f"size_factor={self.size_factor}: with this optimizer a row takes {width} floats for {dim} columns; "
-                "leave size_factor out"
-            )
+            raise self._wrong("size_factor", f"{problem} for {dim} columns; leave size_factor out")
 
 
 @options_class
 class DeviceMemOptions(StoreOptions):
     """All rows in device memory (host memory if there is no device): the fastest store, bounded by that memory."""
 
-    maker = "make_device_mem_store_options"
     store: str = field(default="device_mem", init=False)
 
 
@@ -247,7 +238,6 @@ class DeviceMemOptions(StoreOptions):
 class HostMemOptions(StoreOptions):
     """All rows in host memory."""
 
-    maker = "make_host_mem_store_options"
     store: str = field(default="host_mem", init=False)
 
 
@@ -265,7 +255,6 @@ class CachedHostMemOptions(StoreOptions, _Cached):
     192, and at least two batches.
     """
 
-    maker = "make_cached_host_mem_store_options"
     store: str = field(default="cached_host_mem", init=False)
     cache_policy: str = field(default="lru", kw_only=True)
     overflow_mb: float | None = field(default=None, kw_only=True)
@@ -310,7 +299,6 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
     {"block_based_table_factory": {...}}.
     """
 
-    maker = "make_cached_ssd_store_options"
     store: str = field(default="cached_ssd", init=False)
     persistent_path: Path_ = field()
     shards: int | None = field(default=None, kw_only=True)
@@ -325,20 +313,15 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
         super().__post_init__()
         host_budget = auto_budget_option("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
         self._set("host_cache_budget_mb", host_budget)
-        if self.shards is not None:
-            expected = f"a whole number from 1 to {BUCKETS}, or None"
-            self._set("shards", int_option("shards", self.shards, expected, 1, BUCKETS))
+        self._set_int("shards", f"a whole number from 1 to {BUCKETS}", 1, BUCKETS)
         choice_option("read_mode", self.read_mode, READ_MODES)
         if self.read_mode == "direct":
             cache_mb = ROCKSDB_CACHE_MB if self.rocksdb_cache_mb is None else self.rocksdb_cache_mb
             self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, zero=True))
         elif self.rocksdb_cache_mb is not None:
-            raise OptionError(
-                f"rocksdb_cache_mb={self.rocksdb_cache_mb!r}: with read_mode={self.read_mode!r} the page cache has the "
-                "blocks; give read_mode='direct', or leave it out"
-            )
-        if self.io_threads is not None:
-            self._set("io_threads", int_option("io_threads", self.io_threads, "1 to 64, or None", 1, 64))
+            problem = f"with read_mode={self.read_mode!r} the page cache has the blocks"
+            raise self._wrong("rocksdb_cache_mb", f"{problem}; give read_mode='direct', or leave it out")
+        self._set_int("io_threads", "1 to 64", 1, 64)
         if not isinstance(self.async_io, bool):
             raise OptionError(f"async_io={self.async_io!r}: give True or False")
         if self.rocksdb_options is not None:
@@ -376,11 +359,10 @@ make_cached_host_mem_store_options = CachedHostMemOptions
 make_cached_ssd_store_options = CachedSsdOptions
 
 STORES: dict[str, type[StoreOptions]] = {
-    "device_mem": DeviceMemOptions,
-    "host_mem": HostMemOptions,
-    "cached_host_mem": CachedHostMemOptions,
-    "cached_ssd": CachedSsdOptions,
+    one.store: one for one in (DeviceMemOptions, HostMemOptions, CachedHostMemOptions, CachedSsdOptions)
 }
+for _name, _class in STORES.items():
+    _class.maker = f"make_{_name}_store_options"
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:

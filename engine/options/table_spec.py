@@ -152,12 +152,16 @@ def table_spec(
     check_reach(options, dtype)
     check_distinct([table.name for table in options])
     name = check_name(name)
+    if padding_idx is not None:
+        ids = torch.iinfo(key_type)
+        expected = f"a whole number from {ids.min} to {ids.max}, or None"
+        padding_idx = int_option("padding_idx", padding_idx, expected, ids.min, ids.max)
     return TableSpec(
         name,
         check_columns(embedding_dim),
         key_type,
         options,
-        check_padding(padding_idx, key_type),
+        padding_idx,
         zlib.crc32(name.encode()) if seed is None else check_seed(seed),
         dtype,
         state_dtype,
@@ -229,12 +233,3 @@ def check_reach(tables: Sequence[AnyTableOptions], dtype: str) -> None:
 
 def check_seed(seed: Any) -> int:
     return int_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1)
-
-
-def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
-    """Raises OptionError for a padding id that is not an id of the key type."""
-    if padding_idx is None:
-        return None
-    limits = torch.iinfo(key_type)
-    expected = f"a whole number from {limits.min} to {limits.max}, or None"
-    return int_option("padding_idx", padding_idx, expected, limits.min, limits.max)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +11,15 @@ from torch import Tensor
 
 from .. import _core
 from ..cache.cached import CpuCachedStore
-from ..ops.batch import array_of, batch_of, empty, flat, keys_of
+from ..ops.batch import Gradients, array_of, arrays_of, batch_of, empty, flat, keys_of
 from ..optim.row_state import RowState
-from ..options.lookup import OUTPUT_DTYPES, Gradients, Lookup
+from ..options.lookup import OUTPUT_DTYPES, Lookup
 from ..options.store_options import CachedHostMemOptions, mib
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier, TopTier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
-from .processor import ByOwner, Processor, by_owner
+from .processor import Processor
 
 FEW = 256  # ids, as in native/full_table.h
 
@@ -93,9 +92,8 @@ class CpuProcessor(Processor[_core.Batch]):
         return out
 
     def weights_grad(self, batch: _core.Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        new = (
-            torch.empty if lookup.feature_columns is None else torch.zeros
-        )  # ids of other features have weights as well
+        # ids of other features have weights as well
+        new = torch.empty if lookup.feature_columns is None else torch.zeros
         out = new(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
         _core.weights_grad(batch, self.layout, index, array_of(grad), flat(out), mean, dtype)
@@ -105,12 +103,12 @@ class CpuProcessor(Processor[_core.Batch]):
         self._hyper, self._step, self._scale = hyper, step, scale
 
     def update(self, batch: _core.Batch, gradients: Gradients, rule: str) -> None:
-        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         hyper, step, scale = self._hyper, self._step, self._scale
         _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale, self._written)
 
     def square_gradients(self, batch: _core.Batch, gradients: Gradients) -> Tensor:
-        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, dtype))
 
     def sum_gradients(
@@ -121,16 +119,13 @@ class CpuProcessor(Processor[_core.Batch]):
         out: Tensor | None = None,
     ) -> Tensor:
         out = empty((batch.unique, self.layout.dim), torch.float32) if out is None else out
-        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         _core.sum_gradients(batch, self.layout, *given, array_of(out), positions, dtype)
         return out
 
     def unique_rows(self, batch: _core.Batch) -> Lookup:
         tables = torch.from_numpy(batch.tables.astype(np.int64)) if self._spec.num_tables > 1 else None
         return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
-
-    def by_owner(self, batch: _core.Batch, ranks: int, last: int) -> ByOwner:
-        return by_owner(batch.tables, batch.keys, ranks, last)
 
     def set_lines(
         self,
@@ -149,10 +144,3 @@ class CpuProcessor(Processor[_core.Batch]):
 
     def catch_up(self, batch: _core.Batch, rule: str) -> None:
         _core.catch_up(self.layout, batch.lines, rule, self._hyper, self._step)
-
-
-def _arrays(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """(gradients, whether bags are means, weights) in the form that the core takes."""
-    means = [lookup.pooling == "mean" for lookup in gradients.lookups]
-    weights = [None if given is None else flat(given) for given in gradients.weights]
-    return [array_of(grad) for grad in gradients.grads], means, weights

@@ -16,18 +16,19 @@ from ..cache.cuda.cached import CudaCachedStore
 from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
 from ..host_memory import FreeMemory
+from ..ops.batch import Gradients
 from ..ops.cuda import step as kernels
 from ..ops.cuda.batch import CHANGED, Batch, Faults, Ids, Segment
 from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
 from ..optim.row_state import RowState
-from ..options.lookup import Gradients, Lookup
+from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
-from .processor import ByOwner, Capturer, DeferredError, Factory, by_owner
+from .processor import Capturer, DeferredError, Factory
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:
@@ -55,12 +56,8 @@ class CudaProcessor:
         self.layout = spec.layout(state)
         self._spec, self._capacity, self._on = spec, capacity, device
         self.capturer: Capturer | None = device
-        self.side_stream, self.record_event, self.wait_event = (
-            device.side_stream,
-            device.record_event,
-            device.wait_event,
-        )
-        self.wait = device.wait
+        self.side_stream, self.wait = device.side_stream, device.wait
+        self.record_event, self.wait_event = device.record_event, device.wait_event
         self._layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
@@ -71,13 +68,11 @@ class CudaProcessor:
 
     @property
     def written(self) -> Counts:
-        counts: Counts = self._written.cpu().numpy()
-        return counts
+        return np.asarray(self._written.cpu())
 
     @property
     def dropped(self) -> Counts:
-        counts: Counts = self._dropped.cpu().numpy()
-        return counts
+        return np.asarray(self._dropped.cpu())
 
     def deferred_error(self, wait: bool) -> DeferredError | None:
         error = self._faults.take(self._faults.seen(wait))
@@ -129,8 +124,7 @@ class CudaProcessor:
         batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
 
     def count_written(self, batch: Batch) -> Counts:
-        counts: Counts = kernels.count_written(self._layout, batch).cpu().numpy()
-        return counts
+        return np.asarray(kernels.count_written(self._layout, batch).cpu())
 
     def gather_few(self, top: object, lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
         return None
@@ -182,12 +176,6 @@ class CudaProcessor:
         keys = batch.keys
         tables = batch.tables[: len(keys)].to(torch.int64) if self._spec.num_tables > 1 else None
         return Lookup(keys, tables)
-
-    def by_owner(self, batch: Batch, ranks: int, last: int) -> ByOwner:
-        """`Processor.by_owner`. Rows are grouped on the host."""
-        keys = batch.keys.cpu().numpy()
-        tables = batch.tables[: len(keys)].cpu().numpy()
-        return by_owner(tables.view(np.uint32), keys.view(np.uint64), ranks, last)
 
     def set_lines(
         self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None

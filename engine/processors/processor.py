@@ -14,11 +14,11 @@ from torch import Tensor
 from .. import _core
 from ..errors import TierbedError
 from ..host_memory import FreeMemory
+from ..ops.batch import Gradients
 from ..optim.row_state import RowState
-from ..options.lookup import Gradients, Lookup
+from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions
 from ..options.table_spec import TableSpec
-from ..row_format import Keys, TableIds
 from ..store.contract import FullStore, InMemoryTier, Tier, TopTier
 from ..store.table_counts import Counts
 
@@ -48,16 +48,18 @@ class ByOwner(NamedTuple):
     counts: list[int]  # [ranks]
 
 
-def by_owner(tables: TableIds, keys: Keys, ranks: int, last: int) -> ByOwner:
-    """Rows in the order of a batch, by owner, those of rank `last` after all others."""
-    owners = _core.owners(tables, keys, ranks)
+def by_owner(unique: Lookup, ranks: int, last: int) -> ByOwner:
+    """The unique rows of a batch by the ranks that own them, those of rank `last` after all others."""
+    keys = unique.ids.cpu()
+    tables = torch.zeros_like(keys) if unique.table_ids is None else unique.table_ids.cpu()
+    owners = _core.owners(tables.numpy().astype(np.uint32), keys.numpy().view(np.uint64), ranks)
     turns = np.where(owners == last, ranks - 1, owners - (owners > last))
     order = np.argsort(turns.astype(np.uint16), kind="stable")  # of 16 bits by radix
     positions = np.empty_like(order)
     positions[order] = np.arange(len(order))
     counts = np.bincount(owners, minlength=ranks).tolist()
-    sorted_keys, sorted_tables = (torch.from_numpy(part[order].astype(np.int64)) for part in (keys, tables))
-    return ByOwner(sorted_keys, sorted_tables, positions, counts)
+    in_order = torch.from_numpy(order)
+    return ByOwner(keys[in_order], tables[in_order], positions, counts)
 
 
 class Processor(Protocol[B]):
@@ -177,12 +179,6 @@ class Processor(Protocol[B]):
 
     def unique_rows(self, batch: B) -> Lookup:
         """A lookup of the unique rows of the batch, each once, in its order. May wait for the device."""
-
-    def by_owner(self, batch: B, ranks: int, last: int) -> ByOwner:
-        """The unique rows of the batch by the ranks that own them, those of rank `last` after all others.
-
-        May wait for the device.
-        """
 
     def set_lines(
         self, batch: B, rows: Tensor, positions: NDArray[np.int64], rest: tuple[B, int] | None = None

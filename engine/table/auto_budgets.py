@@ -93,7 +93,11 @@ class AutoBudgets:
             )
         with _one_at_a_time:
             if memory not in self._free:
-                self._free[memory] = _unpromised(memory, free)
+                promised = sum(budgets._promised.get(memory, 0) for budgets in _of_this_process)
+                if not promised:
+                    _free_at_first[memory] = free.bytes
+                rest = max(min(free.bytes, _free_at_first[memory] - promised), 0)
+                self._free[memory] = FreeMemory(rest, free.where)
             free = self._free[memory]
             capacity = self._options.capacity
             split = split_memory(
@@ -108,21 +112,16 @@ class AutoBudgets:
                 )
             self._promised[memory] = int((split.free_mb - split.rest_mb) * MB)
         line = f"tierbed: {option} divides {split.free_mb:.1f} MiB free {free.where}: {split}"
-        if line not in self._printed:
+        if line not in self._printed and sys.stderr is not None:
             self._printed.add(line)
-            _print_line(line)
+            with suppress(OSError, ValueError):  # it was closed
+                print(line, file=sys.stderr, flush=True)
         return split
 
 
 _of_this_process: WeakSet[AutoBudgets] = WeakSet()
 _free_at_first: dict[str, int] = {}  # bytes of each memory before the first of the present promises
 _one_at_a_time = Lock()
-
-
-def _print_line(line: str) -> None:
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):  # it was closed
-            print(line, file=sys.stderr, flush=True)
 
 
 def _forget_parent() -> None:
@@ -133,11 +132,3 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
-
-
-def _unpromised(memory: str, free: FreeMemory) -> FreeMemory:
-    """The free memory without the bytes that embeddings of this process were promised."""
-    promised = sum(budgets._promised.get(memory, 0) for budgets in _of_this_process)
-    if not promised:
-        _free_at_first[memory] = free.bytes
-    return FreeMemory(max(min(free.bytes, _free_at_first[memory] - promised), 0), free.where)

@@ -6,20 +6,22 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import closing, suppress
+from math import inf
 from threading import Condition, Event, current_thread, get_native_id, main_thread
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from .. import _core
 from ..errors import StoreError
 from ..row_format import Chunks
 from ..store.image import Image
-from ..threads import POLL_SECONDS, Thread, wait_for
+from ..threads import POLL_SECONDS, Thread
 
 NICENESS = 10  # in addition to that of the threads that train
 PAUSE = 5.0  # seconds of pause for each second of work: memory and disk are shared, whatever the priority
 
 log = logging.getLogger("tierbed")
+T = TypeVar("T")
 
 
 class SaveHandle(Protocol):
@@ -39,10 +41,8 @@ class ForegroundSave:
     lock: the table's lock, which is held now.
     """
 
-    def __init__(self, what: str, image: Image, write: Callable[[Chunks], Any], lock: Any) -> None:
-        self.what = what
-        self.image: Image | None = image
-        self._write: Callable[[Chunks], Any] | None = write
+    def __init__(self, what: str, image: Image, lock: Any) -> None:
+        self.what, self.image = what, image
         self._changed, self._thread = Condition(lock), current_thread()
         self.done = self.is_running = False
 
@@ -51,22 +51,18 @@ class ForegroundSave:
         """Whether another thread makes this save now."""
         return not self.done and current_thread() is not self._thread and self._thread.is_alive()
 
-    def run(self) -> Any:
-        """Save the rows. Returns what `write` returns."""
+    def read(self, write: Callable[[Chunks], T]) -> T:
+        """Pass the rows to `write`, and return what it returns. The image is closed then; the save goes on."""
         self.is_running = True
         try:
-            assert self.image is not None
-            assert self._write is not None
             with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # the traceback of an error refers to it
-                return self._write(chunks)
+                return write(chunks)
         finally:
-            self.end()
+            self.image.close()
 
     def end(self) -> None:
-        """Close the image. May be called again."""
-        image, self.image, self._write = self.image, None, None  # which refer to the table
-        if image is not None:
-            image.close()
+        """The snapshot has its name, or was dropped. May be called again."""
+        self.image.close()
         with self._changed:
             self.done = True
             self._changed.notify_all()
@@ -102,7 +98,11 @@ class BackgroundSave:
         """Whether the save has ended, successfully or not."""
         alive = self._thread.is_alive()  # read first: a thread sets its result before it ends
         if not alive and not self._ended.is_set() and self._process == os.getpid():
-            self._note_death()
+            death = MemoryError(f"{self.what}: the thread that saves it died without raising an error")
+            self._error = self._error or death
+            self.image.close()
+            self._ended.set()
+            log.error("%s was not saved: %s", self.what, self._error)
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -113,15 +113,7 @@ class BackgroundSave:
         """
         if not self.done and self._process != os.getpid():
             raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
-        self._hurry.set()
-        if self._changed._is_owned():  # type: ignore[attr-defined]  # by a step that a signal interrupted, whose handler waits
-            with self._changed:
-                wait_for(self._changed, self._ended.is_set, self._thread, timeout)
-        else:
-            end = None if timeout is None else monotonic() + timeout
-            while not self.done and (end is None or monotonic() < end):  # not for the lock: a step may hold it for long
-                self._ended.wait(POLL_SECONDS if end is None else min(POLL_SECONDS, end - monotonic()))
-        done = self.done  # also notes the death of the thread
+        done = self._wait_for_end(timeout)
         if self._error is not None:
             self._error_was_raised = True
             raise self._error
@@ -133,14 +125,21 @@ class BackgroundSave:
 
     def finish(self) -> BaseException | None:
         """Wait until the save ends, unless its own thread calls this. Returns its error once, if it was not raised."""
-        if not self.done and self._process == os.getpid() and current_thread() is not self._thread:
-            self._hurry.set()
-            with self._changed:
-                wait_for(self._changed, self._ended.is_set, self._thread)
+        if self._process == os.getpid() and current_thread() is not self._thread:
+            self._wait_for_end()
         if not self.done or self._error_was_raised:
             return None
         self._error_was_raised = True
         return self._error
+
+    def _wait_for_end(self, timeout: float | None = None) -> bool:
+        self._hurry.set()
+        end = inf if timeout is None else monotonic() + timeout
+        # a thread that has the lock releases it: a signal's handler waits in the middle of a step. Others need no lock
+        is_owned = self._changed._is_owned()  # type: ignore[attr-defined]
+        while not self.done and monotonic() < end:
+            (self._changed if is_owned else self._ended).wait(min(POLL_SECONDS, end - monotonic()))
+        return self.done
 
     def _paced(self, image: Image) -> Chunks:
         """The rows of the image, read with pauses, so that steps are hardly slower meanwhile."""
@@ -151,13 +150,6 @@ class BackgroundSave:
                 if not image.is_urgent and main_thread().is_alive():  # otherwise steps or the exit of the process wait
                     self._hurry.wait(PAUSE * (perf_counter() - begin))
                 begin = perf_counter()
-
-    def _note_death(self) -> None:
-        """Note that the thread of the save died without a result."""
-        self._error = self._error or MemoryError(f"{self.what}: the thread that saves it died without raising an error")
-        self.image.close()
-        self._ended.set()
-        log.error("%s was not saved: %s", self.what, self._error)
 
     def _run(self, write: Callable[[Chunks], object]) -> None:
         try:

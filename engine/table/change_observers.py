@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import RLock
 from typing import Any
 
 import numpy as np
 
 from .. import _core
 from ..cache.cached import CpuCachedStore
-from ..errors import ClosedError, StoreError
+from ..errors import StoreError
 from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, keys_of
 from ..signals import uninterrupted
 from ..store.contract import ChangeSource, TopTier
@@ -19,8 +19,8 @@ from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
 from .row_scan import line_addresses, locked
-from .stack import Stack
 
+Table = Any  # an open table, whose file imports this one
 CHUNK_BYTES = 1 << 23  # bytes of rows that are read at once
 
 
@@ -80,25 +80,10 @@ class ChangeTracker:
 
 
 class ChangeObservers:
-    """The observers of one table, which the table notifies of rows before it changes them.
+    """The observers of one table, which the table notifies of rows before it changes them."""
 
-    `lock` is the table's. `ready` returns the top tier of `stack`, or raises if the table cannot be used. `check`
-    raises the deferred error of an earlier call.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        stack: Stack,
-        dtype: np.dtype[np.void],
-        lock: RLock,
-        ready: Callable[[], TopTier[Any]],
-        check: Callable[[], object],
-    ) -> None:
-        """dtype: of the rows that observers return."""
-        self._name, self._dtype = name, dtype
-        self._stack: Stack | None = stack
-        self._lock, self._ready, self._check = lock, ready, check
+    def __init__(self, table: Table) -> None:
+        self._table: Table = weakref.proxy(table)
         self.saving: BackgroundSave | ForegroundSave | None = None  # the last one, which may have ended
         self.changes: ChangeTracker | None = None
         self._image: Image | None = None
@@ -111,13 +96,13 @@ class ChangeObservers:
 
     def track_changes(self, since: str) -> None:
         """Note which rows change from now on. The present rows are those of the snapshot with the id `since`."""
-        with self._lock:
+        with self._table.lock:
             if self.changes is not None:
                 self.changes.start_delta()
                 self.changes.saved(since)
             else:
                 self.is_active = True  # first: no signal may come between a change and its observer
-                self.changes = ChangeTracker(since, self._ready().change_source())
+                self.changes = ChangeTracker(since, self._table.ready().change_source())
 
     def changed(self, since: str) -> Iterator[Change] | None:
         """The changes since the snapshot with the id `since`, read while they are iterated; None if they are unknown.
@@ -125,17 +110,17 @@ class ChangeObservers:
         Call `changes_saved` once they are saved. Otherwise the next call returns them again, with the later ones.
         Raises StoreError while a snapshot is being saved in the background.
         """
-        with self._lock:
-            store = self._ready()
+        with self._table.lock:
+            store = self._table.ready()
             self.check_not_saving()
             if self.changes is None or self.changes.since != since:
                 return None
             self.changes.start_delta()
-            return locked(self.changes.rows(store, self._dtype), self._lock, self._ready)
+            return locked(self.changes.rows(store, self._table.form.dtype), self._table.lock, self._table.ready)
 
     def changes_saved(self, since: str) -> None:
         """Note that the snapshot with the id `since` has the changes of the last `changed`, or the rows of `image`."""
-        with self._lock:
+        with self._table.lock:
             if self.changes is not None:
                 self.changes.saved(since)
 
@@ -145,24 +130,23 @@ class ChangeObservers:
         max_bytes: for before-images of rows in memory; beyond it steps wait for the reader. Raises StoreError, also
         while another image is open.
         """
-        with self._lock, uninterrupted():
-            top = self._ready()
-            self._check()
+        with self._table.lock, uninterrupted():
+            top = self._table.ready()
+            self._table.check()
             self.check_not_saving()
             if self._image is not None:
-                raise StoreError(f"embedding {self._name!r} has an image already; close it first")
+                raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close it first")
             if isinstance(top, CpuCachedStore):
                 top.write_back()  # to be durable takes long, and is the snapshot's
             else:
                 top.flush()
             if self.changes is not None:
                 self.changes.start_delta()
-            assert self._stack is not None
-            bottom = self._stack.bottom
+            bottom, dtype, lock = self._table.stack.bottom, self._table.form.dtype, self._table.lock
             if isinstance(bottom, RocksDB):
-                self._image = DiskImage(bottom.scan(), self._dtype, self._lock, self._forget_image)
+                self._image = DiskImage(bottom.scan(), dtype, lock, self._forget_image)
             else:
-                self._image = MemoryImage(bottom.image(top), self._dtype, max_bytes, self._lock, self._forget_image)
+                self._image = MemoryImage(bottom.image(top), dtype, max_bytes, lock, self._forget_image)
             self.is_active = True
             return self._image
 
@@ -174,19 +158,19 @@ class ChangeObservers:
         what: names the snapshot in messages. max_bytes: as in `image`. Raises StoreError as `image` does, and while
         another snapshot is being saved.
         """
-        with self._lock:
+        with self._table.lock:
             image = self.image(max_bytes)
             try:
-                self.saving = BackgroundSave(what, image, write, self._lock)
+                self.saving = BackgroundSave(what, image, write, self._table.lock)
             except BaseException:
                 image.close()
                 raise
             return self.saving
 
-    def save_here(self, what: str, write: Callable[[Chunks], object]) -> ForegroundSave:
-        """As `save_in_background`, by the calling thread, which calls `run` of the result without the lock."""
-        with self._lock:
-            self.saving = save = ForegroundSave(what, self.image(), write, self._lock)
+    def save_here(self, what: str) -> ForegroundSave:
+        """Begin a save of all rows as they are now by the calling thread, which reads them without the lock."""
+        with self._table.lock:
+            self.saving = save = ForegroundSave(what, self.image(), self._table.lock)
             return save
 
     @property
@@ -204,7 +188,7 @@ class ChangeObservers:
         """A block with the table's lock, while no other thread saves the rows in the foreground."""
         while True:
             self.wait_for_foreground()
-            with self._lock:
+            with self._table.lock:
                 if not self.is_saved_by_another:
                     yield
                     return
@@ -238,18 +222,14 @@ class ChangeObservers:
     def wait_for_memory(self) -> None:
         """Wait while an image has no memory for more before-images. Called before rows change."""
         if self._image is not None:
-            with self._lock:
+            with self._table.lock:
                 if self._image is not None:
                     self._image.wait_for_memory(self._is_unread)
 
     def close(self) -> None:
-        """Close the image, and release the table and its stack. May be called again."""
+        """Close the image. May be called again."""
         if self._image is not None:
             self._image.close()
-        self._ready, self._check, self._stack = self._refuse, self._refuse, None
-
-    def _refuse(self) -> TopTier[Any]:
-        raise ClosedError(f"embedding {self._name!r} was closed or its rows were replaced; use the embedding again")
 
     def _forget_image(self, image: Image) -> None:
         self._image = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from threading import Condition, current_thread
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
+from ..ops.fingerprint import copied, fingerprint, same_lookups
 from ..options.lookup import Lookup
 from ..processors.processor import Processor
 from ..store.contract import TopTier
@@ -61,13 +62,6 @@ def _lookups(step: Sequence[_AnnouncedLookups]) -> list[Lookup]:
     return [lookup for announced in step for lookup in announced.lookups]
 
 
-def copied(lookup: Lookup, copy: Callable[[Tensor], Tensor] = torch.clone) -> Lookup:
-    """A lookup of copies of its tensors."""
-    ids, table_ids, offsets = (None if part is None else copy(part.detach()) for part in lookup.tensors)
-    assert ids is not None
-    return lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
-
-
 def _copy(part: Tensor) -> Tensor:
     """A copy on the CPU. Torch makes a large one on its threads, which would wait for cores that fetch rows."""
     return torch.from_numpy(part.numpy().copy())
@@ -75,32 +69,8 @@ def _copy(part: Tensor) -> Tensor:
 
 def _memory(lookup: Lookup) -> tuple[Any, ...]:
     """A value that is equal for lookups of the same memory, unless torch has written to it in between."""
-    memory = (
-        part if part is None else (part.data_ptr(), _version(part), part.dtype, part.shape, part.stride())
-        for part in lookup.tensors
-    )
+    memory = (fingerprint(part, by_memory=True) for part in lookup.tensors)
     return lookup.pooling, lookup.feature_columns, *memory
-
-
-def _version(part: Tensor) -> Any:
-    return object() if part.is_inference() else part._version  # tensors of inference mode count no writes
-
-
-def same_lookups(some: Sequence[Lookup], others: Sequence[Lookup]) -> bool:
-    """Whether both have the same ids, tables and bags. May wait for a device."""
-    return len(some) == len(others) and all(map(_same, some, others))
-
-
-def _same(one: Lookup, other: Lookup) -> bool:
-    if one.pooling != other.pooling or one.feature_columns != other.feature_columns:
-        return False
-    for left, right in zip(one.tensors, other.tensors, strict=True):
-        if left is None or right is None:
-            if left is not right:
-                return False
-        elif left.shape != right.shape or left.dtype != right.dtype or not torch.equal(left, right):
-            return False
-    return True
 
 
 class Prefetcher:
@@ -280,13 +250,9 @@ class Prefetcher:
                 if self._thread is me:
                     self._busy = False
                     self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._thread is not me or (not self._paused and self._next() is not None)
-                )
-                if self._thread is not me:
+                step = self._changed.wait_for(lambda: self._thread is not me or (not self._paused and self._next()))
+                if not isinstance(step, list):  # another thread continues, or none
                     return
-                step = self._next()
-                assert step is not None
                 self._busy = True
             try:
                 with self._processor.side_stream():

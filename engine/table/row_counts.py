@@ -27,6 +27,13 @@ class RowCounts:
         self.stored: Counts | None = np.zeros(num_tables, np.int64)
         self.pending: Counts | None = None
 
+    def begin(self, rows: int) -> None:
+        """Open with that many rows, of which `note_stored` says how many each table has."""
+        self.stored_rows = rows
+
+    def note_stored(self, by_table: Counts | None) -> None:
+        self.stored = by_table
+
     @property
     def rows(self) -> int:
         """How many rows there are, all tables together; may wait for the device."""

@@ -12,15 +12,9 @@ import torch
 
 from ..cache.cached import CpuCachedStore
 from ..errors import InputError
-from ..options.lookup import DEVICES
 from ..options.rocksdb_options import options_text
-from ..options.store_options import (
-    CachedHostMemOptions,
-    CachedSsdOptions,
-    DeviceMemOptions,
-    StoreOptions,
-    mib,
-)
+from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, mib
+from ..processors.cpu import CpuProcessor
 from ..processors.processor import Factory, Processor
 from ..store.contract import InMemoryTier, Tier, TopTier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
@@ -30,12 +24,6 @@ FIRST_STEP = 64  # at which counters are first read; then each time the number o
 _OPTION = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
 
 
-def _cpu(device: torch.device, options: StoreOptions) -> Factory:
-    from ..processors.cpu import CpuProcessor
-
-    return CpuProcessor
-
-
 def _cuda(device: torch.device, options: StoreOptions) -> Factory:
     from ..ops.cuda.device import cuda_device
     from ..processors.cuda import on_device
@@ -43,14 +31,17 @@ def _cuda(device: torch.device, options: StoreOptions) -> Factory:
     return on_device(cuda_device(device.index), options)
 
 
-PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {"cpu": _cpu, "cuda": _cuda}
+PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {
+    "cpu": lambda device, options: CpuProcessor,
+    "cuda": _cuda,
+}
 
 
 def processor_of(device: torch.device, options: StoreOptions) -> Factory:
     """The factory of processors for a torch device. Raises InputError for a device that tables cannot be on,
     OptionError for options that the device cannot have, and StoreError if its software is not installed.
     """
-    if device.type not in DEVICES:
+    if device.type not in PROCESSORS:
         raise InputError(
             f"the embedding was moved to {device}; tables are on the CPU or on CUDA devices: move it with .cpu() or "
             ".cuda()"
@@ -65,41 +56,30 @@ class SmallCaches:
         self._embedding, self._has_warned = embedding, False
 
     def judge(self, tiers: Mapping[str, dict[str, float]]) -> None:
-        """Add `too_small` to the metrics of each cache in `tiers`, the metrics of the whole stack from the top."""
+        """Add `too_small` to the metrics of each cache in `tiers`, the metrics of the whole stack from the top.
+
+        A cache is too small if it misses more than half of the requested rows because it evicts rows that steps need
+        again. Counted since the store was opened: at least every second miss evicted a row, at least `capacity` rows
+        were evicted, and more than a quarter of the requested rows were in the tier below. This excludes a cache that
+        is still filling, lookups of rows that were never written, and ids that occur once.
+        """
         top = next(iter(tiers.values()))
         requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
-            cache["too_small"] = int(is_too_small(cache, below, requested))
-            if cache["too_small"]:
-                self._warn(tier, cache, requested)
-
-    def _warn(self, tier: str, cache: Mapping[str, float], requested: float) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        log.warning(
-            "embedding %r: %s is too small: %.0f %% of %d looked-up rows hit, and %d rows (%d of them dirty) were "
-            "evicted from a capacity of %d; give the budget whose hit rate tierbed.plan(trace) predicts as enough",
-            self._embedding, _OPTION[tier], 100 * (1 - cache["misses"] / requested), requested, _evicted(cache),
-            cache["evictions_dirty"], cache["capacity"],
-        )  # fmt: skip
-
-
-def is_too_small(cache: Mapping[str, float], below: Mapping[str, float], requested: float) -> bool:
-    """Whether a cache misses more than half of the `requested` rows because it evicts rows that steps need again.
-
-    Counted since the store was opened: at least every second miss evicted a row, at least `capacity` rows were
-    evicted, and more than a quarter of the requested rows were in the tier below. This excludes a cache that is still
-    filling, lookups of rows that were never written, and ids that occur once.
-    """
-    evicted = _evicted(cache)
-    misses = requested < 2 * cache["misses"] and requested < 4 * below["hits"]
-    return misses and cache["misses"] <= 2 * evicted and evicted >= cache["capacity"]
-
-
-def _evicted(cache: Mapping[str, float]) -> float:
-    overflow = cache.get("overflow_evictions", 0)  # of most rows, with prefetch; a GPU's cache has none
-    return cache["evictions_clean"] + cache["evictions_dirty"] + overflow
+            overflow = cache.get("overflow_evictions", 0)  # of most rows, with prefetch; a GPU's cache has none
+            evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
+            misses = requested < 2 * cache["misses"] and requested < 4 * below["hits"]
+            is_small = misses and cache["misses"] <= 2 * evicted and evicted >= cache["capacity"]
+            cache["too_small"] = int(is_small)
+            if is_small and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "embedding %r: %s is too small: %.0f %% of %d looked-up rows hit, and %d rows (%d of them dirty) "
+                    "were evicted from a capacity of %d; give the budget whose hit rate tierbed.plan(trace) predicts "
+                    "as enough",
+                    self._embedding, _OPTION[tier], 100 * (1 - cache["misses"] / requested), requested, evicted,
+                    cache["evictions_dirty"], cache["capacity"],
+                )  # fmt: skip
 
 
 class Stack(NamedTuple):

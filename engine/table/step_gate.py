@@ -58,9 +58,11 @@ class StepGate:
             self.is_wanted = True
             stack.callback(self._leave)
             entered = self._enter(stack, give_up)
-            if entered:
-                for table in self._tables:
-                    _check_device(table)
+            for table in self._tables if entered else ():
+                table.processor.wait()  # steps may run on another stream than this thread
+                if error := table.deferred_error(wait=True):
+                    table.raise_later(error)
+                    raise error
             yield entered
 
     def _leave(self) -> None:
@@ -70,25 +72,15 @@ class StepGate:
     def _enter(self, stack: ExitStack, give_up: Callable[[], bool]) -> bool:
         while not give_up():
             with ExitStack() as locks:
-                if not all(_locked(table, locks) for table in sorted(self._tables, key=id)):
+                ordered = sorted(self._tables, key=id)
+                if not all(
+                    table.lock.acquire(timeout=POLL_SECONDS) and locks.callback(table.lock.release) for table in ordered
+                ):
                     continue
-                if not self.closed and not any(table.in_step or table.is_saved_by_another for table in self._tables):
+                taken = any(table.in_step or table.observers.is_saved_by_another for table in self._tables)
+                if not self.closed and not taken:
                     stack.enter_context(locks.pop_all())
                     return True
             self._step_waits.wait(POLL_SECONDS)
             self._step_waits.clear()
         return False
-
-
-def _locked(table: Table, locks: ExitStack) -> bool:
-    if not table.lock.acquire(timeout=POLL_SECONDS):
-        return False
-    locks.callback(table.lock.release)
-    return True
-
-
-def _check_device(table: Table) -> None:
-    table.processor.wait()  # steps may run on another stream than this thread
-    if error := table.deferred_error(wait=True):
-        table.reader_error = error
-        raise error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from threading import RLock
 from time import sleep
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +17,12 @@ from torch import Tensor
 from ..cache.cached import CpuCachedStore
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
-from ..ops.batch import rows_of
+from ..ops.batch import Gradients, checked_gradients, rows_of
 from ..ops.exact_sum import partial, total
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
-from ..options.lookup import Gradients, Lookup, checked_gradients
+from ..options.lookup import Lookup
 from ..options.table_spec import REACH, RUN, TableSpec
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, TableIds
@@ -38,54 +39,38 @@ from .stack import FIRST_STEP, SmallCaches, Stack
 from .step_gate import StepGate
 
 _BREATH = 0.0005  # seconds
+_NOT_ANNOUNCED = nullcontext()
 
 
 class RowsReplaced(ClosedError):
     """A load replaced the rows while a call waited for them: callers that only read start over with the new rows."""
 
 
-class PinningTable(Protocol):
-    """What a pinned batch needs of its table: an open table, or that of rows on several ranks."""
-
-    lock: RLock
-    processor: Processor[Any]
-    spec: TableSpec
-    observers: ChangeObservers
-    refused: bool
-
-    @property
-    def rule(self) -> str:
-        """The rule of the next update. Raises OptimizerError."""
-
-    def check_pinned(self, pinned: PinnedBatch) -> None:
-        """Raises StoreError if the batch is no longer pinned."""
-
-    def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None: ...
-
-    def release(self) -> None: ...
-
-
 class PinnedBatch:
-    """`Pinned` of engine/ops/rows_contract.py for the rows of one table, whose `release` ends the pin as well."""
+    """The unique rows of all lookups of a step, pinned in the top tier until `update` or `release`."""
 
-    def __init__(self, table: PinningTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
-        self.core = core  # the processor's batch
-        self.lookups = lookups
-        self.dtype = dtype
-        self.table = table
+    def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
+        """core: the processor's batch. dtype: of gathered rows."""
+        self.table, self.core, self.lookups, self.dtype = table, core, lookups, dtype
 
     def gather(self, index: int, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`Pinned.gather`. out: a contiguous tensor of the result's elements, to be written and returned."""
+        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
+
+        weights: float32 of the shape of its ids, or None. out: a contiguous tensor of the result's elements, which is
+        written and returned.
+        """
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is like its result."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
+        """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
         return total([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
@@ -102,48 +87,25 @@ class PinnedBatch:
         scale: float = 1.0,
         clip_value: float | None = None,
     ) -> None:
+        """Apply the optimizer and end the pin.
+
+        grads and weights: for each lookup, the gradient of its result and the weights that pooled it. A row's summed
+        gradient is multiplied by `scale`, then each element is clipped to [-clip_value, clip_value].
+        """
         try:
             self.table.update(self, self.gradients(grads, weights), scale, clip_value)
         except BaseException:
-            self.table.refused = True
+            self.table.note_refused()
             raise
 
     def release(self) -> None:
+        """End the pin; the rows are unchanged."""
         self.table.release()
 
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
         """The gradients of a step, checked. `grads` and `weights` are as in `update`. Raises InputError."""
         given = weights or [None] * len(self.lookups)
         return checked_gradients(self.table.spec, self.lookups, grads, given, self.dtype)
-
-
-def unique_rows(table: OpenTable, lookups: list[Lookup]) -> Lookup:
-    """A lookup of the unique rows of a future call. Raises InputError for illegal ids, if the host can read them."""
-    with table.lock:
-        table.require_open()
-        return table.processor.unique_rows(table.processor.batch(lookups, ahead=True))
-
-
-def sum_gradients(
-    table: OpenTable, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
-) -> tuple[Lookup, Tensor]:
-    """The unique rows of a call [n], and the gradient [n, dim] float32 of each; dtype: of `grads`. InputError."""
-    gradients = checked_gradients(table.spec, lookups, grads, weights, dtype)
-    with table.lock:
-        table.require_open()
-        batch = table.processor.batch(lookups)
-        return table.processor.unique_rows(batch), table.processor.sum_gradients(batch, gradients)
-
-
-def square_gradients(
-    table: OpenTable, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
-) -> float:
-    """`PinnedBatch.square_gradients` of lookups that are not pinned; dtype: of `grads`. InputError."""
-    gradients = checked_gradients(table.spec, lookups, grads, weights, dtype)
-    with table.lock:
-        table.require_open()
-        batch = table.processor.batch(lookups)
-        return total([partial(table.processor.square_gradients(batch, gradients).cpu().numpy())])
 
 
 class OpenTable:
@@ -185,7 +147,7 @@ class OpenTable:
         self.step_gate = StepGate()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
-        self.observers = ChangeObservers(spec.name, stack, self.form.dtype, self.lock, self.ready, self.check)
+        self.observers = ChangeObservers(self)
         # rows that are still in a tier, in whole or in part: tables, keys, how many of each table, and why they go
         self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
         self.small_caches = SmallCaches(spec.name)
@@ -202,13 +164,36 @@ class OpenTable:
         return self._pinned is not None
 
     @property
-    def is_saved_by_another(self) -> bool:
-        return self.observers.is_saved_by_another
-
-    @property
     def rule(self) -> str:
         """The rule of the next update. Raises OptimizerError."""
         return self.check_optimizer().rule
+
+    def begin(self, optimizer: RowOptimizer | None, run: str, stored: Mapping[str, Any] | None) -> None:
+        """Let the optimizer train the rows, of a run, and begin with the step and the counts of stored ones."""
+        self.optimizer, self.run = optimizer, run
+        if stored is not None:
+            self.reach, self.step = self.spec.reach(stored), stored["step"]
+            self.counts.begin(stored["rows"])
+            self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
+
+    def use_optimizer(self, optimizer: RowOptimizer, state: RowState) -> None:
+        """Let another optimizer train the rows, which have room for its state."""
+        self.optimizer, self.state = optimizer, state
+
+    def use_own_reach(self) -> None:
+        """Let rows have the reach of the spec, which their ids allow."""
+        self.reach = self.spec.reach(None)
+
+    def rename(self, name: str) -> None:
+        self.spec = replace(self.spec, name=name)
+
+    def share_gate(self, gate: StepGate) -> None:
+        """Let steps wait for readers of all tables that are trained together."""
+        self.step_gate = gate
+
+    def replaced(self) -> None:
+        """Another table of the embedding has taken this one's place."""
+        self.is_replaced = True
 
     def describe(self) -> dict[str, Any]:
         reach = {} if self.spec.last_ids is None else {REACH: self.reach}
@@ -281,6 +266,10 @@ class OpenTable:
             self.hyper = self.optimizer.hyper(self.step, None, self.hyper) if self.step else []
         return deferred.error
 
+    def raise_later(self, error: TierbedError) -> None:
+        """Let the next call raise a deferred error that another thread has taken between steps."""
+        self.reader_error = error
+
     def _erase(self, tables: TableIds, keys: Keys, cause: str, existing: Counts | None = None) -> None:
         """Erase rows from every tier. existing: by table, how many were written; None if all were.
 
@@ -335,11 +324,7 @@ class OpenTable:
         return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1, None, self.hyper)
 
     def read(
-        self,
-        lookup: Lookup,
-        weights: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        trains: bool = False,
+        self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
         """Rows of ids, or pooled bags: lookup.shape + (dim,). Unknown rows have initial values and are not inserted.
 
@@ -351,8 +336,7 @@ class OpenTable:
                 rows = self.processor.gather_few(self.ready(), lookup, dtype, trains)
                 if rows is not None:
                     return rows
-            batch = self._peek(lookup, trains)
-            return self.processor.gather(batch, 0, lookup, weights, dtype)
+            return self.processor.gather(self._peek(lookup, trains), 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup, trains: bool = False) -> Tensor:
         """`read`, which also waits for deferred errors and raises them."""
@@ -364,18 +348,18 @@ class OpenTable:
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of the weights of a lookup that only reads; grad is lookup.shape + (dim,)."""
         with self.lock:
-            batch = self._peek(lookup, trains=True)
-            return self.processor.weights_grad(batch, 0, lookup, grad)
+            return self.processor.weights_grad(self._peek(lookup, trains=True), 0, lookup, grad)
 
     def pin(
         self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: PinnedBatch | None = None
     ) -> PinnedBatch:
         """Deduplicate the ids, fetch their rows and pin them. dtype: of gathered rows, and of gradients.
 
-        dedup_from: as in `Processor.batch`; a prefetched batch is used first. CapacityError pins nothing.
+        dedup_from: as in `Processor.batch`; a prefetched batch is used first. CapacityError pins nothing. A `row_step`,
+        around the pin and the update, defers signals.
         """
         self.yield_to_reader()
-        with self.lock, uninterrupted():
+        with self.lock:
             pinned = self._pin(lookups, dtype, dedup_from)
             if self.catch_up_rule:
                 self.set_numbers()
@@ -402,14 +386,16 @@ class OpenTable:
         """Apply the optimizer to the rows of a batch, and end its pin."""
         optimizer, step = self.check_optimizer(), self.next_step()
         rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value, self.hyper)
-        self._wait_for_memory()
-        with self.lock, uninterrupted():
-            with self._writing(pinned, step):
-                self.processor.set_numbers(rule, hyper, step, scale)
-                self.processor.update(pinned.core, gradients, rule)
-                self.updated(step, hyper)
-                if self.lifecycle.has_ledger:
-                    self.lifecycle.note_written(pinned.core, step)
+
+        def write() -> None:
+            self.processor.set_numbers(rule, hyper, step, scale)
+            self.processor.update(pinned.core, gradients, rule)
+            self.updated(step, hyper)
+
+        if self.observers.is_active:
+            self.observers.wait_for_memory()
+        with self.lock:
+            self._write(pinned, step, write)
             if self.lifecycle.has_ledger and (expired := self.lifecycle.expired(step)):
                 with suppress(StoreError):  # the step itself succeeded: the next call erases them, or raises
                     self._erase(*expired, "expired")
@@ -426,21 +412,22 @@ class OpenTable:
                 f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer "
                 f"{self.state.rule}; add that optimizer before put"
             )
-        self._wait_for_memory()
+
+        def write() -> None:
+            if rule := self.catch_up_rule:
+                self.set_numbers()
+                self.processor.catch_up(pinned.core, rule)
+            self.processor.assign(pinned.core, values, self.step)
+
+        self.observers.wait_for_memory()
         with self.lock, uninterrupted():
             pinned = self._pin([lookup], torch.float32, None, is_step=False)
             self.check()
-            with self._writing(pinned, self.step):
-                if rule := self.catch_up_rule:
-                    self.set_numbers()
-                    self.processor.catch_up(pinned.core, rule)
-                self.processor.assign(pinned.core, values, self.step)
-                if self.lifecycle.has_ledger:
-                    self.lifecycle.note_written(pinned.core, self.step)
+            self._write(pinned, self.step, write)
 
     def delete(self, lookup: Lookup) -> int:
         """Delete the rows of ids from every tier. Returns how many had been written."""
-        self._wait_for_memory()
+        self.observers.wait_for_memory()
         with self.lock, uninterrupted():
             self.release()
             with self.announced(None):
@@ -448,6 +435,33 @@ class OpenTable:
                 if existing.any():
                     self._erase(*rows_of(self.spec, lookup), "deleted", existing)
                 return int(existing.sum())
+
+    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
+        """The unique rows of lookups, which are a micro-batch of a later step. InputError, if the host can read ids."""
+        with self.lock:
+            self.require_open()
+            return self.processor.unique_rows(self.processor.batch(lookups, ahead=True))
+
+    def sum_gradients(
+        self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
+    ) -> tuple[Lookup, Tensor]:
+        """A micro-batch: the unique rows of lookups [n], and the gradient [n, dim] float32 of each.
+
+        grads, of `dtype`, and weights are as in `PinnedBatch.update`. InputError.
+        """
+        gradients = checked_gradients(self.spec, lookups, grads, weights, dtype)
+        with self.lock:
+            self.require_open()
+            batch = self.processor.batch(lookups)
+            return self.processor.unique_rows(batch), self.processor.sum_gradients(batch, gradients)
+
+    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
+        """`PinnedBatch.square_gradients` of lookups that are not pinned. InputError."""
+        gradients = checked_gradients(self.spec, lookups, grads, weights, grads[0].dtype)
+        with self.lock:
+            self.require_open()
+            squares = self.processor.square_gradients(self.processor.batch(lookups), gradients)
+            return total([partial(squares.cpu().numpy())])
 
     def count_written(self, lookup: Lookup) -> Counts:
         """How many rows of ids were ever written, by table."""
@@ -470,13 +484,15 @@ class OpenTable:
         self, lookups: list[Lookup], dtype: torch.dtype, dedup_from: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
         self._release()
-        self.ready()  # erases pending rows before rows are counted
-        with self.announced(lookups if is_step else None) as prepared:
-            batch = self._batch(lookups, dedup_from) if prepared is None else prepared
+        store = self.ready()  # erases pending rows before rows are counted
+        with self.announced(lookups if is_step else None) as batch:
+            if batch is None:
+                self.check(wait=False)
+                batch = self.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
             step = self.step + is_step
             if self.lifecycle.has_ledger and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
-            self.ready().pin(batch, self.capacity_limit)
+            store.pin(batch, self.capacity_limit)
         return self.pinned(batch, lookups, dtype)
 
     def pinned(self, batch: Any, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
@@ -486,14 +502,10 @@ class OpenTable:
 
     def announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
         """A block that pins the rows of a step, as `Prefetcher.step`."""
-        return nullcontext() if self.prefetcher is None else self.prefetcher.step(lookups)
-
-    def _wait_for_memory(self) -> None:
-        if self.observers.is_active:
-            self.observers.wait_for_memory()
+        return _NOT_ANNOUNCED if self.prefetcher is None else self.prefetcher.step(lookups)
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
-        self.ready().unpin(pinned.core, dirty)
+        self.require_open().unpin(pinned.core, dirty)
         if self.prefetcher is not None:
             self.prefetcher.step_ended()
 
@@ -506,7 +518,8 @@ class OpenTable:
         return CapacityLimit(self.spec.name, capacity, lambda: max(capacity - self.counts.rows, 0))
 
     def _peek(self, lookup: Lookup, trains: bool = False) -> Any:
-        batch = self._batch([lookup])
+        self.check(wait=False)
+        batch = self.processor.batch([lookup])
         self.ready().peek(batch, trains)
         if self.catch_up_rule:
             self.set_numbers()
@@ -523,16 +536,17 @@ class OpenTable:
         if rule := self.catch_up_rule:
             self.processor.set_numbers(rule, self.hyper_now(), self.step + 1)
 
-    @contextmanager
-    def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:
-        """A block that writes the lines of a pinned batch at `step`, with signals deferred. Ends the pin."""
+    def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
+        """Call `write`, which writes the lines of a pinned batch at `step`, with signals deferred. Ends the pin."""
         self.check_pinned(pinned)
         if self.observers.is_active:
             self.observers.before_update(pinned.core)
         self.before_write(step)
         written = False
         try:
-            yield
+            write()
+            if self.lifecycle.has_ledger:
+                self.lifecycle.note_written(pinned.core, step)
             written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:
@@ -540,6 +554,14 @@ class OpenTable:
                 # lines, counters and the tiers below may disagree: never serve these rows, and write no clean marker
                 self.failure, self._pinned = error, None
             raise
+
+    def note_refused(self) -> None:
+        """Note that an update of the pinned rows raised."""
+        self.refused = True
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note what left rows inconsistent: they are never served again, and get no clean marker."""
+        self.failure = self.failure or error
 
     def check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
@@ -571,7 +593,3 @@ class OpenTable:
             tiers = self.require_open().metrics()
             self.small_caches.judge(tiers)
             self._next_rare_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP
-
-    def _batch(self, lookups: list[Lookup], dedup_from: PinnedBatch | None = None) -> Any:
-        self.check(wait=False)
-        return self.processor.batch(lookups, None if dedup_from is None else dedup_from.core)

@@ -61,8 +61,13 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         announced = NOTHING_ANNOUNCED if table.prefetcher is None else table.prefetcher.counts
         counts: dict[str, float] = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.hit_counts().T
-        next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
-        counts |= _by_purpose(tiers, store.peeked())
+        top, last = next(iter(tiers.values())), next(reversed(tiers.values()))
+        top.update(hits=int(hits.sum()), misses=int(misses.sum()))
+        # rows that steps and evaluation requested, which the top tier had, a tier below had, and none had
+        requested = {"hits": top["hits"], "misses": top["misses"] - last["misses"], "unknown": last["misses"]}
+        peeked = dict(zip(requested, store.peeked(), strict=True))
+        counts |= {f"train_{name}": count - peeked[name] for name, count in requested.items()}
+        counts |= {f"evaluate_{name}": count for name, count in peeked.items()}
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
         table.small_caches.judge(tiers)
@@ -72,15 +77,6 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
             **tiers,
             "tables": by_label(table.spec.labels, rows=by_table, hits=hits, misses=misses, dropped=dropped),
         }
-
-
-def _by_purpose(tiers: dict[str, dict[str, Any]], peeked: tuple[int, int, int]) -> dict[str, int]:
-    """Rows that steps and evaluation requested: those that the top tier had, a tier below had, and none had."""
-    top, last = next(iter(tiers.values())), next(reversed(tiers.values()))
-    everything = (top["hits"], top["misses"] - last["misses"], last["misses"])
-    names = ("hits", "misses", "unknown")
-    train = {f"train_{name}": all_of - part for name, all_of, part in zip(names, everything, peeked, strict=True)}
-    return train | {f"evaluate_{name}": part for name, part in zip(names, peeked, strict=True)}
 
 
 def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:

@@ -5,26 +5,27 @@ Every rank makes the collectives of a step in the same order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 
-from ...distributed.dense import Vote, described
-from ...distributed.rank_group import CollectiveSequence
+from ...distributed.dense import Vote
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ..trace.alias import called, memory, written
 from .lookups import is_repeatable, sources_of
+from .nodes import add_attribute
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, are_finite
 
-_COLLECTIVES = "collectives"
 _KINDS: dict[Any, str] = {
     "pin": "pin",
     "read": "read",
     "read_weights_grad": "read",
     "send": "send",
     accumulate: "vote",
+    apply_gradients: "vote",
 }
 
 
@@ -34,6 +35,11 @@ class CollectiveCall(NamedTuple):
     kind: str
     embedding: EmbeddingBase | None
     like: int | None = None  # of a pin: the index of the pin whose ids it takes
+
+    def __str__(self) -> str:
+        """The call in the form that ranks compare."""
+        of = "" if self.embedding is None else f" of {self.embedding.name!r}"
+        return self.kind + of + ("" if self.like is None else f", ids of {self.like}")
 
 
 _FIRST_USES = ("gather", "weights_grad", "send")
@@ -46,9 +52,6 @@ def sum_over_ranks(
     finite = end.scaler is None or are_finite([grad for part in rows for grad in part.grads])
     vote: Vote = collectives.vote(dense, finite=finite, present=present)
     return vote
-
-
-_KINDS[sum_over_ranks] = "vote"
 
 
 def refuse_worlds(embeddings: dict[str, EmbeddingBase]) -> Any:
@@ -80,8 +83,12 @@ def pin_early(module: fx.GraphModule) -> None:
     for pin in pins:
         embedding, lookups, *like = pin.args
         needed = sources_of(pin, (embedding, lookups))
-        is_free = all(map(_is_pure, needed)) and not memory(needed) & changed
-        if last is None or not is_free or not moved.issuperset(like) or _reads_before(pin, embedding):
+        is_pure = all(is_repeatable(node, set()) and not written(node) for node in needed)
+        is_free = is_pure and not memory(needed) & changed
+        is_read_before = any(
+            called(node) in ("read", "read_weights_grad") and node < pin for node in cast(fx.Node, embedding).users
+        )
+        if last is None or not is_free or not moved.issuperset(like) or is_read_before:
             continue
         for node in [node for node in graph.nodes if node in needed] + [pin]:
             if node.op != "placeholder" and node not in moved:
@@ -90,65 +97,42 @@ def pin_early(module: fx.GraphModule) -> None:
                 moved.add(node)
 
 
-def _is_pure(node: fx.Node) -> bool:
-    return is_repeatable(node, set()) and not written(node)
-
-
-def _reads_before(pin: fx.Node, embedding: Any) -> bool:
-    node = pin.prev
-    while node.op != "root":
-        if called(node) in ("read", "read_weights_grad") and node.args[0] is embedding:
-            return True
-        node = node.prev
-    return False
-
-
 def schedule_collectives(
-    module: fx.GraphModule, collectives: Any, node: fx.Node | None
-) -> tuple[list[CollectiveCall], list[tuple[str, Tensor]]]:
+    module: fx.GraphModule, node: fx.Node | None, make: Callable[[list[CollectiveCall], list[tuple[str, Tensor]]], Any]
+) -> Any:
     """Send gradients of rows once they are complete, and let ranks vote before `node`, which ends the step.
 
-    node: `apply_gradients` or `accumulate`, None in a step that trains nothing. collectives: the `StepCollectives` by
-    which the step makes them. Returns the collectives, and the trained dense parameters by name. GraphError for a
-    sparse gradient.
+    node: `apply_gradients` or `accumulate`, None in a step that trains nothing. make: makes what the step makes its
+    collectives by, of these and of the trained dense parameters by name. Returns it. GraphError for a sparse gradient.
     """
     graph = module.graph
+    if node is None:
+        return make(_calls(module), [])
+    arguments: Any = node.args
+    end, rows, dense = arguments
     trained: list[tuple[str, Tensor]] = []
-    if node is not None:
-        arguments: Any = node.args
-        end, rows, dense = arguments
-        for _, params, grads in dense:
-            for param, grad in zip(params, grads, strict=True):
-                name = str(param.target)
-                if grad.meta["val"].layout is not torch.strided:
-                    raise GraphError(
-                        f"the gradient of parameter {name!r} is sparse, and ranks sum dense gradients; leave "
-                        "sparse=True out, or use an embedding of tierbed with a world"
-                    )
-                trained.append((name, param.meta["val"]))
-        setattr(module, _COLLECTIVES, collectives)
-        with graph.inserting_before(node):
-            own = graph.create_node("get_attr", _COLLECTIVES)
+    for _, params, grads in dense:
+        for param, grad in zip(params, grads, strict=True):
+            name = str(param.target)
+            if grad.meta["val"].layout is not torch.strided:
+                raise GraphError(
+                    f"the gradient of parameter {name!r} is sparse, and ranks sum dense gradients; leave "
+                    "sparse=True out, or use an embedding of tierbed with a world"
+                )
+            trained.append((name, param.meta["val"]))
+    for batch, grads, weights in rows if node.target is apply_gradients else ():
+        sources = {value for value in (*grads, *weights, batch) if isinstance(value, fx.Node)}
+        used = memory(sources)
+        last = [other for other in graph.nodes if other in sources or written(other) & used][-1]
+        with graph.inserting_after(last):
+            graph.call_method("send", (batch, grads, weights))
+    collectives = make(_calls(module), trained)
+    with graph.inserting_before(node):
+        own = add_attribute(module, "collectives", collectives)
         if node.target is apply_gradients:
-            for part in rows:
-                _send_early(graph, part)
-            with graph.inserting_before(node):
-                vote = graph.call_function(sum_over_ranks, (own, end, rows, dense))
-            node.args = (end, rows, dense, vote)
-        else:
-            node.args = (end, rows, dense, own)
-    return _calls(module), trained
-
-
-def _send_early(graph: fx.Graph, part: Any) -> None:
-    batch, grads, weights = part
-    sources = {value for value in (*grads, *weights, batch) if isinstance(value, fx.Node)}
-    used = memory(sources)
-    for node in graph.nodes:
-        if node in sources or written(node) & used:
-            last = node
-    with graph.inserting_after(last):
-        graph.call_method("send", (batch, grads, weights))
+            own = graph.call_function(sum_over_ranks, (own, end, rows, dense))
+    node.insert_arg(3, own)
+    return collectives
 
 
 def _calls(module: fx.GraphModule) -> list[CollectiveCall]:
@@ -170,12 +154,3 @@ def _calls(module: fx.GraphModule) -> list[CollectiveCall]:
             pinned[node] = len(calls), embedding
             calls.append(CollectiveCall(kind, embedding, like))
     return calls
-
-
-def describe_collectives(calls: list[CollectiveCall], trained: list[tuple[str, Tensor]]) -> CollectiveSequence:
-    """The collectives in the form that ranks compare. trained: dense parameters by name, in order."""
-    described_calls = [
-        kind + ("" if embedding is None else f" of {embedding.name!r}") + ("" if like is None else f", ids of {like}")
-        for kind, embedding, like in calls
-    ]
-    return CollectiveSequence(described_calls, described(trained))

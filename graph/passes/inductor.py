@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
-from torch.fx.passes.operator_support import OperatorSupportBase
-from torch.utils import _pytree as pytree
+from torch.fx.passes.operator_support import create_op_support
 
 from ...engine.errors import GraphError
 from ..trace.alias import is_random, memory, written
@@ -41,38 +41,30 @@ def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.Grap
 
     Ops that make ids, and ops on dynamic shapes, are not compiled. GraphError if Inductor cannot compile.
     """
-    fused = CapabilityBasedPartitioner(module, _Pure(module.graph)).partition_and_fuse(prefix="dense_")
+    pure = _pure(module.graph)
+    supported = create_op_support(lambda _, node: node in pure)
+    fused = CapabilityBasedPartitioner(module, supported).partition_and_fuse(prefix="dense_")
     for node in fused.graph.find_nodes(op="call_module", sort=True):
         part = fused.get_submodule(node.target)
         assert isinstance(part, fx.GraphModule)
         inputs = [argument.meta["val"] for argument in node.args]
-        setattr(fused, node.target, Compiled(part, inputs, options))
+        fused.add_submodule(node.target, Compiled(part, inputs, options))
     fused.recompile()
     return fused
 
 
-class _Pure(OperatorSupportBase):
-    def __init__(self, graph: fx.Graph) -> None:
-        changed: set[int] = set().union(*map(written, graph.nodes))
-        lookups = [node for method in ("pin", "read") for node in graph.find_nodes(op="call_method", target=method)]
-        ids = set().union(*(sources_of(node, node.args) for node in lookups))
-        self._pure = {
-            node
-            for node in graph.nodes
-            if isinstance(node.target, torch._ops.OpOverload)
-            and node not in ids
-            and not is_random(node.target, node.args)
-            and not memory((node, *node.all_input_nodes)) & changed
-            and isinstance(node.meta.get("val"), Tensor | tuple | list)
-            and all(map(_has_static_shape, (node, *node.all_input_nodes)))
-        }
-
-    def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
-        return node in self._pure
-
-
-def _has_static_shape(node: fx.Node) -> bool:
-    """Whether no size of a node's value is dynamic."""
-    values = pytree.tree_leaves(node.meta.get("val"))
-    sizes = (size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,)))
-    return not any(isinstance(size, torch.SymInt) for size in sizes)
+def _pure(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that Inductor may compile."""
+    changed: set[int] = set().union(*map(written, graph.nodes))
+    lookups = [node for method in ("pin", "read") for node in graph.find_nodes(op="call_method", target=method)]
+    ids = set().union(*(sources_of(node, node.args) for node in lookups))
+    return {
+        node
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node not in ids
+        and not is_random(node.target, node.args)
+        and not memory((node, *node.all_input_nodes)) & changed
+        and isinstance(node.meta.get("val"), Tensor | tuple | list)
+        and not has_free_symbols([one.meta.get("val") for one in (node, *node.all_input_nodes)])
+    }

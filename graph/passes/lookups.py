@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from functools import reduce
+from itertools import dropwhile, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from ...embedding import lookup_op
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..trace.alias import called, external, is_random, memory, stable, storages, written
+from ..trace.alias import called, external, is_random, memory, stable, storages, with_sources, written
+from .nodes import add_attribute, replace
 from .step_epilogue import accumulate
 
 KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
@@ -50,7 +52,8 @@ def share_batches(module: fx.GraphModule) -> None:
             key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _key(lookups, value_of))
             earlier = first.setdefault(key, node)
             if earlier is not node:
-                node.args = (embedding, earlier.args[1], earlier)
+                node.update_arg(1, earlier.args[1])
+                node.insert_arg(2, earlier)
         same: Hashable = (node.op, node.target) if node.op == "get_attr" else node
         if is_constant and node.op == "call_function" and is_repeatable(node, set()):
             same = (node.target, _key((node.args, *node.kwargs.items()), value_of))
@@ -105,21 +108,8 @@ def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
 
 def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
     """The nodes that make these arguments of `user`, and the nodes that wrote to their memory before `user`."""
-    writers: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in user.graph.nodes:
-        if node is user:
-            break
-        for storage in written(node):
-            writers[storage].append(node)
-    sources: set[fx.Node] = set()
-    pending = [node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in sources:
-            sources.add(node)
-            pending += node.all_input_nodes
-            pending += [writer for storage in storages(node) for writer in writers[storage]]
-    return sources
+    used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
+    return with_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
 
 
 def is_repeatable(node: fx.Node, outside: set[int]) -> bool:
@@ -143,12 +133,12 @@ def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
-            _replace(node, _read(graph, _attribute(module, node.args[-1], name_of), node))
+            replace(node, _read(graph, _attribute(module, node.args[-1], name_of), node))
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         embedding = _attribute(module, node.args[-1], name_of)
         with graph.inserting_before(node):
             read = graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0]))
-            _replace(node, read)
+            replace(node, read)
 
 
 def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: Callable[[int], str]) -> None:
@@ -183,7 +173,7 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
     _expand_weights_grads(graph, handle, batch, shared)
     for node, one in trained.items():
         with graph.inserting_before(node):
-            _replace(node, graph.call_method("gather", (batch, shared.index(one), *_weights_argument(one.weights))))
+            replace(node, graph.call_method("gather", (batch, shared.index(one), *_weights_argument(one.weights))))
     with graph.inserting_before(graph.output_node()):
         used = [weights[one] for one in shared]
         totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads[one]) for one in shared]
@@ -193,15 +183,11 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
 def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
     """Let the gradients of weights use the rows of the batch if it has them. Rows do not depend on the weights."""
     index_of = {one.lookup: index for index, one in enumerate(shared)}
-    node = batch.next
-    while node.op != "output":
-        following = node.next
-        if node.target is WEIGHTS_GRAD and node.args[-1] == handle:
-            index = index_of.get(_lookup(node))
-            if index is not None:
-                with graph.inserting_before(node):
-                    _replace(node, graph.call_method("weights_grad", (batch, index, node.args[0])))
-        node = following
+    for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
+        lookup = _lookup(node)
+        if node.args[-1] == handle and node > batch and lookup in index_of:
+            with graph.inserting_before(node):
+                replace(node, graph.call_method("weights_grad", (batch, index_of[lookup], node.args[0])))
 
 
 def _lookup(node: fx.Node) -> Lookup:
@@ -211,7 +197,6 @@ def _lookup(node: fx.Node) -> Lookup:
 
 
 def _shared_lookup(node: fx.Node) -> SharedLookup:
-    """The `SharedLookup` of a node, a lookup or its gradient."""
     weights: Any = node.args[6]
     changed = None
     if weights is not None:
@@ -222,7 +207,6 @@ def _shared_lookup(node: fx.Node) -> SharedLookup:
 
 
 def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
-    """A read instead of a lookup, at the graph's insertion point."""
     return graph.call_method("read", (embedding, _lookup(node), *_weights_argument(node.args[6])))
 
 
@@ -277,19 +261,13 @@ def _terms(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.No
 
 def _attribute(module: fx.GraphModule, handle: int, name_of: Callable[[int], str]) -> fx.Node:
     """The node of an embedding: one for the whole step, at its top."""
-    name = name_of(handle)
-    for node in module.graph.find_nodes(op="get_attr", target=name):
-        return node
-    setattr(module, name, lookup_op.embedding_of(handle))
+    embedding = lookup_op.embedding_of(handle)
+    for node in module.graph.find_nodes(op="get_attr"):
+        if getattr(module, node.target) is embedding:
+            return node
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        return module.graph.get_attr(name)
-
-
-def _replace(node: fx.Node, by: fx.Node) -> None:
-    by.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)
+        return add_attribute(module, name_of(handle), embedding)
 
 
 def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
@@ -297,28 +275,19 @@ def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name
 
     If ids are made from rows of an earlier lookup, those rows are read first, since a batch is pinned as a whole.
     """
-    between: list[fx.Node] = []
-    node = lookups[0]
-    while node is not lookups[-1]:
-        between.append(node)
-        node = node.next
-    needed = [n for lookup in lookups for n in lookup.args[1:4] if isinstance(n, fx.Node)]  # not their weights
-    inside = set(between)
-    sources: set[fx.Node] = set()
-    read: set[fx.Node] = set()
-    while needed:
-        node = needed.pop()
-        read.add(node)
-        if node in inside and node not in sources:
-            sources.add(node)
-            needed += node.all_input_nodes
+    from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
+    between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
+    read = {n for lookup in lookups for n in lookup.args[1:4] if isinstance(n, fx.Node)}  # not their weights
+    for node in reversed(between):
+        if node in read:
+            read.update(node.all_input_nodes)
     changed = memory(read)
     if any(written(node) & changed for node in between):
         raise GraphError(
             f"embedding {name!r}: ids of a later lookup are changed in place after the first lookup; "
             "compute the ids of all lookups first, or out of place"
         )
-    drawn = [node in sources for node in between if is_random(node.target, node.args)]
+    drawn = [node in read for node in between if is_random(node.target, node.args)]
     if drawn != sorted(drawn, reverse=True):
         raise GraphError(
             f"embedding {name!r}: ids of a later lookup are drawn at random after another draw, such as dropout, that "
@@ -326,11 +295,11 @@ def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name
         )
     reads: dict[fx.Node, fx.Node] = {}
     for node in between:
-        if node in sources and node in lookups:
+        if node in read and node in lookups:
             with graph.inserting_before(lookups[0]):
                 reads[node] = _read(graph, embedding, node)
             reads[node].meta["val"] = node.meta["val"]
-        elif node in sources:
+        elif node in read:
             for lookup, early in reads.items():
                 node.replace_input_with(lookup, early)
             lookups[0].prepend(node)

@@ -8,6 +8,7 @@ a kernel chooses may differ from the traced one.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..trace.alias import external, is_reshape, live_nodes, reshaped, stable, st
 from ..trace.names import identifiers
 from ..trace.trace import LIVE
 from .collectives import sum_over_ranks
+from .nodes import add_attribute, replace
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
 # what the nodes call that change rows and parameters: functions, and a method of a pinned batch
@@ -72,19 +74,18 @@ def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
         if storages(value) & outside:
             with graph.inserting_before(output):
                 values[i] = graph.call_function(torch.ops.aten.detach.default, (value,))
-    output.args = (values[:count],)
+    output.update_arg(0, values[:count])
     return values[count:]
 
 
 def add_dense_steps(
-    module: fx.GraphModule, optimizers: dict[str, Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
+    module: fx.GraphModule, optimizers: Iterable[Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
 ) -> None:
     """Add a node for each optimizer at the end of the step. grads: each parameter's optimizer, node and gradient."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
-        for name, optimizer in optimizers.items():
-            setattr(module, name, optimizer)
-            node = graph.create_node("get_attr", name)
+        for optimizer in optimizers:
+            node = add_attribute(module, type(optimizer).__name__.lower(), optimizer)
             own = [(parameter, grad) for holder, parameter, grad in grads if holder is optimizer]
             graph.call_function(dense_step, (node, [p for p, _ in own], [g for _, g in own]))
 
@@ -110,9 +111,8 @@ def end_together(module: fx.GraphModule, end: StepEpilogue) -> fx.Node:
         optimizer, params, grads = node.args
         dense.append(DenseGrads(optimizer, params, grads))
         graph.erase_node(node)
-    module.step_end = end  # type: ignore[assignment]  # torch allows any
     with graph.inserting_before(graph.output_node()):
-        epilogue = graph.create_node("get_attr", "step_end")
+        epilogue = add_attribute(module, "step_end", end)
         last = graph.call_function(accumulate if accumulates else apply_gradients, (epilogue, rows, dense))
     if accumulates:
         for node in graph.find_nodes(op="call_method", target="pin"):
@@ -129,19 +129,16 @@ def _read_instead(graph: fx.Graph, pin: fx.Node) -> None:
         index: Any = node.args[1]
         with graph.inserting_before(node):
             read = graph.call_method(reads[node.target], (embedding, lookups[index], *node.args[2:]))
-        read.meta.update(node.meta)
-        node.replace_all_uses_with(read)
-        graph.erase_node(node)
+        replace(node, read)
     graph.erase_node(pin)
 
 
-def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], stepped: fx.Node | None) -> None:
+def add_schedules(module: fx.GraphModule, schedulers: Iterable[LRScheduler], stepped: fx.Node | None) -> None:
     """Add a step of each learning rate schedule at the end. stepped: a node that is true if optimizers had a step."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
-        for name, scheduler in schedulers.items():
-            setattr(module, name, scheduler)
-            node = graph.create_node("get_attr", name)
+        for scheduler in schedulers:
+            node = add_attribute(module, type(scheduler).__name__.lower(), scheduler)
             graph.call_function(schedule, (node,) if stepped is None else (node, stepped))
 
 

@@ -24,13 +24,12 @@ from ...distributed.dense import Vote
 from ...engine.checks import as_int
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
-from ...engine.ops.rows_contract import EmbeddingBase, Pinned
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ...engine.signals import uninterrupted
-from ..trace.swap import trace_lock
+from ..trace.swap import set_grads, trace_lock
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
-LookupGrads = tuple[EmbeddingBase, list[Lookup], list[Tensor], list[Tensor | None]]
+LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
 
 _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
 
@@ -87,7 +86,6 @@ def numbers_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as msgpack carries it."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else str(tuple(value.shape))
     if isinstance(value, list | tuple):
@@ -106,22 +104,9 @@ class DenseGrads(NamedTuple):
 class RowGrads(NamedTuple):
     """The gradients of a pinned batch's lookups, with the weights that pooled them."""
 
-    batch: Pinned
+    batch: Any
     grads: list[Tensor]
     weights: list[Tensor | None]
-
-
-class _IdentityKey:
-    """A part of a key that equals itself alone. It keeps a tensor alive, so no other tensor can get its id."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _IdentityKey) and other._tensor is self._tensor
-
-    def __hash__(self) -> int:
-        return id(self._tensor)
 
 
 class StepEpilogue:
@@ -147,6 +132,15 @@ class StepEpilogue:
         """A key that changes with the settings that a compiled step depends on."""
         return self.is_plain, self.accumulate_steps > 1, None if self.scaler is None else self.scaling()
 
+    def clip_norm(self, max_norm: float | None) -> None:
+        self.max_norm = max_norm
+
+    def clip_elements(self, clip_value: float | None) -> None:
+        self.clip_value = clip_value
+
+    def unscale_by(self, scaler: GradScaler | None) -> None:
+        self.scaler = scaler
+
     def accumulate(self, steps: int, mean: bool) -> None:
         """Set the number of calls whose gradients are summed, and whether their mean is taken. OptimizerError."""
         count = as_int(steps, minimum=1)
@@ -162,9 +156,8 @@ class StepEpilogue:
         self.accumulate_steps, self.mean = count, mean
 
     def scaling(self) -> Hashable:
-        """A key that changes with the tensor that a compiled step multiplies its loss by."""
-        scale = self._scale
-        return None if scale is None else _IdentityKey(scale)
+        """A key that changes with the tensor that a compiled step multiplies its loss by, and so keeps alive."""
+        return None if self._scale is None else id(self._scale)
 
     @property
     def _scale(self) -> Tensor | None:
@@ -180,21 +173,24 @@ class StepEpilogue:
                 "with that scaler"
             )
 
-    def add(self, rows: list[LookupGrads], dense: list[DenseGrads]) -> None:
-        """Add the gradients of one more call to those that wait, summed by row."""
-        with uninterrupted():
-            micro_batches = [
-                (embedding, embedding.sum_gradients(lookups, grads, weights))
-                for embedding, lookups, grads, weights in rows
-            ]
-            for embedding, micro_batch in micro_batches:
-                self._rows.setdefault(embedding, []).append(micro_batch)
-            for optimizer, params, grads in dense:
-                sums = self._dense.setdefault(optimizer, {})
-                for param, grad in zip(params, grads, strict=True):
-                    # cloned: it may be a view of an argument
-                    sums[param] = sums[param] + grad if param in sums else grad.clone()
-            self.waiting_calls += 1
+    def add(self, looked_up: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
+        """Add the gradients of one more call to those that wait, summed by row.
+
+        present: over ranks, whether this one has a batch in the call.
+        """
+        self.present = self.present or present
+        micro_batches = [
+            (rows, rows.table_handle().local_table.sum_gradients(lookups, grads, weights, rows.output_dtype))
+            for rows, lookups, grads, weights in looked_up
+        ]
+        for embedding, micro_batch in micro_batches:
+            self._rows.setdefault(embedding, []).append(micro_batch)
+        for optimizer, params, grads in dense:
+            sums = self._dense.setdefault(optimizer, {})
+            for param, grad in zip(params, grads, strict=True):
+                # cloned: it may be a view of an argument
+                sums[param] = sums[param] + grad if param in sums else grad.clone()
+        self.waiting_calls += 1
 
     def pinned_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
         """All gradients that wait, with their rows pinned."""
@@ -221,13 +217,7 @@ class StepEpilogue:
         """The dense parameters whose gradients wait, in the order of these."""
         return [parameter for sums in self._dense.values() for parameter in sums]
 
-    def release(self) -> None:
-        """Drop the pins of a failed update."""
-        for embedding in self._rows:
-            embedding.release()
-
     def clear(self) -> None:
-        """Drop the gradients that wait."""
         self.waiting_calls = 0
         self.present = False
         self._dense.clear()
@@ -267,12 +257,10 @@ def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGr
 
 
 def are_finite(grads: list[Tensor]) -> bool:
-    """Whether no element is infinite or NaN."""
     return bool(get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite())
 
 
 def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
-    """Update dense parameters, as `apply_gradients` does."""
     for optimizer, params, grads in dense:
         dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
     return True
@@ -289,8 +277,7 @@ def accumulate(
     """
     if collectives is not None:
         collectives.vote([], finite=True)  # if one rank failed, no rank adds its gradients
-        end.present = end.present or present
-    end.add(rows, dense)
+    end.add(rows, dense, present)
     if end.waiting_calls < end.accumulate_steps:
         return False
     try:
@@ -298,7 +285,8 @@ def accumulate(
             end, *(end.pinned_gradients() if collectives is None else collectives.pin_accumulated(end))
         )
     except BaseException:
-        end.release()
+        for embedding in end.embeddings:
+            embedding.release()
         raise
     finally:
         end.clear()
@@ -308,20 +296,6 @@ def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
     """One step of a learning rate schedule, if the optimizers had a step."""
     if stepped:
         scheduler.step()
-
-
-def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """OptimizerError if this is not a schedule of the optimizer, or needs more than the step count."""
-    if not isinstance(scheduler, LRScheduler):
-        raise OptimizerError(
-            f"lr_sch={type(scheduler).__name__}: give a scheduler of torch.optim.lr_scheduler, made over the optimizer"
-        )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise OptimizerError("lr_sch=ReduceLROnPlateau: its step() needs a metric; call it yourself after the graph")
-    if scheduler.optimizer is not optimizer:
-        raise OptimizerError(
-            f"lr_sch={type(scheduler).__name__} is of another optimizer; make it over the one given to add_optimizer"
-        )
 
 
 def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
@@ -336,6 +310,6 @@ def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> lis
 def _update_scaler(scaler: GradScaler, finite: bool) -> None:
     """Let the scaler adapt its scale. It reads an optimizer's gradients: here one number that is finite or not."""
     probe = torch.zeros(())
-    probe.grad = torch.tensor(0.0 if finite else math.inf)
+    set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))
     scaler.update()

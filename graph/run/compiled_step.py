@@ -4,36 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...embedding.gradients import exclusive_step
 from ...embedding.lookup_op import embedding_of
-from ...embedding.training_group import check_failed_step
 from ...engine.errors import OptimizerError, OptionError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
+from ...engine.table.row_step import row_step
+from ..passes import rewrite
 from ..passes.collectives import pin_early, refuse_worlds, schedule_collectives
 from ..passes.inductor import compile_dense
 from ..passes.lookups import KnownLookups, expand_reads, expand_trained, extract_id_graph, refuse_used, share_batches
-from ..passes.rewrite import (
-    add_dense_steps,
-    add_schedules,
-    bind_ops,
-    drop_dead,
-    drop_detach,
-    drop_double_transpose,
-    end_together,
-    keep_outputs,
-    name_placeholders,
-    sizes_from_inputs,
-)
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import listing
 from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow, embeddings_of
@@ -64,11 +53,6 @@ class CompiledStep:
         """Whether the step is right for inputs of its signature. The key of a static-shape step has all sizes."""
         return self.guard is None or self.guard(inputs)
 
-    @property
-    def compiles_dense(self) -> bool:
-        """Whether TorchInductor compiled a part of the step."""
-        return bool(self.module.graph.find_nodes(op="call_module"))
-
     def known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
         """The lookups that a later run on these tensors trains, as far as they are known. That run raises errors."""
         if self.lookups is None:
@@ -86,30 +70,16 @@ class CompiledStep:
 
         GraphError while another thread trains the same rows. DynamicStepFailed if a static-shape step may run instead.
         """
-        if not self.trained:
-            outputs = self._forward(tensors, forward)
+        if self.trained:
+            outputs = row_step(self.trained, self.owner, self._forward, tensors, forward)
         else:
-            # Ctrl-C waits: a step is run to its end or not at all
-            with uninterrupted(), exclusive_step([embedding for embedding, _ in self.trained], self.owner):
-                outputs = self._train(tensors, forward)
+            outputs = self._forward(tensors, forward)
         following = iter(outputs)
         leaves = [
             next(following) if tensor else constant
             for tensor, constant in zip(self.returned.is_tensor, self.returned.constants, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.returned.spec)
-
-    def _train(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        for embedding, rows in self.trained:
-            if embedding.row_optimizer is not rows:
-                embedding.use_optimizer(rows)  # another graph trained the embedding since
-        try:
-            return self._forward(tensors, forward)
-        except BaseException as error:
-            check_failed_step([embedding for embedding, _ in self.trained], error)
-            for embedding, _ in self.trained:
-                embedding.release()
-            raise
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         # not no_grad: some kernels depend on gradient mode, which has to be that of the trace
@@ -133,19 +103,18 @@ class RankStep(CompiledStep):
     """A compiled step of embeddings with a world."""
 
     collectives: StepCollectives = field(kw_only=True)
-    first_values: list[tuple[str, int]] = field(kw_only=True)  # parameters and buffers, by name and index in tensors
+    first_values: dict[str, int] = field(kw_only=True)  # indices of parameters and buffers in tensors, by name
     in_training: bool = field(kw_only=True)  # whether it is for a graph in the mode of `train()`
-    rank_state: RankStepState = field(kw_only=True)
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        self.rank_state.note_run(self.in_training, self.collectives.trains, self.join)
-        with uninterrupted(), self.collectives.step(lambda: [(name, tensors[at]) for name, at in self.first_values]):
+        self.collectives.rank_state.note_run(self.in_training, self.collectives.trains, self.join)
+        first_values = ((name, tensors[at]) for name, at in self.first_values.items())
+        with uninterrupted(), self.collectives.step(first_values):
             return super()._forward(tensors, forward) if tensors else self.collectives.join()
 
     def join(self) -> None:
         """Take part in the step without a batch, for ranks that have one."""
-        with uninterrupted(), exclusive_step([embedding for embedding, _ in self.trained], self.owner):
-            self._train([], None)
+        row_step(self.trained, self.owner, self._forward, [], None)
 
 
 def compile_step(
@@ -174,11 +143,7 @@ def compile_step(
             "cuda_graph: rows of a world are sent between ranks through host memory, by the host in the middle of the "
             "step, and a captured step runs without the host; call cuda_graph(False)"
         )
-    reserved = dir(module)
-    optimizer_names = identifiers([type(optimizer).__name__.lower() for optimizer in optimizers], reserved)
-    embedding_names = identifiers(list(embeddings), [*reserved, *optimizer_names])
-    optimizer_at = dict(zip(optimizer_names, optimizers, strict=True))
-    embedding_at = {m.handle: name for m, name in zip(embeddings.values(), embedding_names, strict=True)}
+    embedding_at = dict(zip([m.handle for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
 
     def label(handle: int) -> str:
         return embedding_at.get(handle) or embedding_of(handle).name
@@ -186,20 +151,20 @@ def compile_step(
     placeholders = graph.find_nodes(op="placeholder")
     live = placeholders[len(traced.inputs) :]
     paths = tensor_names(root)
-    name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
+    rewrite.name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
     by_shadow = embeddings_by_shadow(root)
-    drop_detach(graph)
+    rewrite.drop_detach(graph)
     if traced.guard is not None:
-        sizes_from_inputs(module)
-    drop_double_transpose(graph)
+        rewrite.sizes_from_inputs(module)
+    rewrite.drop_double_transpose(graph)
     count = sum(returned.is_tensor)
     with_grad = returned.with_grad if root.training else []
     optimizers.warn_untrained(root, bool(with_grad))
     values: Any = graph.output_node().args[0]
     trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
+    schedulers = optimizers.schedulers() if with_grad else []
+    dense: list[tuple[Optimizer, fx.Node, fx.Node]] = []
     ended: fx.Node | None = None
-    parts: list[DenseGrads] = []
-    schedulers: list[LRScheduler] = []
     if with_grad:
         holders = optimizers.holders()
         for index, grad in zip(with_grad, values[count:], strict=True):
@@ -213,37 +178,38 @@ def compile_step(
                 )
             if embedding is not None:
                 expand_trained(module, embedding.handle, grad, label)
-                trained.append((embedding, optimizers.rows(embedding)))
-    grads = keep_outputs(graph, count)  # only now: a gradient of weights may be a dense gradient, and was replaced
+                trained.append((embedding, optimizers.rows[id(embedding.shadow)]))
+    # only now: a gradient of weights may be a dense gradient, and was replaced
+    grads = rewrite.keep_outputs(graph, count)
     if with_grad:
         dense = [
             (holders[id(tensors[index])], live[index], grad)
             for index, grad in zip(with_grad, grads, strict=True)
             if id(tensors[index]) not in by_shadow
         ]
-        add_dense_steps(module, optimizer_at, dense)
+        rewrite.add_dense_steps(module, optimizers, dense)
         end.check_scaled(module)
         if world is not None or not end.is_plain:
-            ended = end_together(module, end)
-        by_optimizer = {o: [tensors[live.index(p)] for holder, p, _ in dense if holder is o] for o in optimizers}
-        parts = [DenseGrads(optimizer, params, params) for optimizer, params in by_optimizer.items()]
-        schedulers = optimizers.schedulers()
-        kinds = [type(scheduler).__name__.lower() for scheduler in schedulers]
-        names = identifiers(kinds, [*reserved, *optimizer_names, *embedding_names])
-        add_schedules(module, dict(zip(names, schedulers, strict=True)), ended)
+            ended = rewrite.end_together(module, end)
+        rewrite.add_schedules(module, schedulers, ended)
     expand_reads(module, label)
     share_batches(module)
-    drop_dead(graph)
+    rewrite.drop_dead(graph)
     shadows = {
         node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
     }
     refuse_used(graph, shadows, label)
     collectives: StepCollectives | None = None
     if world is not None:
-        collectives = StepCollectives(world, rank_state, type(root).__name__, end, trains=ended is not None)
+        parts: list[DenseGrads] = []
+        for optimizer in optimizers:
+            params = [tensors[live.index(node)] for holder, node, _ in dense if holder is optimizer]
+            parts.append(DenseGrads(optimizer, params, params))
         pin_early(module)
-        calls, parameters = schedule_collectives(module, collectives, ended)
-        collectives.set_sequence(calls, parameters, [embedding for embedding, _ in trained], parts, schedulers)
+        own = [embedding for embedding, _ in trained], parts, schedulers, ended is not None
+        collectives = schedule_collectives(
+            module, ended, partial(StepCollectives, world, rank_state, type(root).__name__, end, *own)
+        )
     graph.lint()
     module.recompile()
     lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself
@@ -253,14 +219,13 @@ def compile_step(
         CudaGraphStep(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
     )
     rollback = None if traced.guard is None else RollbackStep(module)
-    bind_ops(module)
+    rewrite.bind_ops(module)
     name, guard = type(root).__name__, traced.guard
     step = CompiledStep(name, module, lookups, trained, returned, captured, rollback, guard)
     if collectives is None:
         return step
-    first = {id(t): (paths[id(t)], i) for i, t in reversed([*enumerate(tensors)]) if id(t) not in by_shadow}
-    first_values = [(name, len(traced.inputs) + index) for name, index in reversed(first.values())]
-    training = root.training
-    return RankStep(
-        **vars(step), collectives=collectives, first_values=first_values, in_training=training, rank_state=rank_state
-    )
+    first: dict[str, int] = {}
+    for index, tensor in enumerate(tensors, len(traced.inputs)):
+        if id(tensor) not in by_shadow:
+            first.setdefault(paths[id(tensor)], index)
+    return RankStep(**vars(step), collectives=collectives, first_values=first, in_training=root.training)

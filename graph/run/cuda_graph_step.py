@@ -1,8 +1,13 @@
-"""A training step that is captured once, as a CUDA graph, and replayed at each later call."""
+"""A training step that is captured once, as a CUDA graph, and replayed at each later call.
+
+While it is captured, it calls functions that launch kernels alone, instead of the methods of embeddings and batches.
+What the host does at each step, it does around each replay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -14,12 +19,12 @@ from torch.utils import _pytree as pytree
 from ...embedding.saved_rows import SavedRows
 from ...engine.errors import GraphError, OptionError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.options.lookup import Lookup
 from ...engine.processors.processor import Capturer
-from ...engine.table.table import OpenTable
+from ...engine.table.table import OpenTable, PinnedBatch
+from ..passes.nodes import replace
 from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense
 from ..trace.alias import called, memory, written
-from . import cuda_graph_ops
-from .cuda_graph_ops import replay_key
 from .rollback import split_updates
 
 WARM_UP = 3  # calls that run normally first: kernels are compiled, libraries allocate their memory
@@ -27,11 +32,49 @@ WARM_UP = 3  # calls that run normally first: kernels are compiled, libraries al
 _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
+
+
+def capture_pin(embedding: SavedRows, lookups: list[Lookup], dedup_from: PinnedBatch | None = None) -> PinnedBatch:
+    """Launch the kernels of `embedding.pin`. `_begin_replay` does the rest of it before each replay."""
+    table = embedding.table_handle().local_table
+    batch = table.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
+    table.require_open().pin(batch, table.capacity_limit)
+    table.preview_catch_up(batch)
+    return table.pinned(batch, lookups, embedding.output_dtype)
+
+
+def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+    """Launch the kernels of `batch.update`, and end the pin."""
+    table, gradients = batch.table, batch.gradients(grads, weights)
+    table.check_pinned(batch)
+    table.observers.before_update(batch.core)
+    table.processor.update(batch.core, gradients, table.rule)
+    table.release()
+
+
+def capture_read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+    table = embedding.table_handle().local_table
+    return table.processor.gather(_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
+
+
+def capture_read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
+    table = embedding.table_handle().local_table
+    return table.processor.weights_grad(_peek(table, lookup, trains=True), 0, lookup, grad)
+
+
+def _peek(table: OpenTable, lookup: Lookup, trains: bool = False) -> Any:
+    """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
+    batch = table.processor.batch([lookup])
+    table.require_open().peek(batch, trains)
+    table.preview_catch_up(batch)
+    return batch
+
+
 _CAPTURE_OPS: dict[Any, Callable[..., Any]] = {
-    "pin": cuda_graph_ops.capture_pin,
-    "update": cuda_graph_ops.capture_update,
-    "read": cuda_graph_ops.capture_read,
-    "read_weights_grad": cuda_graph_ops.capture_read_weights_grad,
+    "pin": capture_pin,
+    "update": capture_update,
+    "read": capture_read,
+    "read_weights_grad": capture_read_weights_grad,
 }
 
 
@@ -72,12 +115,14 @@ class CudaGraphStep:
         trained, read = _tables(self._trained), _tables(self._read)
         for table in trained:
             table.yield_to_reader()
-        with cuda_graph_ops.locked([*trained, *read]):
+        with ExitStack() as locks:
+            for table in sorted([*trained, *read], key=id):  # in one order: another graph may lock the same
+                locks.enter_context(table.lock)
             captured = self._captured_graph_for([*trained, *read], tensors)
             if captured is not None:
                 for given, own in zip(tensors, captured.inputs, strict=False):
                     own.copy_(given)
-                with cuda_graph_ops.replayed(trained, read, self._end.clip_value):
+                with _replayed(trained, read, self._end.clip_value):
                     captured.replay()
         if captured is None:
             return plain()
@@ -86,7 +131,7 @@ class CudaGraphStep:
 
     def _captured_graph_for(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
         """The captured graph of a call, captured now after the warm-up; None if the call is to run without one."""
-        state = [replay_key(table) for table in tables]
+        state = [_replay_key(table) for table in tables]
         if None in state:
             return None
         live = [*(tensors[index] for index in self._used), *self._constants]
@@ -191,7 +236,8 @@ def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         _split_end(graph, node)
     for node in graph.nodes:
         if called(node) in _CAPTURE_OPS:
-            node.op, node.target = "call_function", _CAPTURE_OPS[node.target]
+            with graph.inserting_before(node):
+                replace(node, graph.call_function(_CAPTURE_OPS[node.target], node.args, node.kwargs))
     return split_updates(module, graph, _LIVE)
 
 
@@ -215,3 +261,51 @@ def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
                 "process, and their steps cannot be captured; call cuda_graph(False)"
             )
     return [embedding.table_handle().local_table for embedding in embeddings if isinstance(embedding, SavedRows)]
+
+
+@contextmanager
+def _replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
+    """A block around one replay, with the tables locked: does the host's part of a step, and raises what it would."""
+    for table in read:
+        _begin_replay(table, False, None)
+    started = [(table, _begin_replay(table, True, clip_value)) for table in trained]
+    try:
+        yield
+    except BaseException as error:
+        for table in trained:
+            table.note_failure(error)  # some of its lines may be written
+        raise
+    for table, (step, hyper) in started:
+        table.updated(step, hyper)
+
+
+def _replay_key(table: OpenTable) -> Hashable | None:
+    """What a captured graph depends on: it may be replayed while this key is equal to that of its capture.
+
+    None while a snapshot is saved in the background, when no graph may be replayed: a replay saves no before-images.
+    """
+    if table.observers.has_image:
+        return None
+    return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.changes
+
+
+def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
+    """Do the host's part of a step before its replay: of `pin` and `update` if it `trains`, else of `read`.
+
+    Returns the step and the rule's numbers, for `OpenTable.updated`. Raises what these methods raise; then nothing has
+    changed.
+    """
+    if trains:
+        table.release()
+        with table.announced(()):
+            pass  # the captured ops make the batch, whatever was announced
+    table.ready()
+    table.check(wait=False)
+    if not trains:
+        table.set_numbers()
+        return table.step, table.hyper
+    optimizer, step = table.check_optimizer(), table.next_step()
+    hyper = optimizer.hyper(step, clip_value, table.hyper)
+    table.before_write(step)
+    table.processor.set_numbers(optimizer.rule, hyper, step)
+    return step, hyper

@@ -14,9 +14,9 @@ import contextlib
 import logging
 import operator
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ MISSES = 1 / 8
 UNEVEN = ("stop", "join")
 # bits that a rank reports of a step: it has a batch, its ids are known, its loader raised
 _BATCH, _KNOWN, _FAILED = 1, 2, 4
+# after errors of a disk or of memory, the same batch may train later
+_PASSING = StoreError | SnapshotError | OSError | MemoryError
 log = logging.getLogger("tierbed")
 
 
@@ -65,7 +67,7 @@ class RunProgress:
             progress.TextColumn("{task.fields[rate]}"),
         )
         self._samples = 0
-        self._task = self._bar.add_task(label, total=_length(batches), rate="")
+        self._task = self._bar.add_task(label, total=operator.length_hint(batches) or None, rate="")
 
     def advance(self, batch: tuple[Any, ...]) -> None:
         if self._bar is None:
@@ -82,13 +84,6 @@ class RunProgress:
             self._bar.stop()
 
 
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # raised by a DataLoader over an iterable dataset
-        return None
-
-
 class Announcer:
     """Announces the batches of one run in their order, accumulated calls together, as their rows will be pinned.
 
@@ -98,9 +93,7 @@ class Announcer:
     def __init__(self, root: nn.Module, end: StepEpilogue, world: World) -> None:
         self._end, self._world = end, world
         self._embeddings: list[Any] = embeddings_of(root)
-        self._accumulated: dict[EmbeddingBase, list[Lookup]] = defaultdict(list)
-        self._unknown: set[EmbeddingBase] = set()  # embeddings with lookups of this update that are unknown
-        self._count = 0  # of accumulated calls
+        self._calls: list[dict[Any, list[Lookup] | None]] = []  # what the accumulated calls pin; None if unknown
 
     def add(self, between: int, known: KnownLookups | None) -> None:
         """Announce the lookups of the next batch. `between` other batches run before it.
@@ -109,38 +102,31 @@ class Announcer:
         """
         number = (self._end.waiting_calls + between) % self._end.accumulate_steps
         if number == 0:
-            self._accumulated.clear()
-            self._unknown.clear()
-            self._count = 0
-        if number != self._count:
+            self._calls.clear()
+        if number != len(self._calls):
             return  # a call of this update was not made in this run
-        lookups_of = dict(known or [])
-        embeddings = [embedding for embedding in self._embeddings if embedding.row_optimizer is not None]
-        for embedding in embeddings:
-            lookups = [] if known == [] else lookups_of.get(embedding)
-            if lookups is None:
-                self._unknown.add(embedding)
-            else:
-                self._accumulated[embedding] += self._micro_batch(embedding, lookups)
-        self._count += 1
-        if self._count == self._end.accumulate_steps:
-            for embedding in embeddings:
-                self._announce(embedding, None if embedding in self._unknown else self._accumulated[embedding])
+        trained = [embedding for embedding in self._embeddings if embedding.row_optimizer is not None]
+        lookups_of = {one: [] for one in trained} if known == [] else dict(known or [])
+        self._calls.append({embedding: self._pinned(embedding, lookups_of.get(embedding)) for embedding in trained})
+        if len(self._calls) == self._end.accumulate_steps:
+            for embedding in trained:
+                calls = [one for call in self._calls if (one := call.get(embedding)) is not None]
+                is_known = len(calls) == len(self._calls)
+                lookups = [*chain.from_iterable(calls)] if is_known else None
+                if self._world.size > 1:
+                    embedding.table_handle().table.announce(lookups, together=True)
+                elif lookups is not None:
+                    with contextlib.suppress(TierbedError):  # the call itself will raise it
+                        embedding.announce(lookups)
 
-    def _micro_batch(self, embedding: EmbeddingBase, lookups: list[Lookup]) -> list[Lookup]:
+    def _pinned(self, embedding: Any, lookups: list[Lookup] | None) -> list[Lookup] | None:
         """What is pinned of the lookups of a call: of accumulated calls the rows, as `StepEpilogue.add` has them."""
+        if lookups is None or self._end.accumulate_steps == 1:
+            return lookups
         try:
-            return lookups if self._end.accumulate_steps == 1 else [embedding.unique_rows(lookups)]
+            return [embedding.table_handle().local_table.unique_rows(lookups)]
         except Exception:  # the call itself will raise it
-            self._unknown.add(embedding)
-            return []
-
-    def _announce(self, embedding: Any, lookups: list[Lookup] | None) -> None:
-        if self._world.size > 1:
-            embedding.table_handle().table.announce(lookups, together=True)
-        elif lookups is not None:
-            with contextlib.suppress(TierbedError):  # the call itself will raise it
-                embedding.announce(lookups)
+            return None
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:
@@ -149,7 +135,6 @@ def arguments(batch: Any) -> tuple[Any, ...]:
 
 
 def iterate(batches: Iterable[Any]) -> Iterator[Any]:
-    """An iterator over batches. InputError for anything that is not iterable."""
     try:
         return iter(batches)
     except TypeError:
@@ -158,23 +143,18 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
         ) from None
 
 
-class _PlannedStep:
-    """A later step: what this rank has for it, and what all ranks have."""
+class _PlannedStep(Handshake):
+    """The report of a later step: what this rank has for it, and what all ranks have."""
 
     def __init__(self, world: World, op: str, has: int, known: KnownLookups | None) -> None:
         """has: bits that this rank reports. known: what it looks up, if that is known."""
-        self.known = known
-        self.is_announced = False
-        self._handshake = Handshake(world, op, note=has)
+        super().__init__(world, op, note=has)
+        self.known, self.is_announced = known, False
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether a rank was in another call, which was raised on all ranks."""
-        return self._handshake.refused is not None
-
-    def wait(self) -> list[int]:
-        """The report of each rank. Waits for all."""
-        return self._handshake.wait().notes
+    def announced_notes(self) -> list[int]:
+        """The bits of all ranks, by which the step is announced now."""
+        self.is_announced = True
+        return self.wait().notes
 
 
 class Run(Iterator[Any]):
@@ -260,7 +240,7 @@ class Run(Iterator[Any]):
                 if self._judged and self._steps % JUDGED == 1:
                     self._judge()
                 self._fill()
-                reports = self._planned[0].wait()
+                reports = self._planned[0].wait().notes
                 if any(has & _FAILED for has in reports):
                     self._fail()
                 missing = [rank for rank, has in enumerate(reports) if not has & _BATCH]
@@ -331,7 +311,7 @@ class Run(Iterator[Any]):
                 can_reach = not self._has_mismatch and self._world.failure is None
                 if planned.is_announced or not self._num_ahead or not can_reach:
                     continue
-                reports, planned.is_announced = planned.wait(), True
+                reports = planned.announced_notes()
                 runs = any(reports) if self._uneven == "join" else all(has & _BATCH for has in reports)
                 if runs and any(has & _KNOWN for has in reports):
                     has_none = not reports[self._world.rank] & _BATCH
@@ -361,7 +341,8 @@ class Run(Iterator[Any]):
             yield
         except BaseException as error:
             self.failed = next(iter(batch), None)
-            self._is_kept = _may_pass(error) and not any(map(operator.gt, self._trained(), before))
+            may_pass = isinstance(error, _PASSING) and not isinstance(error, ClosedError)
+            self._is_kept = may_pass and not any(map(operator.gt, self._trained(), before))
             if self._is_kept:
                 self._steps -= 1
                 self._window.extendleft(batch)
@@ -381,7 +362,7 @@ class Run(Iterator[Any]):
             self.failed = None
 
     def _draw(self) -> None:
-        count, before = len(self._window), [[tensor._version for tensor in tensors] for tensors in self._tensors]
+        count, before = len(self._window), [(one, one._version) for tensors in self._tensors for one in tensors]
         try:
             self._window.extend(islice(self._batches, 1))  # one call of C: Ctrl-C cannot lose the batch
         except Exception as error:
@@ -391,23 +372,16 @@ class Run(Iterator[Any]):
             self._loader_ended_by = StopIteration()
             return
         self._tensors.extend(map(_counted, islice(self._window, len(self._tensors), None)))
-        self._refuse_overwritten(before)
+        drawn = {tensor.data_ptr() for tensor in self._tensors[-1]}
+        if any(tensor._version != version and tensor.data_ptr() in drawn for tensor, version in before):
+            self._window.clear()
+            self._tensors.clear()
+            self._loader_ended_by = InputError(
+                f"ahead={self._num_ahead}: the loader writes the next batch into the tensors of this one, and "
+                "batches are drawn before their steps; give new tensors, as a DataLoader does, or ahead=0"
+            )
         if self._num_ahead and self._window:
             self._last_known = self._known_lookups(*arguments(self._window[-1]))
-
-    def _refuse_overwritten(self, before: list[list[int]]) -> None:
-        """End with an InputError if the loader wrote its last batch over a batch that waits for its step."""
-        drawn = {tensor.data_ptr() for tensor in self._tensors[-1]}
-        for tensors, versions in zip(self._tensors, before, strict=False):
-            for tensor, version in zip(tensors, versions, strict=True):
-                if tensor._version != version and tensor.data_ptr() in drawn:
-                    self._window.clear()
-                    self._tensors.clear()
-                    self._loader_ended_by = InputError(
-                        f"ahead={self._num_ahead}: the loader writes the next batch into the tensors of this one, and "
-                        "batches are drawn before their steps; give new tensors, as a DataLoader does, or ahead=0"
-                    )
-                    return
 
     def _fail(self) -> None:
         """Raise on all ranks what a loader raised. The loader may continue, and drawn batches stay."""
@@ -435,7 +409,7 @@ class Run(Iterator[Any]):
 
     def _forget_planned(self) -> None:
         for planned in self._planned:
-            if not planned.is_refused:
+            if planned.refused is None:  # all ranks made this call
                 planned.wait()  # so that no report is in flight
         self._planned.clear()
         forget_announced(self._graph)
@@ -445,12 +419,6 @@ class Run(Iterator[Any]):
         if self._finalizer.detach() is not None:
             self._progress.close()
             forget_announced(self._graph)
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether the same batch may train later: the error is of a disk or of memory, not of the batch or the model."""
-    causes = StoreError | SnapshotError | OSError | MemoryError
-    return isinstance(error, causes) and not isinstance(error, ClosedError)
 
 
 def _share(hits: int, misses: int) -> str:

@@ -7,7 +7,7 @@ data and reports the error in the next handshake. All ranks then raise in the sa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters
-from ...distributed.rank_group import NO_COLLECTIVES
+from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters, described
+from ...distributed.rank_group import CollectiveSequence
 from ...distributed.world import World, catch
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..passes.collectives import CollectiveCall, describe_collectives, sum_over_ranks
+from ..passes.collectives import CollectiveCall, sum_over_ranks
 from ..passes.step_epilogue import (
     DenseGrads,
     LookupGrads,
@@ -50,6 +50,13 @@ class RankStepState:
         """Note how to join the step that runs now, for `join`."""
         self._joins[in_training, trains] = weakref.WeakMethod(join)
 
+    def note_partial_update(self, error: BaseException) -> None:
+        """This rank alone raised during the updates of a step: no rank trains until a checkpoint is loaded."""
+        self.partial_update = self.partial_update or repr(error)
+
+    def note_loaded(self) -> None:
+        self.partial_update = ""
+
     def join(self, root: nn.Module) -> None:
         """Take part in a step for which this rank has no batch, and others have one.
 
@@ -73,36 +80,34 @@ class RankStepState:
 class StepCollectives:
     """The collectives of one compiled step, in their order."""
 
-    def __init__(self, world: World, rank_state: RankStepState, owner: str, end: StepEpilogue, trains: bool) -> None:
-        """owner: the name of the graph. trains: whether the step does."""
-        self._world, self._rank_state, self._owner = world, rank_state, owner
-        self._end, self.trains = end, trains
-        self._calls: list[CollectiveCall] = []
-        self._sequence = NO_COLLECTIVES
-        self._embeddings: list[EmbeddingBase] = []
-        self._trained: list[EmbeddingBase] = []
-        self._dense: list[DenseGrads] = []
-        self._schedulers: list[LRScheduler] = []
-        self._first = 0  # the world's count of collectives when the step began
-        self._first_batch = 0  # and of pinned batches
-        self._number = ""  # of the step, for errors
-
-    def set_sequence(
+    def __init__(
         self,
-        calls: list[CollectiveCall],
-        parameters: list[tuple[str, Tensor]],
+        world: World,
+        rank_state: RankStepState,
+        owner: str,
+        end: StepEpilogue,
         trained: list[EmbeddingBase],
         dense: list[DenseGrads],
         schedulers: list[LRScheduler],
+        trains: bool,
+        calls: list[CollectiveCall],
+        parameters: list[tuple[str, Tensor]],
     ) -> None:
-        """Set the collectives, and what the step trains, for a rank without a batch.
+        """owner: the name of the graph. trained, dense, schedulers: what the step trains, for a rank without a batch.
 
-        parameters: by name, in the order in which gradients are summed. dense: the same by optimizer, with gradients of
-        any value.
+        dense: by optimizer, with gradients of any value. parameters: the same by name, in the order in which gradients
+        are summed.
         """
-        self._calls, self._sequence = calls, describe_collectives(calls, parameters)
-        self._embeddings = list(dict.fromkeys(embedding for _, embedding, _ in calls if embedding is not None))
+        self._world, self.rank_state, self._owner = world, rank_state, owner
+        self._end, self.trains = end, trains
         self._trained, self._dense, self._schedulers = trained, dense, schedulers
+        self._calls, self._sequence = calls, CollectiveSequence([*map(str, calls)], described(parameters))
+        self._embeddings: list[Any] = list(
+            dict.fromkeys(call.embedding for call in calls if call.embedding is not None)
+        )
+        self._first = 0  # the world's count of collectives when the step began
+        self._first_batch = 0  # and of pinned batches
+        self._number = ""  # of the step, for errors
 
     def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> Vote:
         """Sum dense gradients over ranks. If the step failed on one rank, raises its error on all."""
@@ -118,11 +123,11 @@ class StepCollectives:
         """The accumulated gradients of all ranks, with their rows pinned, and the vote of this update."""
         embeddings = end.embeddings
         kinds = [*(("pin", e) for e in embeddings), *((k, e) for e in embeddings for k in ("rows", "send"))]
-        update = StepCollectives(self._world, self._rank_state, self._owner, end, trains=True)
-        parameters = [("accumulated", parameter) for parameter in end.parameters]
         calls = [*(CollectiveCall(kind, e) for kind, e in kinds), CollectiveCall("vote", None)]
-        update.set_sequence(calls, parameters, embeddings, [], [])
-        with update.step(tuple, nested=True):
+        parameters = [("accumulated", parameter) for parameter in end.parameters]
+        owner = self._world, self.rank_state, self._owner, end
+        update = StepCollectives(*owner, embeddings, [], [], True, calls, parameters)
+        with update.step((), nested=True):
             rows, dense = end.pinned_gradients()
             for batch, grads, weights in rows:
                 shared: Any = batch
@@ -158,42 +163,40 @@ class StepCollectives:
         return accumulate(end, none, nothing, self, present=False)
 
     @contextmanager
-    def step(self, first_values: Callable[[], Sequence[tuple[str, Tensor]]], nested: bool = False) -> Iterator[None]:
+    def step(self, first_values: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
         """A block that runs the step. Its error on this rank is raised on all ranks if a collective remains.
 
-        first_values: returns the tensors that begin as those of rank 0, by name. nested: whether in another block.
+        first_values: the tensors that begin as those of rank 0, by name. nested: whether in another block.
         """
         world = self._world
         world.check_thread()
-        world.collectives, self._first, world.shared_error = self._sequence, world.step_collectives, None
-        if not nested:
-            world.pinned_batches = []
+        self._first = world.step_collectives
+        world.begin_step(self._sequence, nested)
         self._first_batch = len(world.pinned_batches or ())
         self._number = ""
         try:
-            self._number = self._number_of(self._embeddings)
-            if self.trains and self._rank_state.partial_update:
+            if all(embedding.is_open for embedding in self._embeddings):  # ranks open and close them at any time
+                steps = [embedding.table_handle().local_table.step for embedding in self._embeddings]
+                self._number = f", step {max(steps, default=0) + 1}"
+            if self.trains and self.rank_state.partial_update:
                 raise GraphError(
-                    f"a step of {self._owner} raised {self._rank_state.partial_update} during its updates, which other "
+                    f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, which other "
                     "ranks finished; load a checkpoint on all ranks"
                 )
-            if not nested and self.trains not in self._rank_state.synced_at_start:
-                broadcast_parameters(world, f"parameters of {self._owner}", first_values())
-                self._rank_state.synced_at_start.add(self.trains)
+            if not nested and self.trains not in self.rank_state.synced_at_start:
+                broadcast_parameters(world, f"parameters of {self._owner}", [*first_values])
+                self.rank_state.synced_at_start.add(self.trains)
             yield
         except BaseException as error:
             if world.must_report(error):
                 self._raise_on_ranks(error)
                 if self.trains and not isinstance(error, DynamicStepFailed):
-                    self._rank_state.partial_update = self._rank_state.partial_update or repr(error)
+                    self.rank_state.note_partial_update(error)
                     for batch in (world.pinned_batches or [])[self._first_batch :]:
                         batch.fall_behind(error)
             raise
         finally:
-            world.collectives = NO_COLLECTIVES
-            if not nested:
-                world.shared_error = None  # its frames hold what the step computed
-                world.pinned_batches = None
+            world.end_step(nested)
 
     def _raise_on_ranks(self, error: BaseException) -> None:
         """Make the remaining collectives. Raises the error on all ranks if there are any."""
@@ -201,12 +204,11 @@ class StepCollectives:
             self._finish_collectives(error)
             return
         try:
-            assert error.__cause__ is not None
-            self._finish_collectives(error.__cause__)
-            if self._world.step_collectives > self._first:  # others have finished the step, and do not run it again
-                error.shared_error = error.__cause__
+            self._finish_collectives(error.cause)
         except BaseException as shared:
-            error.shared_error = shared
+            raise DynamicStepFailed(error.cause, shared) from error.cause
+        if self._world.step_collectives > self._first:  # others have finished the step, and do not run it again
+            raise DynamicStepFailed(error.cause, error.cause) from error.cause
 
     def _finish_collectives(self, error: BaseException) -> None:
         """Make the remaining collectives. An error in them aborts the group, which would wait for this rank."""
@@ -237,15 +239,7 @@ class StepCollectives:
                 self._world.handshake(self._op(kind), error)
 
     def _op(self, kind: str) -> str:
-        """The name, in errors, of a collective of the step as a whole."""
         return f"{kind} of {self._owner}{self._number}"
-
-    def _number_of(self, embeddings: list[Any]) -> str:
-        """The number of the next step if all its embeddings are open: ranks open and close them at any time."""
-        if not all(embedding.is_open for embedding in embeddings):
-            return ""
-        steps = [embedding.table_handle().local_table.step for embedding in embeddings]
-        return f", step {max(steps, default=0) + 1}"
 
 
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:

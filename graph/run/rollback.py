@@ -37,7 +37,7 @@ def split_updates(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tu
         if node in moving or (node in sources and node.op == "get_attr"):
             copies[node] = end.node_copy(node, copies.__getitem__)
     end.output(None)
-    output.args = ((output.args[0], passed),)
+    output.update_arg(0, (output.args[0], passed))
     for node in reversed(moving):
         graph.erase_node(node)
     for node in graph.find_nodes(op="get_attr"):
@@ -47,9 +47,13 @@ def split_updates(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tu
 
 
 class DynamicStepFailed(Exception):
-    """A dynamic-shape step failed, and what it changed is restored. `__cause__` is what torch raised."""
+    """A dynamic-shape step failed, and what it changed is restored.
 
-    shared_error: BaseException | None = None  # what all ranks raise, over ranks
+    cause: what torch raised. shared_error: over ranks, what all of them raise instead of running another step.
+    """
+
+    def __init__(self, cause: BaseException, shared_error: BaseException | None = None) -> None:
+        self.cause, self.shared_error = cause, shared_error
 
 
 class RollbackStep:
@@ -88,7 +92,7 @@ class RollbackStep:
                 tensor.copy_(value)
             for generator, state in zip(self._generators, random, strict=True):
                 generator.set_state(state)
-            raise DynamicStepFailed from error
+            raise DynamicStepFailed(error) from error
         forward(self._last, arguments)
         return outputs
 

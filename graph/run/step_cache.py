@@ -90,6 +90,12 @@ class _ShapeFamily:
         self.general.append(step)
         return True
 
+    def drop(self, step: CompiledStep) -> None:
+        """Drop a step that failed, if it is one of the dynamic-shape steps here: there is no other try."""
+        others = [one for one in self.general if one is not step]
+        self.failed = self.failed or len(others) < len(self.general)
+        self.general = others
+
 
 def _shapes(inputs: Sequence[Tensor]) -> Shapes:
     return tuple(tuple(tensor.shape) for tensor in inputs)
@@ -108,12 +114,6 @@ class StepCache:
         self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._families: dict[Hashable, _ShapeFamily] = {}
         self._not_dynamic: dict[Hashable, None] = {}  # the latest signatures whose dynamic sizes have to be static
-
-    def clear(self) -> None:
-        """Drop all steps."""
-        self._steps.clear()
-        self._families.clear()
-        self._not_dynamic.clear()
 
     def all(self) -> list[CompiledStep]:
         """The steps for one signature each, then the dynamic-shape steps."""
@@ -166,9 +166,7 @@ class StepCache:
             del self._steps[key]
             self._not_dynamic[key] = None
         for family in self._families.values():
-            if any(one is step for one in family.general):
-                family.general = [one for one in family.general if one is not step]
-                family.failed = True
+            family.drop(step)
         log.warning(
             "%s: the dynamic-shape step failed (%s: %s), and a static-shape step ran instead; further sizes get "
             "static-shape steps: pad inputs to few sizes, such as powers of two",

@@ -10,7 +10,6 @@ import html
 import json
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,66 +70,48 @@ def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
     return ", ".join(dict.fromkeys(found)) or None
 
 
-@dataclass
-class _Box:
-    """Nodes that are drawn as one box, and the boxes that they read."""
-
-    nodes: list[fx.Node]
-    lines: list[str]
-    before: list[_Box]
-
-
 def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
     """The step as a flowchart in Mermaid. ahead: whether `Graph.run` fetches rows before the step begins."""
-    stage_of = stages(module.graph)
-    boxes = _boxes(module, stage_of)
-    if ahead:
-        _add_prefetches(module, boxes)
-    name_of = {id(box): f"n{number}" for number, box in enumerate(boxes)}
+    stage_of, named = stages(module.graph), _names_without_box(module)
+    box_of = _boxes(module.graph, stage_of, named)
+    boxes = [box for node, box in box_of.items() if node is box[-1]]
+    fetched = {node: source.target for node, (source, _) in prefetchable_lookups(module)} if ahead else {}
+    name_of = {box[-1]: f"n{number}" for number, box in enumerate(boxes)}
     lines = ["---", f"title: {json.dumps(title)}", "---", "flowchart TB"]
     for number, stage in enumerate(STAGES):
-        if own := [box for box in boxes if stage_of[box.nodes[-1]] == stage]:
+        if own := [box for box in boxes if stage_of[box[-1]] == stage]:
             lines.append(f'subgraph s{number}["{stage}"]')
-            lines += (f"    {name_of[id(box)]}{_shape(module, box)}" for box in own)
+            for box in own:
+                texts = [*_lines(module, box, named)]
+                if box[-1] in fetched:  # all other work is done in order, on one stream
+                    on_gpu = getattr(module, fetched[box[-1]]).shadow.is_cuda
+                    texts.append(f"ahead, on a separate {'stream' if on_gpu else 'thread'}")
+                lines.append(f"    {name_of[box[-1]]}{_shape(texts, rows_at(module, box[-1]) is not None)}")
             lines.append("end")
-    lines += (f"{name_of[id(source)]} --> {name_of[id(box)]}" for box in boxes for source in box.before)
+    for box in boxes:
+        sources = dict.fromkeys(box_of[s][-1] for node in box for s in node.all_input_nodes if s in box_of)
+        lines += (f"{name_of[source]} --> {name_of[box[-1]]}" for source in sources if source is not box[-1])
     return "\n".join(lines) + "\n"
 
 
-def _shape(module: fx.GraphModule, box: _Box) -> str:
+def _shape(lines: list[str], is_of_store: bool) -> str:
     """The text of a box in brackets; those of a store draw a cylinder."""
-    lines = (html.escape(line.replace("#", "#35;"), quote=False).replace("&", "#") for line in box.lines)
-    text = "<br>".join(lines).replace('"', "#quot;")
-    return f'[("{text}")]' if rows_at(module, box.nodes[-1]) is not None else f'["{text}"]'
+    escaped = (html.escape(line.replace("#", "#35;"), quote=False).replace("&", "#") for line in lines)
+    text = "<br>".join(escaped).replace('"', "#quot;")
+    return f'[("{text}")]' if is_of_store else f'["{text}"]'
 
 
-def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
-    """The boxes of a step, each after all that it reads."""
-    named = _names_without_box(module)
-    box_of: dict[fx.Node, _Box] = {}
-    for node in module.graph.nodes:
+def _boxes(graph: fx.Graph, stage_of: dict[fx.Node, str], named: dict[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
+    """The box of each node that has one: the nodes that are drawn together, in their order."""
+    box_of: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
         if node in named or (node.op == "placeholder" and not node.users):
             continue
-        sources = [source for source in node.all_input_nodes if source not in named]
-        joined = next((s for s in sources if stage_of[s] == stage_of[node] and _continues(s, node)), None)
-        box = box_of[joined] if joined is not None else _Box([], [], [])
-        box.nodes.append(node)
-        box.before += [box_of[source] for source in sources if box_of[source] is not box]
-        box_of[node] = box
-    boxes = [box for node, box in box_of.items() if node is box.nodes[-1]]
-    for box in boxes:
-        box.before = list({id(source): source for source in box.before}.values())
-        box.lines = list(_lines(module, box.nodes, named))
-    return boxes
-
-
-def _add_prefetches(module: fx.GraphModule, boxes: list[_Box]) -> None:
-    """Add to boxes whether their rows are fetched before the step. All other work is done in order, on one stream."""
-    box_of = {node: box for box in boxes for node in box.nodes}
-    for node, (source, _) in prefetchable_lookups(module):
-        embedding = getattr(module, source.target)
-        assert isinstance(embedding, EmbeddingBase)
-        box_of[node].lines.append(f"ahead, on a separate {'stream' if embedding.shadow.is_cuda else 'thread'}")
+        chained = (s for s in node.all_input_nodes if s in box_of and stage_of[s] == stage_of[node])
+        joined = next((source for source in chained if _continues(source, node)), None)
+        box_of[node] = box = [] if joined is None else box_of[joined]
+        box.append(node)
+    return box_of
 
 
 def _names_without_box(module: fx.GraphModule) -> dict[fx.Node, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -31,32 +31,18 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution
 _FUSED_SHARE = 0.25  # of a step, of the time of ops that fuse; there is advice above it
 
 
-class CpuWait:
-    """The time that threads waited for a core during `watch`: `seconds` of all threads, in `elapsed` seconds.
+def _waiting_advice(waited: float, elapsed: float) -> str:
+    """A line of advice if spinning threads of torch may occupy the cores, else an empty string.
 
-    Both stay 0 on systems that do not count it, which are all but Linux.
+    waited: the seconds that all threads waited for a core, 0 on systems that do not count it, which are all but Linux.
     """
-
-    def __init__(self) -> None:
-        self.seconds = self.elapsed = 0.0
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        before, begin = _waited(), perf_counter_ns()
-        yield
-        waited = sum(ns - before.get(thread, 0) for thread, ns in _waited().items())
-        self.seconds, self.elapsed = waited / 1e9, (perf_counter_ns() - begin) / 1e9
-
-    @property
-    def advice(self) -> str:
-        """A line of advice if spinning threads of torch may occupy the cores; else an empty string."""
-        spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
-        if not spin or self.seconds <= _WAITING_SHARE * self.elapsed:
-            return ""
-        return (
-            f"threads waited {self.seconds:.2f} s for a core, and threads of torch occupy cores while idle: "
-            "start the process with OMP_WAIT_POLICY=PASSIVE"
-        )
+    spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
+    if not spin or waited <= _WAITING_SHARE * elapsed:
+        return ""
+    return (
+        f"threads waited {waited:.2f} s for a core, and threads of torch occupy cores while idle: "
+        "start the process with OMP_WAIT_POLICY=PASSIVE"
+    )
 
 
 def _waited() -> dict[str, int]:
@@ -99,22 +85,27 @@ class Step(NamedTuple):
 class Timer:
     """Runs compiled steps and records the time of each op. On a GPU it waits for each op to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiles: RecompileLog) -> None:
+        self._compiles = compiles
         self._timed: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
         self._ran: list[tuple[Op, Span]] = []
-        self.preparing = 0  # ns of adding the clock
+        self._preparing = 0  # ns of adding the clock
 
     def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
         """The result of `module.forward(*tensors)`, with a clock after each op."""
         if module not in self._timed:
             begin = perf_counter_ns()
             self._timed[module] = _with_clock(module)
-            self.preparing += perf_counter_ns() - begin
+            self._preparing += perf_counter_ns() - begin
         timed, clock, ops = self._timed[module]
         clock.clear()
         outputs = timed.forward(*tensors)
         self._ran += zip(ops, map(Span, clock, clock[1:]), strict=True)
         return outputs
+
+    def compiling(self) -> int:
+        """The ns of all compiles of the graph, and of adding the clock."""
+        return int(self._compiles.seconds * 1e9) + self._preparing
 
     def take(self) -> list[tuple[Op, Span]]:
         """The ops that ran since the last `take`, with their times."""
@@ -130,8 +121,8 @@ class Profile:
     and of adding the clock, which are not part of the stages.
     """
 
-    def __init__(self, name: str, steps: list[Step], waiting: CpuWait, may_compile: bool) -> None:
-        self._name, self._steps, self._waiting, self._may_compile = name, steps, waiting, may_compile
+    def __init__(self, name: str, steps: list[Step], advice: str, may_compile: bool) -> None:
+        self._name, self._steps, self._advice, self._may_compile = name, steps, advice, may_compile
         self.steps = len(steps)
         self.compile_seconds = sum(step.compiling for step in steps) / 1e9
         spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _AROUND], 0)
@@ -154,7 +145,7 @@ class Profile:
             lines.append(f"{name:14}{self._figures(spent, seconds)}")
         if self.compile_seconds:
             lines.append(f"and {self.compile_seconds:.2f} s to compile and to add the clock, not counted above")
-        return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._waiting.advice])])
+        return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._advice])])
 
     def by_op(self, most: int = 20) -> str:
         """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
@@ -206,42 +197,29 @@ class Profile:
 
 
 def profile(
-    name: str,
-    run: Callable[[Iterable[Any]], Iterator[Any]],
-    batches: Iterable[Any],
-    timer: Timer,
-    compiles: RecompileLog,
-    may_compile: bool,
+    name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, may_compile: bool
 ) -> Profile:
     """The profile of `run` on all batches. may_compile: whether `compile_dense` is off and could be on."""
     drawn: list[Span] = []
     steps: list[Step] = []
-    waiting = CpuWait()
-    with waiting.watch():
-        running = run(_timed(batches, drawn))
-        begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
-        for _ in running:
-            span, compiling = Span(begin, perf_counter_ns()), _compiling(compiles, timer) - compiled
-            steps.append(Step(span, list(drawn), compiling, timer.take()))
-            drawn.clear()
-            begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
-    return Profile(name, steps, waiting, may_compile)
-
-
-def _compiling(compiles: RecompileLog, timer: Timer) -> int:
-    return int(compiles.seconds * 1e9) + timer.preparing
+    before, start = _waited(), perf_counter_ns()
+    running = run(_timed(batches, drawn))
+    begin, compiled = perf_counter_ns(), timer.compiling()
+    for _ in running:
+        span, compiling = Span(begin, perf_counter_ns()), timer.compiling() - compiled
+        steps.append(Step(span, list(drawn), compiling, timer.take()))
+        drawn.clear()
+        begin, compiled = perf_counter_ns(), timer.compiling()
+    waited = sum(ns - before.get(thread, 0) for thread, ns in _waited().items())
+    return Profile(name, steps, _waiting_advice(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
 
 
 def _timed(batches: Iterable[Any], drawn: list[Span]) -> Iterator[Any]:
-    source = iter(batches)
-    while True:
-        begin = perf_counter_ns()
-        try:
-            batch = next(source)
-        except StopIteration:
-            return
+    begin = perf_counter_ns()
+    for batch in batches:
         drawn.append(Span(begin, perf_counter_ns()))
         yield batch
+        begin = perf_counter_ns()
 
 
 def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:

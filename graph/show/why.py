@@ -20,8 +20,6 @@ from ..trace.names import HasBuild, tensor_names
 from ..trace.signature import MODULE_HOOKS, Call, Dims, argument_names
 
 _MAX_SHOWN = 6  # differences of one step
-_NO_TENSOR = "no tensor"
-_ABSENT = "missing"
 _VALUE = "value"  # traces that read others differ in something else
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _OF_MODULES = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
@@ -29,36 +27,17 @@ _OF_MODULES = ("module", "training flag of", "hooks of", "attribute", "parameter
 log = logging.getLogger("tierbed")
 
 
-class _AnySize:
-    """A dynamic size."""
-
-    def __repr__(self) -> str:
-        return "any"
-
-
-_ANY = _AnySize()
-
-
-class _Tensor(NamedTuple):
-    """A tensor as a signature has it, with the tensor's id if a step keeps the object itself."""
-
-    shape: tuple[int | _AnySize, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    layout: torch.layout
-    strides: tuple[int, ...] | None
-    identity: int | None = None
-
-
-class _Object(NamedTuple):
-    """An object that a signature has by identity, as text."""
+class Fact(NamedTuple):
+    """What a signature has: as text, with a key for what the text leaves out. fields: of a tensor."""
 
     text: str
-    identity: Hashable
+    key: Hashable = None
+    fields: Mapping[str, str] | None = None
 
 
-Facts = dict[tuple[str, str], Any]  # by (kind, name or path)
+_NO_TENSOR, _ABSENT = Fact("no tensor"), Fact("missing")
+
+Facts = dict[tuple[str, str], Fact]  # by (kind, name or path)
 
 
 class RecompileLog:
@@ -105,25 +84,33 @@ def guard_facts(
             found["argument", name] = _describe(leaf, dynamic=[d for i, d in dynamic_dims if i == number])
             number += 1
         else:
-            found["argument", name] = repr(leaf)
-    found["arguments", ""] = _Object("structure of lists, tuples, dicts and keywords", str(call.spec))
-    found["gradient mode", ""] = torch.is_grad_enabled()
-    found["default dtype", ""] = torch.get_default_dtype()
+            found["argument", name] = Fact(repr(leaf))
+    found["arguments", ""] = Fact("structure of lists, tuples, dicts and keywords", str(call.spec))
+    found["gradient mode", ""] = Fact(str(torch.is_grad_enabled()))
+    found["default dtype", ""] = Fact(str(torch.get_default_dtype()))
     for kind in ("cpu", "cuda"):
-        found["autocast on", kind] = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off"
+        is_on = torch.is_autocast_enabled(kind)
+        found["autocast on", kind] = Fact(str(torch.get_autocast_dtype(kind)) if is_on else "off")
     for i, optimizer in enumerate(optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         text = f"{type(optimizer).__name__} of {' + '.join(map(str, sizes))} parameters"
-        found["optimizer", str(i)] = _Object(text, (id(optimizer), *sizes))
-    found["gradients", ""] = (
+        found["optimizer", str(i)] = Fact(text, (id(optimizer), *sizes))
+    found["gradients", ""] = Fact(
         "accumulated" if end.accumulate_steps > 1 else "as they are" if end.is_plain else "clipped or unscaled"
     )
-    found["gradient scaler", ""] = _Object("none" if end.scaler is None else "GradScaler", end.scaling())
-    found["cuda_graph", ""] = cuda_graph
-    found["compile_dense", ""] = "off" if inductor is None else dict(inductor)
-    found.update({(_VALUE, label): _Object(*value) for label, value in values.items()})
+    found["gradient scaler", ""] = Fact("none" if end.scaler is None else "GradScaler", end.scaling())
+    found["cuda_graph", ""] = Fact(str(cuda_graph))
+    found["compile_dense", ""] = Fact("off" if inductor is None else str(inductor))
+    found.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():
-        found.update(_module_facts(path, module))
+        hooks = [number for hooks in MODULE_HOOKS(module) for number in hooks]
+        found["module", path] = Fact(type(module).__name__, id(module))
+        found["training flag of", path] = Fact(str(module.training))
+        found["hooks of", path] = Fact(str(len(hooks)), tuple(hooks))
+        for name, value in vars(module).items():
+            if name not in _ATTRIBUTES:
+                known = _describe(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
+                found["attribute", f"{path}.{name}" if path else name] = known
     names = tensor_names(root)
     for parameter in root.parameters():
         found["parameter", names[id(parameter)]] = _describe(parameter, id(parameter))
@@ -132,24 +119,14 @@ def guard_facts(
     return found
 
 
-def _module_facts(path: str, module: nn.Module) -> Facts:
-    hooks = [number for hooks in MODULE_HOOKS(module) for number in hooks]
-    found: Facts = {
-        ("module", path): _Object(type(module).__name__, id(module)),
-        ("training flag of", path): module.training,
-        ("hooks of", path): _Object(str(len(hooks)), tuple(hooks)),
-    }
-    for name, value in vars(module).items():
-        if name not in _ATTRIBUTES:
-            known = _describe(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
-            found["attribute", f"{path}.{name}" if path else name] = known
-    return found
-
-
-def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> _Tensor:
-    strides = tensor.stride() if tensor.layout == torch.strided else None
-    shape = tuple(_ANY if d in dynamic else size for d, size in enumerate(tensor.shape))
-    return _Tensor(shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, strides, identity)
+def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
+    """A tensor as a signature has it, with its id if a step keeps the object. dynamic: dimensions of any size."""
+    sizes = ", ".join("any" if d in dynamic else str(size) for d, size in enumerate(tensor.shape))
+    shape = f"({sizes}{',' * (tensor.dim() == 1)})"
+    fields = {name: str(getattr(tensor, name)) for name in ("dtype", "device", "requires_grad", "layout")}
+    strides = str(tensor.stride()) if tensor.layout == torch.strided else "None"
+    text = f"{fields['dtype'].removeprefix('torch.')} [{sizes}]"
+    return Fact(text, identity, {"shape": shape, **fields, "strides": strides})
 
 
 def _differences(new: Facts, old: Facts) -> list[str]:
@@ -166,20 +143,13 @@ def _differences(new: Facts, old: Facts) -> list[str]:
     ]
 
 
-def _difference(new: Any, old: Any) -> str:
-    if isinstance(new, _Tensor) and isinstance(old, _Tensor):
-        fields = [f for f in _Tensor._fields if f != "identity" and getattr(new, f) != getattr(old, f)]
+def _difference(new: Fact, old: Fact) -> str:
+    if new.fields and old.fields:
+        fields = [field for field, value in new.fields.items() if value != old.fields[field]]
         if "shape" in fields and "strides" in fields:
             fields.remove("strides")  # strides mostly follow the shape
-        return ", ".join(f"{f} {getattr(new, f)}, was {getattr(old, f)}" for f in fields) or "another tensor"
-    texts = [_text(value) for value in (new, old)]
-    return f"{texts[0]}, was {texts[1]}" if texts[0] != texts[1] else f"another {texts[0]}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, _Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return value.text if isinstance(value, _Object) else str(value)
+        return ", ".join(f"{f} {new.fields[f]}, was {old.fields[f]}" for f in fields) or "another tensor"
+    return f"{new.text}, was {old.text}" if new.text != old.text else f"another {new.text}"
 
 
 def _follows(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:

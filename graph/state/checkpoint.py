@@ -59,6 +59,7 @@ from ...engine.durable import (
     temporary_path,
 )
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
+from ...engine.ops.rows_contract import EmbeddingBase
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import refuse_worlds
@@ -72,6 +73,7 @@ _PLAIN = bool | int | float | str | bytes
 _RESERVED = ("", "__metadata__")  # names that no tensor in a safetensors file has
 _MAX_ITEMS = 1 << 16  # of a container that `unseal` reads
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
+_THINGS = {"graph": "graph", "loop": "model"}  # what a checkpoint is of, as messages call it
 Random = list[Tensor]  # the states of a process's generators of random numbers
 log = logging.getLogger("tierbed")
 
@@ -82,7 +84,12 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
     A name is the keys that lead to the tensor, joined by dots. GraphError, which names `where`, for any other value.
     """
     if isinstance(value, Tensor):
-        _check_tensor(value, where)
+        is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
+        if not is_dense or not _fits_dtype(value.dtype):
+            raise GraphError(
+                f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which a checkpoint cannot "
+                f"hold; make it a dense one of another dtype, register a buffer with persistent=False, or {_REMEDY}"
+            )
         while name in tensors or name in _RESERVED:
             name += "'"
         tensors[name] = value.detach()
@@ -95,13 +102,14 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
                 f"{where} has {len(value)} items, and a container in a checkpoint at most {_MAX_ITEMS}; keep them in a "
                 "tensor, or in several containers"
             )
-        if isinstance(value, dict):
-            items = [
-                [_key(key, where), encode(item, tensors, f"{where}[{key!r}]", _join(name, key))]
-                for key, item in value.items()
-            ]
-        else:
-            items = [encode(item, tensors, f"{where}[{i}]", _join(name, i)) for i, item in enumerate(value)]
+        items = []
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if type(key) is not str and not (type(key) is int and _fits_64_bits(key)):
+                raise GraphError(
+                    f"{where} has the key {key!r}, and keys in a checkpoint are strings or 64-bit integers; {_REMEDY}"
+                )
+            encoded = encode(item, tensors, f"{where}[{key!r}]", f"{name}.{key}" if name else str(key))
+            items.append([key, encoded] if isinstance(value, dict) else encoded)
         return [_TAGS[type(value)], items]
     for kind in get_args(_PLAIN):  # a subclass, such as NumPy's float64, becomes the plain type
         if isinstance(value, kind) and (kind is not int or _fits_64_bits(value)):
@@ -131,26 +139,8 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     return _KINDS[tag]({key: decode(item, tensors) for key, item in content})
 
 
-def _join(name: str, key: Any) -> str:
-    return f"{name}.{key}" if name else str(key)
-
-
-def _key(key: Any, where: str) -> Any:
-    if type(key) is str or (type(key) is int and _fits_64_bits(key)):
-        return key
-    raise GraphError(f"{where} has the key {key!r}, and keys in a checkpoint are strings or 64-bit integers; {_REMEDY}")
-
-
 def _fits_64_bits(number: int) -> bool:
     return -(1 << 63) <= number < 1 << 64
-
-
-def _check_tensor(tensor: Tensor, where: str) -> None:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not _fits_dtype(tensor.dtype):
-        raise GraphError(
-            f"{where} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which a checkpoint cannot "
-            f"hold; make it a dense one of another dtype, register a buffer with persistent=False, or {_REMEDY}"
-        )
 
 
 @cache
@@ -162,89 +152,77 @@ def _fits_dtype(dtype: torch.dtype) -> bool:
     return True
 
 
-class CheckpointRanks:
-    """The ranks that save or load a graph together. In a world of one, methods are the plain calls."""
+def shared_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
+    """The ranks that save or load a graph together; in a world of one, its methods are plain calls."""
+    return refuse_worlds(dict(embeddings)) or World.of_one()
 
-    def __init__(self, world: World | None, what: str) -> None:
-        """world: None for this process alone. what: names the save or load in messages."""
-        self._world, self._what = world or World.of_one(), what
 
-    def each(self, step: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
-        """The result of a call of this rank. What it raises on one rank is raised on all. same: equal on all ranks."""
-        return self._world.call_on_all_ranks(f"{self._what}: {step}", call, same)
+@contextmanager
+def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iterator[Path]:
+    """`durable.atomic_folder`, made by rank 0, whose errors of the system are raised as SnapshotError."""
+    block = ExitStack()
 
-    def first(self, step: str, call: Callable[[], Any]) -> Any:
-        """The result of a call of rank 0, plain values, on all ranks."""
-        return self._world.call_on_rank_0(f"{self._what}: {step}", call)
+    def begin() -> None:
+        with _snapshot_errors(folder):
+            block.enter_context(atomic_folder(folder, overwrite))
 
-    @contextmanager
-    def atomic_folder(self, folder: Path, overwrite: bool, errors: Callable[[], Any]) -> Iterator[Path]:
-        """`durable.atomic_folder`, made by rank 0. errors: makes a block that translates errors of the system."""
-        block = ExitStack()
+    def end() -> None:
+        with _snapshot_errors(folder):
+            block.close()
 
-        def begin() -> None:
-            with errors():
-                block.enter_context(atomic_folder(folder, overwrite))
+    world.call_on_rank_0(f"{op}: its folder", begin)
+    try:
+        yield temporary_path(folder)
+    except BaseException:
+        block.__exit__(*sys.exc_info())
+        raise
+    world.call_on_rank_0(f"{op}: in place", end)
 
-        def end() -> None:
-            with errors():
-                block.close()
 
-        self.first("its folder", begin)
-        try:
-            yield temporary_path(folder)
-        except BaseException:
-            block.__exit__(*sys.exc_info())
-            raise
-        self.first("in place", end)
-
-    def check_equal(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Raises GraphError on all ranks if a value that training keeps equal differs between them."""
-        if self._world.size == 1:
-            return
-        names = [*tensors]
-        sums = self._world.all_gather_object(
-            f"{self._what}: state", lambda: [zlib.crc32(msgpack.packb(plain)), *map(_bytes, tensors.values())]
+def _check_equal(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raises GraphError on all ranks if a value that training keeps equal differs between them."""
+    if world.size == 1:
+        return
+    sums: list[dict[str, int]] = world.all_gather_object(
+        f"{op}: state",
+        lambda: {
+            "values that are not tensors": zlib.crc32(msgpack.packb(plain)),
+            **{name: _checksum(tensor) for name, tensor in tensors.items()},
+        },
+    )
+    every = dict.fromkeys(name for of_rank in sums for name in of_rank)
+    if differ := [name for name in every if len({of_rank.get(name) for of_rank in sums}) > 1]:
+        raise GraphError(
+            f"{op}: ranks have other values of {', '.join(differ[:5])}{' and more' * (len(differ) > 5)}; a checkpoint "
+            "holds those of one: train what differs by an optimizer of the graph, or keep it in a buffer"
         )
-        if any(len(one) != len(sums[0]) for one in sums):
-            differ = ["the number of tensors"]
-        else:
-            differ = [
-                name
-                for i, name in enumerate(["values that are not tensors", *names])
-                if len({one[i] for one in sums}) > 1
-            ]
-        if differ:
-            raise GraphError(
-                f"{self._what}: ranks have other values of {', '.join(differ[:5])}{' and more' * (len(differ) > 5)}; a "
-                "checkpoint holds those of one: train what differs by an optimizer of the graph, or keep it in a buffer"
-            )
-
-    def others_random(self, own: Random) -> list[Random]:
-        """The random state of every rank but the first."""
-        sent = [state.cpu().numpy().tobytes() for state in own]
-        ranks: list[list[bytes]] = self._world.all_gather_object(f"{self._what}: random numbers", lambda: sent)
-        return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
-
-    def own_random(self, first: Random, others: list[Random]) -> Random:
-        """The random state of this rank in a checkpoint. A rank without one in it keeps its own."""
-        rank = self._world.rank
-        if rank == 0:
-            return first
-        return others[rank - 1] if rank <= len(others) else [torch.get_rng_state()]
 
 
-def _bytes(tensor: Tensor) -> int:
+def others_random(world: World, op: str, own: Random) -> list[Random]:
+    """The states of random numbers of every rank but the first."""
+    sent = [state.cpu().numpy().tobytes() for state in own]
+    ranks: list[list[bytes]] = world.all_gather_object(f"{op}: random numbers", lambda: sent)
+    return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
+
+
+def own_random(world: World, first: Random, others: list[Random]) -> Random:
+    """The random state of this rank in a checkpoint. A rank without one in it keeps its own."""
+    if world.rank == 0:
+        return first
+    return others[world.rank - 1] if world.rank <= len(others) else [torch.get_rng_state()]
+
+
+def _checksum(tensor: Tensor) -> int:
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(data.numpy().data)
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
     """The folder of a new checkpoint; `overwrite`: an old one may exist. SnapshotError, InputError, GraphError."""
-    saving = CheckpointRanks(refuse_worlds(dict(_saved(root))), "checking a checkpoint")
-    folder: Path = saving.each("its path", lambda: _folder_of(path, overwrite))
-    saving.each("its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
-    saving.first("its place", lambda: _check_free(folder, overwrite))
+    world, op = shared_world(_saved(root)), "checking a checkpoint"
+    folder: Path = world.call_on_all_ranks(f"{op}: its path", lambda: _folder_of(path, overwrite))
+    world.call_on_all_ranks(f"{op}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
+    world.call_on_rank_0(f"{op}: its place", lambda: _check_free(folder, overwrite))
     return folder
 
 
@@ -288,28 +266,27 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     between ranks.
     """
     embeddings = _saved(root)
-    saving = CheckpointRanks(refuse_worlds(dict(embeddings)), f"saving checkpoint {folder.name!r}")
+    world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
     # in a store folder, a name is used once
-    name = saving.first("its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
+    name = world.call_on_rank_0(f"{op}: its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
     named = state if of == "graph" else state["model"]
-    names = plain_names(root, [*named, *(versions := getattr(state, "_metadata", None) or {})])
+    names = plain_names(root, [*named, *(versions := versions_of(state) or {})])
     state = _renamed(state, names, {names[path]: version for path, version in versions.items()}, of)
-    record = saving.each("state", lambda: _record(state, tensors, of))
+    record = world.call_on_all_ranks(f"{op}: state", lambda: _record(state, tensors, of))
     training, model = (EXTRA, "") if of == "graph" else ("training", "model.")
     random = state[training]["random"] if training in state else []
     buffers = {model + name for name in plain_names(root, dict(root.named_buffers())).values()}
     own = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
-    saving.check_equal(
-        [record["state"], record["metadata"]], {key: tensor for key, tensor in tensors.items() if key not in own}
-    )
+    trained = {key: tensor for key, tensor in tensors.items() if key not in own}
+    _check_equal(world, op, [record["state"], record["metadata"]], trained)
     record |= {"embeddings": list(embeddings), "snapshot": name}
-    if others := saving.others_random(random):
+    if others := others_random(world, op, random):
         record["ranks"] = encode(others, tensors, "random numbers of ranks", "ranks")
     replaced, is_complete = _rows_in(folder), False
     try:
-        with saving.atomic_folder(folder, overwrite, lambda: _snapshot_errors(folder)) as temporary:
-            saving.first("parameters", lambda: _write(temporary, record, tensors, folder))
+        with _atomic_folder(world, op, folder, overwrite) as temporary:
+            world.call_on_rank_0(f"{op}: parameters", lambda: _write(temporary, record, tensors, folder))
             save_rows([*embeddings.values()], _row_folders(temporary, name, embeddings))
         is_complete = True
     finally:
@@ -317,19 +294,23 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
         if not is_complete and all(snapshot.name != name for snapshot in _rows_in(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # the first error is the one to raise
-                    embedding.table_handle().discard_rows(name)
-    _drop_replaced(embeddings, replaced)
+                    embedding.table_handle().snapshots.discard_rows(name)
+    for path, snapshot in replaced.items():  # those of the replaced checkpoint, in store folders
+        try:
+            if path in embeddings:
+                embeddings[path].table_handle().snapshots.drop_rows(snapshot)
+        except TierbedError as error:
+            log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 
 
 def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SavedRows]) -> list[Path]:
-    """Where the snapshot of each embedding is."""
     return [checkpoint / ROWS / str(number) / snapshot for number in range(len(embeddings))]
 
 
 def _record(state: Mapping[str, Any], tensors: dict[str, Tensor], of: str) -> dict[str, Any]:
     """What the file STATE has of a state: all but its tensors."""
     plain = encode(dict(state), tensors, "state")
-    metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
+    metadata = encode(versions_of(state), tensors, "metadata")
     kind = {} if of == "graph" else {"of": of}
     return {"format": FORMATS[of], **kind, "state": plain, "metadata": metadata}
 
@@ -340,7 +321,14 @@ def _write(temporary: Path, record: dict[str, Any], tensors: dict[str, Tensor], 
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSORS)
         fsync_file(temporary / TENSORS)
         written = {"checksum": checksum(temporary / TENSORS), "created": time.time_ns()}
-        (temporary / STATE).write_bytes(_sealed({**record, **written}))
+        try:
+            sealed = seal({**record, **written})
+        except ValueError as error:
+            raise GraphError(
+                f"the values in the state that are not tensors cannot be written together: {error}; keep large ones, "
+                "such as those of a module's get_extra_state, in tensors"
+            ) from error
+        (temporary / STATE).write_bytes(sealed)
         fsync_file(temporary / STATE)
 
 
@@ -373,29 +361,26 @@ def load(
     """
     folder = folder.absolute()
     embeddings = _saved(root)
-    saving = CheckpointRanks(refuse_worlds(dict(embeddings)), f"loading checkpoint {folder.name!r}")
-    record, state = saving.each("reading", lambda: _read(folder, list(embeddings), of))
+    world, op = shared_world(embeddings), f"loading checkpoint {folder.name!r}"
+    record, state = world.call_on_all_ranks(f"{op}: reading", lambda: _read(folder, list(embeddings), of))
     state = _with_own_names(root, state, of)
-    saving.each(
-        "its id",
-        lambda: None,
-        {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert},
-    )
+    same = {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert}
+    world.call_on_all_ranks(f"{op}: its id", lambda: None, same)
     rows = _row_folders(folder, record["snapshot"], embeddings)
 
     def put_state() -> None:
         training = state.get(EXTRA if of == "graph" else "training")
         if training is not None:
-            training["random"] = saving.own_random(training["random"], record["ranks"])
+            training["random"] = own_random(world, training["random"], record["ranks"])
         put(state)
 
     try:
-        saving.each("state", lambda: check(state))
+        world.call_on_all_ranks(f"{op}: state", lambda: check(state))
         for embedding, path in zip(embeddings.values(), rows, strict=True):
-            embedding.table_handle(for_load=True).check_rows(path, selection)
+            embedding.table_handle(for_load=True).snapshots.check_rows(path, selection)
         before = copied(now())
         try:
-            saving.each("loading its state", put_state)
+            world.call_on_all_ranks(f"{op}: loading its state", put_state)
             load_rows([*embeddings.values()], rows, selection)
             note_run(root.parameters(), embeddings.values())
         except BaseException:
@@ -403,23 +388,34 @@ def load(
                 put(before)
             except BaseException:
                 for embedding in embeddings.values():
-                    embedding.note_stopped(f"checkpoint {folder.name!r}")
+                    embedding.note_failed(f"checkpoint {folder.name!r}")
             raise
     except (GraphError, OptimizerError, *MALFORMED) as error:
         if isinstance(error, TierbedError) and not isinstance(error, GraphError | OptimizerError):
             raise
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and of == "graph" else ""
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {error_text(error)}{remedy}"
+            f"checkpoint {str(folder)!r} does not fit this {_THINGS[of]}: {error_text(error)}{remedy}"
         ) from error
 
 
 def copied(state: Mapping[str, Any]) -> Any:
     """A copy of a state in host memory; lazy parameters are no values yet, and stay."""
     copy = tree_map_only(Tensor, lambda one: one if is_lazy(one) else one.detach().to("cpu", copy=True), dict(state))
-    made: OrderedDict[str, Any] = OrderedDict(copy)
-    made._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
-    return made
+    return StateDict(copy, versions_of(state))
+
+
+class StateDict(OrderedDict[str, Any]):
+    """A state_dict with versions of modules, which torch keeps in an attribute of it."""
+
+    def __init__(self, items: Mapping[str, Any] = {}, versions: Any = None) -> None:
+        super().__init__(items)
+        self._metadata = versions
+
+
+def versions_of(state: Mapping[str, Any]) -> Any:
+    """The versions of modules in a state_dict by their paths; None without."""
+    return getattr(state, "_metadata", None)
 
 
 def error_text(error: BaseException) -> str:
@@ -445,23 +441,22 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
         if checksum(folder / TENSORS) != record["checksum"]:
             raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
         tensors = load_file(folder / TENSORS)
-        state: OrderedDict[str, Any] = OrderedDict(decode(record["state"], tensors))
-        state._metadata = decode(record["metadata"], tensors)  # type: ignore[attr-defined]
+        state = StateDict(decode(record["state"], tensors), decode(record["metadata"], tensors))
         record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
         _check_shape(state, record["ranks"], of)
     except (OSError, SafetensorError, *MALFORMED) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error_text(error)}") from error
     if [*map(bare_name, embeddings)] != [*map(bare_name, record["embeddings"])]:
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this {_thing(of)} has "
-            f"{embeddings}; load it into the {_thing(of)} that saved it"
+            f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this {_THINGS[of]} has "
+            f"{embeddings}; load it into the {_THINGS[of]} that saved it"
         )
     return record, state
 
 
 def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
     """The state of a checkpoint with the names that `load_state_dict` of `root` takes, whatever wrappers either had."""
-    named, versions = state if of == "graph" else state["model"], getattr(state, "_metadata", None) or {}
+    named, versions = state if of == "graph" else state["model"], versions_of(state) or {}
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
     own = {EXTRA, *(name for name, _ in tensors)}
     own.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
@@ -475,16 +470,13 @@ def _with_own_names(root: nn.Module, state: Any, of: str) -> Any:
 
 
 def _renamed(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], of: str) -> Any:
-    """A state with other names of tensors, and these versions of modules."""
     named = {names[name]: value for name, value in (state if of == "graph" else state["model"]).items()}
-    renamed: Any = OrderedDict(named if of == "graph" else {**state, "model": named})
-    renamed._metadata = versions
-    return renamed
+    return StateDict(named if of == "graph" else {**state, "model": named}, versions)
 
 
 def _check_shape(state: OrderedDict[str, Any], ranks: Any, of: str) -> None:
     """ValueError if the names, the versions of modules, or the random states of ranks are of another type."""
-    versions = getattr(state, "_metadata", None)
+    versions = versions_of(state)
     named = state if of == "graph" else state["model"]
     if not isinstance(named, dict) or not all(type(name) is str for name in [*state, *named]):
         raise ValueError("a name in the state is not a string")
@@ -496,10 +488,6 @@ def _check_shape(state: OrderedDict[str, Any], ranks: Any, of: str) -> None:
         raise ValueError("the versions of modules are malformed")
     if not (isinstance(ranks, list) and all(isinstance(one, list) and one for one in ranks)):
         raise ValueError("the random states of ranks are malformed")
-
-
-def _thing(of: str) -> str:
-    return "graph" if of == "graph" else "model"
 
 
 def _saved(root: nn.Module) -> dict[str, SavedRows]:
@@ -521,23 +509,3 @@ def _rows_in(folder: Path) -> dict[str, Snapshot]:
     with contextlib.suppress(SnapshotError):
         return kept(folder).rows
     return {}
-
-
-def _drop_replaced(embeddings: Mapping[str, SavedRows], replaced: Mapping[str, Snapshot]) -> None:
-    """Remove the snapshots of a replaced checkpoint from store folders."""
-    for path, snapshot in replaced.items():
-        try:
-            if path in embeddings:
-                embeddings[path].table_handle().drop_rows(snapshot)
-        except TierbedError as error:
-            log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
-
-
-def _sealed(record: dict[str, Any]) -> bytes:
-    try:
-        return seal(record)
-    except ValueError as error:
-        raise GraphError(
-            f"the values in the state that are not tensors cannot be written together: {error}; keep large ones, such "
-            "as those of a module's get_extra_state, in tensors"
-        ) from error

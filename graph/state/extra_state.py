@@ -18,18 +18,13 @@ from ...embedding.rows_reference import RowsReference
 from ...embedding.saved_rows import EXTRA, SavedRows
 from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
-from ..passes.collectives import refuse_worlds
 from ..passes.step_epilogue import StepEpilogue
-from .checkpoint import CheckpointRanks, copied, error_text
+from ..trace.swap import set_grads
+from .checkpoint import copied, error_text, others_random, own_random, shared_world, versions_of
 from .kept import MALFORMED
 from .optimizer_set import OptimizerSet, embeddings_of
 
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # that schedules add to param groups
-
-
-def extra_state(optimizers: OptimizerSet, end: StepEpilogue) -> dict[str, Any]:
-    """States of optimizers, schedules, scaler and random numbers."""
-    return _of_graph(optimizers, end).state()
 
 
 def check_not_waiting(end: StepEpilogue) -> None:
@@ -81,11 +76,12 @@ class Training(NamedTuple):
             torch.cuda.set_rng_state_all(cuda[: torch.cuda.device_count()])
 
 
-def _of_graph(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
+def training_of(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
+    """What trains a graph."""
     remedy = "add the same by add_optimizer, or if it only scores, graph.load(path, optimizers=False)"
     return Training(
         [*optimizers],
-        optimizers.all_rows(),
+        [*optimizers.rows.values()],
         optimizers.schedulers(),
         end.scaler,
         "this graph",
@@ -208,7 +204,7 @@ def try_step(optimizer: Optimizer, where: str) -> None:
             form = number, parameter.dim(), parameter.dtype, parameter.device
             if form not in tried:
                 one = torch.zeros([2] * parameter.dim(), dtype=form[2], device=form[3], requires_grad=True)
-                one.grad = torch.zeros_like(one)
+                set_grads([one], [torch.zeros_like(one)])
                 trial = kind([{**group, "params": [one]}])
                 trial.step()
                 tried[form] = {k: (v, getattr(v, "shape", None) == one.shape) for k, v in trial.state[one].items()}
@@ -224,27 +220,18 @@ def try_step(optimizer: Optimizer, where: str) -> None:
                     raise _malformed(f"{where}: its step is {float(loaded[name])}")
 
 
-def check_state(
-    root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: dict[str, Any], with_optimizers: bool = True
-) -> None:
-    """GraphError if a state_dict has other names, shapes, or numbers of optimizers than that of the graph.
+def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
+    """GraphError if a state_dict has other names or shapes than that of `root`.
 
     Modules of another version migrate their tensors themselves, and shapes of lazy modules are not known yet.
     """
-    check_modules(root, root.state_dict(), state, "graph")
-    if EXTRA in state and with_optimizers:
-        check_extra_state(_of_graph(optimizers, end), state[EXTRA])
-
-
-def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], thing: str) -> None:
-    """GraphError if a state_dict has other names or shapes than `own`, that of `root`."""
-    versions = getattr(state, "_metadata", None) or {}
+    versions = versions_of(state) or {}
     migrating = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
         if path in versions and versions[path].get("version") != module._version
     )
-    mine, theirs = ({k: v for k, v in one.items() if not k.startswith(migrating)} for one in (own, state))
+    mine, theirs = ({k: v for k, v in one.items() if not k.startswith(migrating)} for one in (root.state_dict(), state))
     lacking, foreign = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
     if lacking or foreign:
         raise GraphError(
@@ -276,12 +263,8 @@ def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> di
 
 def of_all_ranks(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The extra state with the random states of all ranks, which all call this."""
-    others = _saving(root).others_random(state["random"])
+    others = others_random(shared_world(embeddings_of(root)), "state_dict() of a graph", state["random"])
     return {**state, "ranks": others} if others else state
-
-
-def _saving(root: nn.Module) -> CheckpointRanks:
-    return CheckpointRanks(refuse_worlds(embeddings_of(root)), "state_dict() of a graph")
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: Any) -> None:
@@ -289,7 +272,7 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogu
 
     GraphError for a state that does not fit or is malformed; nothing is replaced then.
     """
-    training = _of_graph(optimizers, end)
+    training = training_of(optimizers, end)
     before: Any = None
     try:
         (state,) = state if isinstance(state, tuple) else (state,)
@@ -297,7 +280,8 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogu
             return
         check_extra_state(training, state)
         if "ranks" in state:
-            state = {**state, "random": _saving(root).own_random(state["random"], state["ranks"])}
+            world = shared_world(embeddings_of(root))
+            state = {**state, "random": own_random(world, state["random"], state["ranks"])}
         before = copied(training.state())
         training.load(state)
     except MALFORMED as error:

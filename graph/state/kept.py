@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,8 +108,13 @@ def checksum(path: Path) -> int:
 
 def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
     """The checkpoints at a path, or in it, the oldest first, and errors of damaged ones. SnapshotError for none."""
-    found, damaged = [], {}
-    for folder in _folders(path.resolve()):
+    found, damaged, folders = [], {}, []
+    if os.path.lexists(path / STATE):
+        folders = [path.resolve()]
+    elif path.is_dir():
+        visible = (one for one in sorted(path.resolve().iterdir()) if not one.name.startswith("."))
+        folders = [one for one in visible if not one.is_symlink() and (one / STATE).is_file()]
+    for folder in folders:
         try:
             found.append(kept(folder))
         except SnapshotError as error:
@@ -125,14 +129,6 @@ def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
             "of them"
         )
     return sorted(found, key=lambda one: (one.created, one.path.name)), damaged
-
-
-def _folders(path: Path) -> Iterator[Path]:
-    if os.path.lexists(path / STATE):
-        yield path
-    elif path.is_dir():
-        visible = (one for one in sorted(path.iterdir()) if not one.name.startswith(".") and not one.is_symlink())
-        yield from (one for one in visible if (one / STATE).is_file())
 
 
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Kept], list[Kept]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...embedding.dense_part import DensePart, note_versions
 from ...embedding.eager import IN_BACKWARD, EagerOptimizer
@@ -21,7 +21,6 @@ from ...embedding.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
-from ..passes.step_epilogue import check_schedule
 from ..trace.names import HasBuild, name_of
 
 log = logging.getLogger("tierbed")
@@ -43,13 +42,12 @@ class OptimizerSet:
     """Ordinary torch optimizers, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._optimizers: list[Optimizer] = []
-        self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
-        self._rows: dict[int, RowOptimizer] = {}
+        self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # each with its schedule
+        self.rows: dict[int, RowOptimizer] = {}  # of each attached embedding, by the id of its shadow
         self._checked = False  # whether a step trains, or a warning said that none does
 
     def __iter__(self) -> Iterator[Optimizer]:
-        return iter(self._optimizers)
+        return iter(self.optimizers)
 
     def add(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         """Add an optimizer and its schedule.
@@ -78,12 +76,18 @@ class OptimizerSet:
                 f"{type(optimizer).__name__} calls the model several times a step, which a static graph cannot do; "
                 "use an optimizer whose step() needs no closure"
             )
-        if any(optimizer is other for other in self._optimizers):
+        if optimizer in self.optimizers:
             raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
-        if scheduler is not None:
-            check_schedule(optimizer, scheduler)
-            self._schedulers[id(optimizer)] = scheduler
-        self._optimizers.append(optimizer)
+        kind = type(scheduler).__name__
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            raise OptimizerError(
+                f"lr_sch={kind}: give a scheduler of torch.optim.lr_scheduler, made over the optimizer"
+            )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise OptimizerError(f"lr_sch={kind}: its step() needs a metric; call it yourself after the graph")
+        if scheduler is not None and scheduler.optimizer is not optimizer:
+            raise OptimizerError(f"lr_sch={kind} is of another optimizer; make it over the one given to add_optimizer")
+        self.optimizers[optimizer] = scheduler
         note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def adopt(self, root: nn.Module) -> None:
@@ -91,25 +95,20 @@ class OptimizerSet:
         for embedding in embeddings_of(root).values():
             for given in getattr(embedding.shadow, IN_BACKWARD, ()):
                 optimizer = given.optimizer if isinstance(given, EagerOptimizer) else given
-                if not any(optimizer is other for other in self._optimizers):
+                if optimizer not in self.optimizers:
                     self.add(optimizer, None)
 
     def discard(self, optimizer: Optimizer) -> None:
-        self._optimizers = [other for other in self._optimizers if other is not optimizer]
-        self._schedulers.pop(id(optimizer), None)
+        self.optimizers.pop(optimizer, None)
 
     def schedulers(self) -> list[LRScheduler]:
         """The schedules of the optimizers that have one, in the optimizers' order."""
-        return [self._schedulers[id(o)] for o in self._optimizers if id(o) in self._schedulers]
-
-    def key(self) -> Hashable:
-        """A key that changes with every optimizer and every parameter that is added."""
-        return tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers])
+        return [scheduler for scheduler in self.optimizers.values() if scheduler is not None]
 
     def attach(self, root: HasBuild) -> None:
         """Let the group of an embedding's shadow train its rows, once. OptimizerError for a parameter in two."""
         by_shadow = embeddings_by_shadow(root)
-        if self._optimizers:
+        if self.optimizers:
             train_together(embeddings_of(root).values())
         holders: dict[int, Optimizer] = {}
         rows: dict[int, RowOptimizer] = {}
@@ -119,9 +118,9 @@ class OptimizerSet:
                 raise OptimizerError(
                     f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
                 )
-            if id(parameter) in by_shadow and id(parameter) not in self._rows:
+            if id(parameter) in by_shadow and id(parameter) not in self.rows:
                 rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
-        self._rows.update(rows)  # only now: a refused optimizer changes nothing
+        self.rows.update(rows)  # only now: a refused optimizer changes nothing
         note_lazy(rows.values())
 
     def follow_parameters(self) -> None:
@@ -133,10 +132,6 @@ class OptimizerSet:
                 if isinstance(value, Tensor) and not stays:
                     state[name] = value.to(parameter.device)
 
-    def rows(self, embedding: EmbeddingBase) -> RowOptimizer:
-        """The optimizer that trains the rows of an attached embedding in this graph."""
-        return self._rows[id(embedding.shadow)]
-
     def meet_dense(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
         """Warn if embeddings resume rows of a run that the dense part is not of, once they are open."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
@@ -145,10 +140,6 @@ class OptimizerSet:
         for embedding in embeddings:
             if isinstance(embedding, SavedRows):
                 embedding.when_open(partial(part.meet, embedding))
-
-    def all_rows(self) -> list[RowOptimizer]:
-        """Those of all attached embeddings."""
-        return [*self._rows.values()]
 
     def holders(self) -> dict[int, Optimizer]:
         """The optimizer of each parameter, by the parameter's id."""
@@ -176,7 +167,7 @@ class OptimizerSet:
         self._checked = self._checked or should_train
 
     def _members(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield optimizer, group, parameter

@@ -25,7 +25,6 @@ def storages(node: fx.Node) -> set[int]:
 
 
 def memory(nodes: Iterable[fx.Node]) -> set[int]:
-    """The storages of all given nodes."""
     return set().union(*map(storages, nodes))
 
 
@@ -87,21 +86,24 @@ def external(graph: fx.Graph) -> set[int]:
 def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
     """The nodes that an output, a call of one of `effects`, an outside tensor or the random generator depends on."""
     outside = external(graph)
+    return with_sources((n for n in graph.nodes if called(n) in effects or _has_effect(n, outside)), graph.nodes)
+
+
+def with_sources(nodes: Iterable[fx.Node], before: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, the nodes that they depend on, and those of `before` that write to the memory of any of these."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
+    for node in before:
         for storage in written(node):
             writers[storage].append(node)
-    live: set[fx.Node] = set()
-    pending = [node for node in graph.nodes if called(node) in effects or _has_effect(node, outside)]
+    found: set[fx.Node] = set()
+    pending = [*nodes]
     while pending:
         node = pending.pop()
-        if node in live:
-            continue
-        live.add(node)
-        pending += node.all_input_nodes
-        for storage in memory((node, *node.all_input_nodes)):
-            pending += writers[storage]
-    return live
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+            pending += [writer for storage in storages(node) for writer in writers[storage]]
+    return found
 
 
 def _has_effect(node: fx.Node, outside: set[int]) -> bool:

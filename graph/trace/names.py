@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,7 @@ class HasBuild(NoTorchScript, nn.Module):
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
     """The path of each parameter and buffer under `root`, by id; of a tied tensor, the first path."""
-    names: dict[int, str] = {}
-    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        names.setdefault(id(tensor), name)
-    return names
+    return {id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]}
 
 
 def name_of(root: HasBuild, tensor: Tensor) -> str:
@@ -50,16 +48,13 @@ def _closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
 
 def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[str]:
     """Each name as a unique identifier, none of `reserved`: `model.emb` becomes model_emb, a second `adam` adam_1."""
-    taken, result = ["self", *(reserved or [])], []
+    taken, names = {"self", *(reserved or [])}, []
     for name in wanted:
         base = "".join(c if c.isalnum() else "_" for c in name)
-        candidate, count = base, 0
-        while candidate in taken:
-            count += 1
-            candidate = f"{base}_{count}"
-        taken.append(candidate)
-        result.append(candidate)
-    return result
+        candidates = chain([base], (f"{base}_{number}" for number in count(1)))
+        names.append(next(one for one in candidates if one not in taken))
+        taken.add(names[-1])
+    return names
 
 
 def _wrapped(module: nn.Module) -> str | None:

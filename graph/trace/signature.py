@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Collection, Hashable
 from enum import Enum
 from functools import cache
 from itertools import chain
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...embedding.ddp_guard import refuse_ranks
@@ -49,7 +50,6 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
@@ -80,18 +80,13 @@ def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
             first += 1
             continue
         children = node.children()
-        positions = _dynamic_positions(node.type)
+        positions: Any = getattr(node.type, "open_leaves", None)
+        if positions is None and getattr(node.type, "__module__", "") == _TORCHREC:
+            positions = _OF_TORCHREC.get(node.type.__name__)
         if positions and all(child.is_leaf() for child in children):
             dynamic_leaves.update(first + position for position in range(len(children)) if position in positions)
         pending += reversed(children)
     return frozenset(dynamic_leaves)
-
-
-def _dynamic_positions(kind: Any) -> Container[int]:
-    own: Any = getattr(kind, "open_leaves", None)
-    if own is None and getattr(kind, "__module__", "") == _TORCHREC:
-        own = _OF_TORCHREC.get(kind.__name__)
-    return own or NO_DYNAMIC
 
 
 def split_by_key(given: Given) -> Given:
@@ -104,7 +99,6 @@ def split_by_key(given: Given) -> Given:
 
 
 def can_split(given: Given) -> bool:
-    """Whether `split_by_key` changes something."""
     return any(map(_splits, pytree.tree_leaves(given, is_leaf=_splits)))
 
 
@@ -139,13 +133,14 @@ class Structure:
     Each call reads the state, so it is read in few steps of the interpreter.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, optimizers: Collection[Optimizer]) -> None:
+        """optimizers: those of a graph, in an object that may grow."""
         refuse_ranks(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
         modules = list(root.modules())
-        self._modules = modules
+        self._modules, self._optimizers = modules, optimizers
         # the dicts themselves: a module keeps its dicts for life
         self._parameters = [module._parameters for module in modules]
         self._buffers = [module._buffers for module in modules]
@@ -160,11 +155,12 @@ class Structure:
         return type(None), ()  # a copied graph reads its own modules
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
-        """Parameters and buffers as they are now, tied ones repeated, and a key of these and of torch's own state.
+        """Parameters and buffers as they are now, tied ones repeated, and a key of these, optimizers and torch's state.
 
         None if modules, their hooks or the number of their attributes have changed. The key has parameters by identity,
         since an optimizer holds the object itself. It has tensors in plain attributes by identity too, since a step
-        holds those that it uses. It has buffers by type and description alone.
+        holds those that it uses. It has buffers by type and description alone, and optimizers with their numbers of
+        parameters.
         """
         if self._read_shape() != self._shape:
             return None
@@ -173,16 +169,20 @@ class Structure:
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
         attributes = map(dict.get, self._with_tensors, self._tensor_names)
+        autocast = torch._C._is_any_autocast_enabled() and tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        )
         with DisableTorchFunctionSubclass():
             return tensors, (
                 self,
-                _modes(),
+                (torch.is_grad_enabled(), torch.get_default_dtype(), autocast),
                 tuple(map(_TRAINING, self._modules)),
                 tuple(map(id, parameters)),
                 distinct,
                 tuple([None if value is None else _attribute_key(value) for value in attributes]),
                 tuple(map(type, buffers)),
                 any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
+                tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers]),
                 *map(_DESCRIBE, tensors),
                 *map(_STRIDE, tensors),
             )
@@ -202,14 +202,6 @@ def _attribute_key(value: Any) -> Hashable:
 
 def _values(dicts: list[Any]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
-
-
-def _modes() -> Hashable:
-    """The global state of torch that changes what a trace records."""
-    autocast = torch._C._is_any_autocast_enabled() and tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    )
-    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
 
 
 def call_key(

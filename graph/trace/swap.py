@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from threading import RLock
 from typing import Any
 
@@ -24,24 +25,27 @@ _WALKED = nn.Module | _MUTABLE | tuple | _TRACED
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
+def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    for tensor, grad in zip(tensors, grads, strict=True):
+        tensor.grad = grad
+
+
 @contextmanager
 def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
     """Give each live trainable parameter a `grad` whose use a trace can see, and yield these by the parameter's id.
 
     Puts the old gradients back. GraphError if `build` replaced one: it reached a parameter that is not traced.
     """
-    live = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
-    before = {id(parameter): parameter.grad for parameter in live}
+    live = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
+    before = [parameter.grad for parameter in live]
     unused = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
-    for parameter in live:
-        parameter.grad = unused[id(parameter)]
+    set_grads(live, unused.values())
     changed = False
     try:
         yield unused
         changed = any(parameter.grad is not unused[id(parameter)] for parameter in live)
     finally:
-        for parameter in live:
-            parameter.grad = before[id(parameter)]
+        set_grads(live, before)
     if changed:
         raise GraphError(
             "build sets the gradient of a parameter that it does not reach through self: by a list of parameters made "
@@ -52,8 +56,8 @@ def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
 class _Settings(dict[str, Any]):
     """A param group during a trace, read-only."""
 
-    def __init__(self, group: dict[str, Any], optimizer: Optimizer) -> None:
-        super().__init__(group)
+    def __init__(self, group: dict[str, Any], params: list[Tensor], optimizer: Optimizer) -> None:
+        super().__init__(group, params=params)
         self._optimizer = optimizer
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -89,14 +93,11 @@ def swapped(
         if live is not None
     ]
     groups = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
-    params = [(group, group["params"]) for _, own in groups for group in own]
     hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
-    for module, name, live in slots:
-        setattr(module, name, swaps[id(live)])  # not into the dicts: an LSTM also keeps a list of its tensors
-    for group, parameters in params:
-        group["params"] = [swaps[id(live)] for live in parameters]
+    _put((module, name, swaps[id(live)]) for module, name, live in slots)
     for optimizer, own in groups:
-        optimizer.param_groups[:] = [_Settings(group, optimizer) for group in own]
+        swapped_params = ([swaps[id(live)] for live in group["params"]] for group in own)
+        optimizer.param_groups[:] = map(_Settings, own, swapped_params, repeat(optimizer))
     rebound = leaked = None
     try:
         yield
@@ -106,10 +107,7 @@ def swapped(
             hook.remove()
         for optimizer, own in groups:
             optimizer.param_groups[:] = own
-        for group, parameters in params:
-            group["params"] = parameters
-        for module, name, live in slots:
-            setattr(module, name, live)
+        _put(slots)
         leaked = next((where for where, value in _reachable(root) if isinstance(value, _TRACED)), None)
         if leaked is not None or rebound is not None:
             for container, copy in before:
@@ -123,6 +121,11 @@ def swapped(
             "register a buffer in __init__ and write to it in place (copy_); for nn.utils.weight_norm and "
             "spectral_norm use those of torch.nn.utils.parametrizations"
         )
+
+
+def _put(slots: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
+    for module, name, tensor in slots:
+        setattr(module, name, tensor)  # not into the dicts: an LSTM also keeps a list of its tensors
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

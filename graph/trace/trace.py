@@ -143,12 +143,18 @@ def trace(
                     "gradient of its arguments; pass it detached, or use torch.autograd.grad in build"
                 )
         values, out_spec = pytree.tree_flatten(result)
+        for value in values:
+            if not isinstance(value, Tensor) and not is_plain(value):
+                raise GraphError(
+                    f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and "
+                    f"dicts of them, or {registered(value)}"
+                )
         outputs = [value for value in values if isinstance(value, Tensor)]
         grads = {live: swap.grad for live, swap in swaps.items() if swap.grad is not None}
         with_grad = {id(live): i for i, live in enumerate(tensors) if id(live) in grads}
         returned = Returned(
             out_spec,
-            [None if isinstance(value, Tensor) else _constant(value) for value in values],
+            [None if isinstance(value, Tensor) else value for value in values],
             [isinstance(value, Tensor) for value in values],
             list(with_grad.values()),
         )
@@ -178,7 +184,8 @@ def trace(
                         f"{_line(error)} needs the value of a tensor, and a static graph is traced without values; "
                         f"{_remedy(error)}"
                     ) from error
-                if isinstance(error, ZeroDivisionError) and _is_of_torch(error):
+                raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+                if isinstance(error, ZeroDivisionError) and raised_in.startswith(_LIBRARIES):
                     raise GraphError(
                         f"{_line(error)} has torch divide by a size that is 0 in this batch; leave such batches out, "
                         "or sum where it takes a mean"
@@ -212,15 +219,6 @@ def _shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
     # once: torch's own function parses it at each call
     guard: ShapeGuard = eval(f"lambda L: {code}", dict(SYMPY_INTERP))
     return guard
-
-
-def _constant(value: Any) -> Any:
-    if not is_plain(value):
-        raise GraphError(
-            f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and dicts of "
-            f"them, or {registered(value)}"
-        )
-    return value
 
 
 def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -360,10 +358,6 @@ def _remedy(error: Exception) -> str:
     if any(isinstance(owner, _BatchNorm) and owner.momentum is None for owner in owners):
         return "give the batch norm a momentum, such as 0.1: with momentum=None it divides by a count of its batches"
     return "use torch.where or a mask, or compute it outside and pass it to the graph"
-
-
-def _is_of_torch(error: Exception) -> bool:
-    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARIES)
 
 
 def _line(error: Exception) -> str:

@@ -117,23 +117,13 @@ class EmbeddingBagCollection(TableCollection):
         """The configs of the tables, as they were given; models of TorchRec call this."""
         return self.embedding_configs()
 
-    def prefetch(self, features: Any) -> None:
-        """Announce the batch of a future step of a plain loop, as `MultiTableEmbedding.prefetch`.
-
-        A graph announces its batches itself. Features whose samples share bags are not announced.
-        """
-        announced: dict[str, list[Lookup]] = {}
-        with self.raise_on_all_ranks():
-            batch = features_of(features)
-            if isinstance(batch, VariableBatchKeyedJaggedTensor):
-                return
-            for lookup in self._lookups:
-                spec, keys = self.embedding(lookup.embedding).spec, batch.keys()
-                arguments = (lookup.tables, batch.offsets(), lookup.pooling, numbers_of(lookup.features, keys))
-                checked = check_lookup(spec, self.ids_of(batch.values()), *arguments, len(keys))
-                announced.setdefault(lookup.embedding, []).append(checked)
-        for name, lookups in announced.items():
-            self.embedding(name).announce(lookups)
+    def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
+        batch = features_of(features)
+        keys, shares_bags = batch.keys(), isinstance(batch, VariableBatchKeyedJaggedTensor)
+        for lookup in () if shares_bags else self._lookups:
+            embedding, numbers = self.embedding(lookup.embedding), numbers_of(lookup.features, keys)
+            arguments = self.ids_of(batch.values()), lookup.tables, batch.offsets(), lookup.pooling
+            yield embedding, check_lookup(embedding.spec, *arguments, numbers, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
         """Add a feature of a table to the first lookup that can take it. Returns the number of the lookup."""
@@ -310,17 +300,9 @@ class EmbeddingCollection(TableCollection):
         """The names of each table's features in a result."""
         return [list(names) for names in self._names]
 
-    def prefetch(self, features: Any) -> None:
-        """Announce the batch of a future step of a plain loop, as `MultiTableEmbedding.prefetch`.
-
-        A graph announces its batches itself.
-        """
-        announced: dict[MultiTableEmbedding, list[Lookup]] = {}
-        with self.raise_on_all_ranks():
-            for _, embedding, table, given in self._lookups(features):
-                announced.setdefault(embedding, []).append(check_lookup(embedding.spec, given.ids, table))
-        for embedding, lookups in announced.items():
-            embedding.announce(lookups)
+    def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
+        for _, embedding, table, given in self._lookups(features):
+            yield embedding, check_lookup(embedding.spec, given.ids, table)
 
     def _lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
         """The name of each result, its embedding, the number of its table there, and its ids."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -24,8 +24,7 @@ from ...embedding.training_group import train_together
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.rows_contract import NoTorchScript
-from ...engine.options.initializers import AnyTableOptions
-from ...engine.options.lookup import DEVICES
+from ...engine.options.lookup import DEVICES, Lookup
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
 from ...engine.options.table_names import choices, names_in, table_number
 from ...engine.options.table_spec import DTYPES, check_state_dtype
@@ -37,31 +36,10 @@ from .store_split import StoreRequest, stores_of, stores_text
 log = logging.getLogger("tierbed")
 
 
-class Table(Protocol):
-    """A table before its embedding is made. Tables of one dim, dtype and group share an embedding."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_embeddings(self) -> int | None: ...
-
-    @property
-    def embedding_dim(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def group(self) -> str: ...
-
-    def table_options(self) -> AnyTableOptions: ...
+T = TypeVar("T", bound=EmbeddingConfig)
 
 
-T = TypeVar("T", bound=Table)
-
-
-def embedding_name(module: str, table: Table, dtype: torch.dtype) -> str:
+def embedding_name(module: str, table: EmbeddingConfig, dtype: torch.dtype) -> str:
     """The name of the embedding that has a table, if its rows are of `dtype`."""
     width = "" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
     return f"{module}-d{table.embedding_dim}{width}{f'-{table.group}' if table.group else ''}"
@@ -75,7 +53,7 @@ def group_tables(module: str, tables: Iterable[T]) -> dict[str, list[T]]:
     return groups
 
 
-def store_requests(groups: Mapping[str, Sequence[Table]]) -> dict[str, StoreRequest]:
+def store_requests(groups: Mapping[str, Sequence[EmbeddingConfig]]) -> dict[str, StoreRequest]:
     """What each embedding requests of the store that they share."""
     requests = {}
     for group, tables in groups.items():
@@ -93,7 +71,8 @@ class TableView(NamedTuple):
     embedding_dim: int
     dtype: torch.dtype  # of stored rows
     embedding: MultiTableEmbedding
-    number: int  # of the table in it
+    group: str  # the name of the embedding in `embeddings`
+    number: int  # of the table in the embedding
 
     @property
     def weight(self) -> Tensor:
@@ -109,7 +88,7 @@ class TableView(NamedTuple):
             f"weight of table {name!r} is a copy, so a write into it changes no stored row; call embedding_of({name!r})"
             f".put(torch.arange({rows}), rows, {name!r}) or load_dense, or clone() it for a tensor of your own"
         )
-        return ReadOnlyCopy.of(dense_rows(embedding, number, rows, self.dtype), remedy)
+        return ReadOnlyCopy(dense_rows(embedding, number, rows, self.dtype), remedy)
 
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
         """The table's embedding, its number there, and how many rows it has as a dense table. InputError."""
@@ -142,12 +121,11 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         self.name, self._is_named = name or self._default_name, name is not None
         self.embeddings = Embeddings()
         self._tables = list(tables)
-        self._locations: dict[str, tuple[str, int]] = {}  # of each table: its embedding, and its number in it
         self._shared: list[str] = []  # the embeddings of another collection
 
     def _make_embeddings(
         self,
-        groups: Mapping[str, Sequence[Table]],
+        groups: Mapping[str, Sequence[EmbeddingConfig]],
         stores: Mapping[str, StoreOptions],
         seed: int,
         key_type: torch.dtype = torch.int64,
@@ -177,21 +155,21 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
             for number, table in enumerate(tables):
-                self._locations[table.name] = group, number
-                self._show(table)
+                self._add(table, group, number)
         train_together(self.embeddings[group] for group in groups)
 
-    def _show(self, table: Table) -> None:
-        """Add a table whose location is known to the views of `embeddings`."""
-        group, number = self._locations[table.name]
+    def _add(self, table: EmbeddingConfig, group: str, number: int) -> None:
+        """Add a table, which has this number in an embedding of `embeddings`."""
         size = table.num_embeddings, table.embedding_dim, table.dtype
-        self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), number)
+        self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), group, number)
 
-    def _seed_name(self, group: str, tables: Sequence[Table]) -> str:
+    def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
         """The text that an embedding's initial rows depend on."""
         return "\n".join([group, *(table.name for table in tables)])
 
-    def _warn_of_other_dtypes(self, group: str, tables: Sequence[Table], options: StoreOptions, used: set[str]) -> None:
+    def _warn_of_other_dtypes(
+        self, group: str, tables: Sequence[EmbeddingConfig], options: StoreOptions, used: set[str]
+    ) -> None:
         """Log that an embedding starts empty, if only rows of another dtype are stored for its tables."""
         if options.persistent_path is None or options.open == "fresh":
             return
@@ -238,7 +216,29 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         number = table_number(table, self._tables)
         if number is None:
             raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
-        return self._locations[self._tables[number]]
+        view = self.embeddings.tables[self._tables[number]]
+        return view.group, view.number
+
+    def _dense_states(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's states of each table, as `dense_states` has them. InputError, StoreError."""
+        places = {name: self.embeddings.tables[name].dense() for name in self._tables}
+        states = {
+            one: dense_states(one, {number: rows for embedding, number, rows in places.values() if embedding is one})
+            for one in self.each()
+        }
+        return {name: states[embedding][number] for name, (embedding, number, _) in places.items()}
+
+    def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
+        """As `load_dense` of each embedding, by the names of tables. All are checked before one changes."""
+        loads = []
+        for embedding in self.each():
+            own = [name for name in self._tables if self.embedding_of(name) is embedding]
+            rows = {name: weights[name] for name in own}
+            of_tables = {name: states[name] for name in own if name in states}
+            with embedding.raise_on_all_ranks():
+                loads.append((embedding, dense_tensors(embedding, rows, of_tables, step)))
+        for embedding, tensors in loads:
+            embedding.load_tensors(tensors)
 
     def stores(self) -> None:
         """Print how the store is divided between the embeddings."""
@@ -256,9 +256,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -293,9 +291,9 @@ class TableCollection(TableModule):
         super().__init__(name, names)
         self.configs, self.key_type, self._original_configs = configs, key_type, list(tables)
         for config in configs:
-            if share is not None and config.name in share._locations:
+            if share is not None and config.name in share.embeddings.tables:
                 self._adopt_shared(share, config, options["output_dtype"], options["state_dtype"])
-        own = [config for config in configs if config.name not in self._locations]
+        own = [config for config in configs if config.name not in self.embeddings.tables]
         if own:
             groups = group_tables(self.name, own)
             store = make_device_mem_store_options() if store_options is None else store_options
@@ -303,8 +301,6 @@ class TableCollection(TableModule):
             self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
             raise OptionError("store_options: share has every table, with its store; leave store_options out")
-        for config in configs:
-            self._show(config)
         if device is not None:
             self._move_to(device)
 
@@ -331,12 +327,11 @@ class TableCollection(TableModule):
 
         [num_embeddings, dim] each, or [num_embeddings, 1] of one number a row. InputError, StoreError.
         """
-        found = {}
+        found, states = {}, self._dense_states()
         for name, config in self._weight_names.items():
-            embedding, number, rows = self.embeddings.tables[config.name].dense()
-            states = dense_states(embedding, {number: rows})[number]
-            step = torch.tensor(float(embedding.table_handle().local_table.step))
-            found[name] = {"step": step, **{one: state.view(rows, -1) for one, state in states.items()}}
+            step = torch.tensor(float(self.embedding_of(config.name).table_handle().local_table.step))
+            of_table = {one: state.view(len(state), -1) for one, state in states[config.name].items()}
+            found[name] = {"step": step, **of_table}
         return found
 
     @checked_arguments("state")
@@ -350,18 +345,15 @@ class TableCollection(TableModule):
         Raises as `load_dense` of an embedding; InputError for a table without state.
         """
         with self.raise_on_all_ranks():
-            of_tables = {one.name: _state_of(self._kind, one.name, state.get("state", state)) for one in self.configs}
-        weights = {config.name: dense_rows(*self.embeddings.tables[config.name].dense()) for config in self.configs}
-        loads = []
-        for embedding in self.each():
-            own = [config.name for config in self.configs if self.embedding_of(config.name) is embedding]
+            given = {one.name: _state_of(self._kind, one.name, state.get("state", state)) for one in self.configs}
+        states = {}
+        for table, of_table in given.items():
+            embedding = self.embedding_of(table)
             with embedding.raise_on_all_ranks():
                 follow_in_backward(embedding)
                 names = embedding.table_handle().local_table.state.names
-                states = {name: {_state_name(k, names): v for k, v in of_tables[name].items()} for name in own}
-                loads.append((embedding, dense_tensors(embedding, {name: weights[name] for name in own}, states, step)))
-        for embedding, tensors in loads:
-            embedding.load_tensors(tensors)
+            states[table] = {_state_name(name, names): one for name, one in of_table.items()}
+        self._load_rows({table: dense_rows(*self.embeddings.tables[table].dense()) for table in given}, states, step)
 
     @property
     def _weight_names(self) -> dict[str, EmbeddingConfig]:
@@ -403,6 +395,22 @@ class TableCollection(TableModule):
                 )
         self.to(wanted)
 
+    def prefetch(self, features: Any) -> None:
+        """Announce the batch of a future step of a plain loop, as `MultiTableEmbedding.prefetch`.
+
+        A graph announces its batches itself. Bags that samples share are not announced.
+        """
+        announced: dict[MultiTableEmbedding, list[Lookup]] = {}
+        with self.raise_on_all_ranks():
+            for embedding, lookup in self._lookups_of(features):
+                announced.setdefault(embedding, []).append(lookup)
+        for embedding, lookups in announced.items():
+            embedding.announce(lookups)
+
+    @abstractmethod
+    def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
+        """The lookups of a batch, checked."""
+
     def ids_of(self, values: Tensor) -> Tensor:
         """Ids as `key_type`. InputError for values that are not integers, or wider than `key_type`."""
         if is_empty(values):
@@ -441,10 +449,10 @@ class TableCollection(TableModule):
         ):
             if own != other:
                 raise OptionError(f"{option}={own}: the tables of share keep {option}={other}; give that")
-        self._locations[config.name] = group, number
         if group not in self._shared:
             self._shared.append(group)
             self.embeddings[group] = embedding
+        self._add(config, group, number)
 
 
 def _may_have(folder: Path, tables: set[str]) -> bool:

@@ -7,6 +7,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import reduce
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from ..collections.embedding_collections import EmbeddingBagCollection, Embeddin
 from .model_parallel import get_unwrapped_module
 
 log = logging.getLogger("tierbed")
-Path = tuple[Any, ...]  # from a batch to one of its parts: attributes as (name,), keys and numbers as they are
+Path = tuple[Callable[[Any], Any], ...]  # from a batch to one of its parts
 
 
 class TrainPipelineBase:
@@ -69,7 +71,11 @@ class TrainPipelineBase:
         if is_training:
             self._optimizer.zero_grad()
         with _observed(self._collections(), self._paths, batch):
-            losses, output = _pair(self._forward(batch))
+            result = self._forward(batch)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            what = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+            raise InputError(f"the model returned {what}; a pipeline's model returns a pair, (losses, output)")
+        losses, output = result
         if is_training:
             torch.sum(losses, dim=0).backward()
             self._optimizer.step()
@@ -209,13 +215,14 @@ def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
         return ()
     if depth == 0 or isinstance(whole, (Tensor, str, bytes)):
         return None
+    inner: list[tuple[Callable[[Any], Any], Any]]
     if isinstance(whole, Mapping):
-        inner: list[tuple[Any, Any]] = [*whole.items()]
+        inner = [(itemgetter(key), value) for key, value in whole.items()]
     elif isinstance(whole, (list, tuple)):
-        inner = [*enumerate(whole)]
+        inner = [(itemgetter(at), value) for at, value in enumerate(whole)]
     else:
         slots = [one.name for one in dataclasses.fields(whole)] if dataclasses.is_dataclass(whole) else ()
-        inner = [((name,), getattr(whole, name, None)) for name in getattr(whole, "__dict__", slots)]
+        inner = [(attrgetter(name), getattr(whole, name, None)) for name in getattr(whole, "__dict__", slots)]
     for step, value in inner:
         found = _path_to(value, part, depth - 1)
         if found is not None:
@@ -225,19 +232,7 @@ def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
 
 def _part(whole: Any, path: Path | None) -> Any:
     """The part of a batch at a path; None if it has none there, or the path is None."""
-    if path is None:
-        return None
     try:
-        for step in path:
-            whole = getattr(whole, step[0]) if isinstance(step, tuple) else whole[step]
+        return None if path is None else reduce(lambda part, step: step(part), path, whole)
     except Exception:  # whatever a batch of another structure raises
         return None
-    return whole
-
-
-def _pair(result: Any) -> tuple[Any, Any]:
-    """What a pipeline's model returned. InputError unless it is a pair."""
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        what = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
-        raise InputError(f"the model returned {what}; a pipeline's model returns a pair, (losses, output)")
-    return result[0], result[1]

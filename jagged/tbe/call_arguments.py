@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
-from itertools import accumulate
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,36 +121,34 @@ def refuse(
             raise error(f"{name}={value!r}: {reason}")
 
 
-class TBECall(NamedTuple):
+@dataclass
+class TBECall:
     """The bags of all features, one feature after another."""
 
     indices: Tensor  # int64 [n]
     offsets: Tensor  # int64 [bags + 1]
     weights: Tensor | None  # float32 [n]
-    sizes: list[list[int]] | None  # how many bags each feature has for each rank; None: all features have `batch`
-    batch: int  # bags of each feature if sizes is None
+    features: int
+    sizes: list[list[int]] | None  # how many bags each feature has for each rank; None: all features have as many
 
-    def bags(self, features: int) -> list[int]:
-        """How many bags each feature has."""
-        return [self.batch] * features if self.sizes is None else [sum(of_ranks) for of_ranks in self.sizes]
-
-    def jagged(self, features: int) -> VariableBatchKeyedJaggedTensor:
+    @cached_property
+    def jagged(self) -> VariableBatchKeyedJaggedTensor:
         """The same bags, whose keys are the numbers of the features."""
-        names = [*map(str, range(features))]
-        return VariableBatchKeyedJaggedTensor(
-            names, self.indices, self.weights, None, self.offsets, self.bags(features)
-        )
+        names, batch = [*map(str, range(self.features))], (self.offsets.shape[0] - 1) // self.features
+        bags = [batch] * self.features if self.sizes is None else [*map(sum, self.sizes)]
+        return VariableBatchKeyedJaggedTensor(names, self.indices, self.weights, None, self.offsets, bags)
 
-    def with_gradients(self, wanted: Any, features: int) -> TBECall:
+    def with_gradients(self, wanted: Any) -> TBECall:
         """The same call, whose weights get a gradient for the features that `wanted` [features] has as true."""
-        if not isinstance(wanted, Tensor) or wanted.shape != (features,):
-            raise InputError(f"feature_requires_grad={wanted!r}: give a tensor of {features} integers, one a feature")
+        if not isinstance(wanted, Tensor) or wanted.shape != (self.features,):
+            raise InputError(
+                f"feature_requires_grad={wanted!r}: give a tensor of {self.features} integers, one a feature"
+            )
         if self.weights is None:
             return self
-        bags = [0, *accumulate(self.bags(features))]
-        counts = self.offsets[torch.tensor(bags, device=self.offsets.device)].diff()
+        counts = self.offsets[torch.tensor(self.jagged.lengths_offset_per_key(), device=self.offsets.device)].diff()
         of_ids = wanted.to(self.offsets.device, torch.bool).repeat_interleave(counts)
-        return self._replace(weights=torch.where(of_ids, self.weights, self.weights.detach()))
+        return replace(self, weights=torch.where(of_ids, self.weights, self.weights.detach()))
 
 
 def checked_call(
@@ -170,8 +168,9 @@ def checked_call(
                 f"offsets of {name!r}: got {bags + 1}; give features * batch + 1 for {features} features, or "
                 "batch_size_per_feature_per_rank"
             )
-        return TBECall(ids, bounds, weights, None, bags // features)
-    return TBECall(ids, bounds, weights, _checked_sizes(name, features, sizes, bags), 0)
+    else:
+        sizes = _checked_sizes(name, features, sizes, bags)
+    return TBECall(ids, bounds, weights, features, sizes)
 
 
 def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list[int]]:
@@ -204,4 +203,6 @@ def _on(name: str, argument: str, given: Tensor, device: torch.device) -> Tensor
             f"{argument} of {name!r} are on {given.device} and the tables on {device}; give "
             f"{argument}.to({str(device)!r})"
         )
+    if given.layout != torch.strided:
+        raise InputError(f"{argument} of {name!r} are {given.layout}; give {argument}.to_dense()")
     return given

@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...embedding.ddp_guard import refuse_lookup
-from ...embedding.gradients import exclusive_step
-from ...engine.errors import GraphError
+from ...embedding.gradients import is_reached
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
-from ...engine.options.lookup import Lookup, check_lookup, check_weights
+from ...engine.options.lookup import Lookup
 from ...engine.options.table_spec import TableSpec
-from ...engine.signals import uninterrupted
+from ...engine.table.row_step import row_step
+from ..tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor
 from ..tensors.keyed_tensor import ColumnOrder
-from ..tensors.validation import is_traced
 from .call_arguments import TBECall
 
-
-class EmbeddingCall(NamedTuple):
-    """The lookup that a call makes in one embedding."""
-
-    lookup: Lookup
-    weights: Tensor | None
-    counts: list[int]  # how many indices each feature has; empty if the output does not depend on it
+_NO_GRADIENT = (
+    "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and no tensor "
+    "holds their gradients; call backward(), or leave the anchor out"
+)
 
 
-class _FeatureGroup(NamedTuple):
-    """The features that look up one embedding."""
+@dataclass(eq=False)
+class _FeatureGroup:
+    """The features that look up one embedding.
+
+    tables: of each feature, by its number in the embedding. columns: of all features in the result, -1 for others.
+    """
 
     spec: TableSpec
     features: list[int]  # ascending
-    tables: list[int]  # the table of each feature, by its number in the embedding
+    tables: list[int]
+    columns: tuple[int, ...]
+    _table_ids: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def table_ids(self, device: torch.device) -> Tensor | None:
+        """The tables of the columns; None if these are all tables in order."""
+        if self.tables == [*range(self.spec.num_tables)]:
+            return None
+        if device not in self._table_ids:
+            with _disable_current_modes(), torch.inference_mode(False):  # traces and later calls keep it
+                self._table_ids[device] = torch.tensor(self.tables, device=device)
+        return self._table_ids[device]
 
 
 class CallSplitter:
@@ -46,77 +59,62 @@ class CallSplitter:
     pooling: "sum" or "mean"; None returns a row for each index.
     """
 
-    def __init__(
-        self, name: str, specs: Sequence[TableSpec], locations: Sequence[tuple[int, int]], pooling: str | None
-    ) -> None:
-        self._name, self._pooling = name, pooling
-        self._embedding_of = [embedding for embedding, _ in locations]
+    def __init__(self, specs: Sequence[TableSpec], locations: Sequence[tuple[int, int]], pooling: str | None) -> None:
+        self._pooling = pooling
+        sources = [embedding for embedding, _ in locations]
         self._groups = []
         for number, spec in enumerate(specs):
-            features = [feature for feature, embedding in enumerate(self._embedding_of) if embedding == number]
-            self._groups.append(_FeatureGroup(spec, features, [locations[feature][1] for feature in features]))
-        self._columns = ColumnOrder(self._embedding_of, [spec.dim for spec in specs])
-        self._table_ids: dict[tuple[int, torch.device], Tensor] = {}  # of each group's features
+            features = [feature for feature, source in enumerate(sources) if source == number]
+            tables = [locations[feature][1] for feature in features]
+            columns = tuple(features.index(at) if source == number else -1 for at, source in enumerate(sources))
+            self._groups.append(_FeatureGroup(spec, features, tables, columns))
+        self._columns = ColumnOrder(sources, [spec.dim for spec in specs])
 
-    def split(self, call: TBECall) -> list[EmbeddingCall]:
-        """The lookup of each embedding. InputError."""
-        if call.sizes is None and self._pooling is not None:
-            return [self._bags_of_all(number, group, call) for number, group in enumerate(self._groups)]
-        return [self._selected(group, call) for group in self._groups]
+    def split(self, call: TBECall) -> list[tuple[Lookup, Tensor | None]]:
+        """The lookup of each embedding, and its weights."""
+        if call.sizes is not None or self._pooling is None:
+            return [self._selected(group, call.jagged) for group in self._groups]
+        ids, offsets = call.indices, call.offsets
+        return [
+            (Lookup(ids, group.table_ids(ids.device), offsets, self._pooling, group.columns), call.weights)
+            for group in self._groups
+        ]
 
-    def join(self, call: TBECall, calls: Sequence[EmbeddingCall], results: Sequence[Tensor]) -> Tensor:
+    def join(self, call: TBECall, results: Sequence[Tensor]) -> Tensor:
         """One output of the results of all embeddings."""
+        if len(results) == 1 and self._pooling is None:
+            return results[0]
         if self._pooling is None:
-            return self._by_feature(results, [one.counts for one in calls])
+            return self._by_rank([[count] for count in call.jagged.length_per_key()], results)
         if call.sizes is not None:
-            return self._by_rank(call.sizes, results)
+            return self._by_rank(call.sizes, [rows.flatten() for rows in results])
         return self._columns.join([rows.flatten(1) for rows in results])
 
-    def _bags_of_all(self, number: int, group: _FeatureGroup, call: TBECall) -> EmbeddingCall:
-        """The call as it is, of which the lookup takes the bags of its features."""
-        device, features = call.indices.device, len(self._embedding_of)
-        tables: Any = group.tables
-        if not is_traced():  # a tensor of a trace has no values
-            if (number, device) not in self._table_ids:
-                with torch.inference_mode(False):  # autograd saves it in later calls
-                    self._table_ids[number, device] = torch.tensor(group.tables, device=device)
-            tables = self._table_ids[number, device]
-        lookup = check_lookup(group.spec, call.indices, tables, call.offsets, self._pooling, group.features, features)
-        check_weights(group.spec, lookup, call.weights)
-        return EmbeddingCall(lookup, call.weights, [])
-
-    def _selected(self, group: _FeatureGroup, call: TBECall) -> EmbeddingCall:
+    def _selected(self, group: _FeatureGroup, every: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
         """The bags, or the indices, of the group's features alone, with a table id for each."""
-        every = call.jagged(len(self._embedding_of))
         chosen = every if len(self._groups) == 1 else every.permute(group.features)
-        ids, weights, offsets = chosen.values(), chosen.weights_or_none(), chosen.offsets()
-        lengths = every.length_per_key()
-        counts = [lengths[feature] for feature in group.features]
-        rows = counts if self._pooling is None else chosen.stride_per_key()
+        ids, counts = chosen.values(), every.stride_per_key() if self._pooling else every.length_per_key()
+        rows = [counts[feature] for feature in group.features]
         tables = torch.tensor(group.tables, device=ids.device).repeat_interleave(
             torch.tensor(rows, device=ids.device), output_size=sum(rows)
         )
-        lookup = check_lookup(group.spec, ids, tables, None if self._pooling is None else offsets, self._pooling)
-        check_weights(group.spec, lookup, weights)
-        return EmbeddingCall(lookup, weights, counts)
+        lookup = Lookup(ids, tables, chosen.offsets() if self._pooling else None, self._pooling)
+        return lookup, chosen.weights_or_none()
 
-    def _by_feature(self, results: Sequence[Tensor], counts: Sequence[list[int]]) -> Tensor:
-        """Rows in the order of the features. counts: how many rows each feature of an embedding has."""
-        if len(results) == 1:
-            return results[0]
-        parts = [iter(rows.split(of_group)) for rows, of_group in zip(results, counts, strict=True)]
-        return torch.cat([next(parts[embedding]) for embedding in self._embedding_of])
+    def _by_rank(self, sizes: Sequence[Sequence[int]], results: Sequence[Tensor]) -> Tensor:
+        """The rows of all embeddings: rank by rank, and feature by feature within.
 
-    def _by_rank(self, sizes: list[list[int]], results: Sequence[Tensor]) -> Tensor:
-        """The bags [bags, dim] of each embedding in one dimension: rank by rank, and feature by feature within."""
+        sizes: how many rows each feature has for each rank. A result of one dimension has the numbers of such rows.
+        """
         ranks = len(sizes[0])
-        if len(results) == 1 and ranks == 1:
-            return results[0].flatten()
+        if len(results) == ranks == 1:
+            return results[0]
         parts: list[list[Tensor]] = [[] for _ in sizes]
         for group, rows in zip(self._groups, results, strict=True):
-            of_group = iter(rows.split([size for feature in group.features for size in sizes[feature]]))
+            width = group.spec.dim if rows.dim() == 1 else 1
+            of_group = iter(rows.split([size * width for feature in group.features for size in sizes[feature]]))
             for feature in group.features:
-                parts[feature] = [next(of_group).flatten() for _ in range(ranks)]
+                parts[feature] = [next(of_group) for _ in range(ranks)]
         return torch.cat([of_feature[rank] for rank in range(ranks) for of_feature in parts])
 
 
@@ -142,22 +140,17 @@ class FusedUpdater:
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, of_weights: bool) -> Tensor | None:
         """Update each row of a lookup once. Returns the gradient of the weights, by the rows before the update."""
         embedding = self.embedding
-        with uninterrupted(), exclusive_step([embedding], "a TableBatchedEmbeddingBags"):
-            if embedding.row_optimizer is not self.optimizer:
-                embedding.use_optimizer(self.optimizer)  # something else has trained the embedding since
-            try:
-                pinned = embedding.pin([lookup])
-                if embedding.group is not None:
-                    embedding.group.begin_pass()
-                weights_grad = self._weights_grad(pinned, grad) if of_weights else None
-                pinned.update([grad], [weights])
-            except BaseException:
-                embedding.release()
-                if embedding.group is not None:
-                    embedding.group.fail_pass()
-                raise
+
+        def update() -> Tensor | None:
+            pinned = embedding.pin([lookup])
+            if embedding.group is not None:
+                embedding.group.begin_pass()
+            weights_grad = self._weights_grad(pinned, grad) if of_weights else None
+            pinned.update([grad], [weights])
             increment_version(embedding.shadow)  # a later backward that needs the rows as they were raises
-        return weights_grad
+            return weights_grad
+
+        return row_step([(embedding, self.optimizer)], "a TableBatchedEmbeddingBags", update)
 
     def _weights_grad(self, pinned: Any, grad: Tensor) -> Tensor:
         """The gradient of the weights. If this rank alone fails, the ranks that wait for gradients raise its error."""
@@ -189,17 +182,6 @@ class _Lookup(torch.autograd.Function):
         if updater.clip is not None:
             grad = grad.clamp(-updater.clip, updater.clip)
         of_weights = ctx.needs_input_grad[1]
-        if ctx.needs_input_grad[0] and _is_reached(anchor):
+        if ctx.needs_input_grad[0] and is_reached(anchor, _NO_GRADIENT):
             return None, updater.update(lookup, grad, weights, of_weights), None, None
         return None, updater.embedding.read_weights_grad(lookup, grad) if of_weights else None, None, None
-
-
-def _is_reached(anchor: Tensor) -> bool:
-    """Whether the current backward pass reaches `anchor`; torch.autograd.grad of other tensors does not. GraphError."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor).node))
-    except RuntimeError:  # torch raises it if the gradient of the leaf itself is requested
-        raise GraphError(
-            "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and "
-            "no tensor holds their gradients; call backward(), or leave the anchor out"
-        ) from None

@@ -10,61 +10,13 @@ import torch
 from ...engine.errors import OptionError
 from ...engine.options.lookup import OUTPUT_DTYPES
 
-
-class EmbeddingLocation(IntEnum):
-    """Where a table lives; `TableBatchedEmbeddingBags` has the store of each location."""
-
-    DEVICE = 0
-    MANAGED = 1
-    MANAGED_CACHING = 2
-    HOST = 3
-    MTIA = 4
-
-
-class ComputeDevice(IntEnum):
-    """The kind of device that looks tables up."""
-
-    CPU = 0
-    CUDA = 1
-    MTIA = 2
-
-
-class PoolingMode(IntEnum):
-    """How the rows of a bag are pooled."""
-
-    SUM = 0
-    MEAN = 1
-    NONE = 2
-
-
-class BoundsCheckMode(IntEnum):
-    """What a lookup does with an index out of its table's bounds. V2_* are the same as those without V2."""
-
-    FATAL = 0
-    WARNING = 1
-    IGNORE = 2
-    NONE = 3
-    V2_IGNORE = 4
-    V2_WARNING = 5
-    V2_FATAL = 6
-
-
-class WeightDecayMode(IntEnum):
-    """How weight decay is applied."""
-
-    NONE = 0
-    L2 = 1
-    DECOUPLE = 2
-    COUNTER = 3
-    COWCLIP = 4
-    DECOUPLE_GLOBAL = 5
-
-
-class CacheAlgorithm(Enum):
-    """Which row a cache evicts."""
-
-    LRU = 0
-    LFU = 1
+EmbeddingLocation = IntEnum("EmbeddingLocation", "DEVICE MANAGED MANAGED_CACHING HOST MTIA", start=0)
+ComputeDevice = IntEnum("ComputeDevice", "CPU CUDA MTIA", start=0)  # that looks tables up
+PoolingMode = IntEnum("PoolingMode", "SUM MEAN NONE", start=0)
+WeightDecayMode = IntEnum("WeightDecayMode", "NONE L2 DECOUPLE COUNTER COWCLIP DECOUPLE_GLOBAL", start=0)
+CacheAlgorithm = Enum("CacheAlgorithm", "LRU LFU", start=0)  # which row a cache evicts
+# what a lookup does with an index out of its table's bounds; V2_* are the same as those without V2
+BoundsCheckMode = IntEnum("BoundsCheckMode", "FATAL WARNING IGNORE NONE V2_IGNORE V2_WARNING V2_FATAL", start=0)
 
 
 class OptimType(Enum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,16 +12,18 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...embedding.dense_rows import CHUNK, dense_states, dense_tensors
+from ...embedding.dense_rows import CHUNK
 from ...embedding.names import next_seed
 from ...embedding.read_only import ReadOnlyCopy
 from ...engine.checks import as_number, checked_arguments, int_option
 from ...engine.errors import GraphError, InputError, OptionError
+from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
 from ...engine.row_format import LAST_STEP
-from ..collections.tables import Table, TableModule, group_tables
+from ..collections.configs import EmbeddingConfig
+from ..collections.tables import TableModule, group_tables
 from ..tensors.validation import is_traced
 from .call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, idle, refuse
 from .dispatch import CallSplitter, FusedUpdater
@@ -37,7 +38,7 @@ from .enums import (
     parse_dtype,
     parse_enum,
 )
-from .settings import DEFAULTS, LEARNING_RATE, ShiftedOptimizer, checked_state_dtype, settings_of
+from .settings import DEFAULTS, LEARNING_RATE, checked_state_dtype, settings_of
 from .specs import LOAD_FACTOR, Bounds, checked_features, checked_specs, device_of, set_budget_mb, stores_for
 
 log = logging.getLogger("tierbed")
@@ -135,13 +136,14 @@ class TableBatchedEmbeddingBags(TableModule):
         clip = _checked_clip(gradient_clipping, max_gradient)
         algorithm = parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm")
         output, run_on = parse_dtype(output_dtype), device_of(tables[0].compute, device)
-        self._rows: ShiftedOptimizer | None = None
+        self._rows: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
             # autograd reaches lookups through it; it has no elements, so optimizers of the dense part leave it alone
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
-            self._rows = ShiftedOptimizer(dense, dense.param_groups[0])
+            self._group = dense.param_groups[0]
+            self._rows = RowOptimizer(dense, self._group)
             state_dtype = checked_state_dtype(optimizer_state_dtypes, self._rows)
             of_state = check_state_dtype(state_dtype)
             widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
@@ -161,7 +163,6 @@ class TableBatchedEmbeddingBags(TableModule):
                 self._updaters.append(FusedUpdater(embedding, self._rows, clip))
         places = {group: number for number, group in enumerate(groups)}
         self._splitter = CallSplitter(
-            called,
             [embedding.spec for embedding in self.each()],
             [(places[group], table) for group, table in map(self.table_location, self.features)],
             POOLING[self.pooling_mode],
@@ -170,7 +171,7 @@ class TableBatchedEmbeddingBags(TableModule):
         if unused:
             log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", called, "; ".join(unused))
 
-    def _seed_name(self, group: str, tables: Sequence[Table]) -> str:
+    def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
         return tables[0].name  # initial rows do not depend on where they live
 
     def forward(
@@ -196,19 +197,16 @@ class TableBatchedEmbeddingBags(TableModule):
         with self.raise_on_all_ranks():
             call = self._call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
             if feature_requires_grad is not None:
-                call = call.with_gradients(feature_requires_grad, len(self.features))
-            calls = self._splitter.split(call)
+                call = call.with_gradients(feature_requires_grad)
+            lookups = self._splitter.split(call)
         if self._rows is None:
-            pairs = zip(self.each(), calls, strict=True)
-            results = [embedding.look_up(one.lookup, one.weights) for embedding, one in pairs]
-            if is_traced():
-                return self._splitter.join(call, calls, results)
+            results = [embedding.look_up(*one) for embedding, one in zip(self.each(), lookups, strict=True)]
         else:
             anchor = self.anchor if self.training else self.anchor.detach()
-            updaters = zip(self._updaters, calls, strict=True)
-            results = [updater.look_up(anchor, one.lookup, one.weights) for updater, one in updaters]
-        self._bounds.warn(self.each())
-        return self._splitter.join(call, calls, results)
+            results = [updater.look_up(anchor, *one) for updater, one in zip(self._updaters, lookups, strict=True)]
+        if not is_traced():
+            self._bounds.warn(self.each())
+        return self._splitter.join(call, results)
 
     def prefetch(
         self,
@@ -224,10 +222,10 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         with self.raise_on_all_ranks():
             call = self._call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
-            calls = self._splitter.split(call)
+            lookups = self._splitter.split(call)
         if self.training:
-            for embedding, one in zip(self.each(), calls, strict=True):
-                embedding.announce([one.lookup])
+            for embedding, (lookup, _) in zip(self.each(), lookups, strict=True):
+                embedding.announce([lookup])
 
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
         """Make all rows uniform over [min_val, max_val].
@@ -238,19 +236,19 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         uniform = make_uniform_initializer(min_val, max_val)
         specs = {table.name: table for table in self.tables}
-        for embedding in self.each():
-            options = tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
-            check_reach(options, embedding.spec.dtype)
-        for embedding in self.each():
-            names = [str(name) for name in embedding.spec.table_names]
-            if embedding.is_open:
-                for number, name in enumerate(names):
-                    for keys in torch.arange(specs[name].num_embeddings).split(CHUNK):
-                        drawn = torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val)
-                        embedding.put(keys, drawn, number)
-            else:
-                options = tuple(specs[name].table_options(uniform) for name in names)
-                embedding.spec = replace(embedding.spec, tables=options)
+        options = {
+            embedding: tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
+            for embedding in self.each()
+        }
+        for embedding, tables in options.items():
+            check_reach(tables, embedding.spec.dtype)
+        for embedding, tables in options.items():
+            if not embedding.is_open:
+                embedding.set_spec(tables=tables)
+                continue
+            for name in map(str, embedding.spec.table_names):
+                for keys in torch.arange(specs[name].num_embeddings).split(CHUNK):
+                    embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val), name)
 
     def split_embedding_weights(self) -> list[Tensor]:
         """The rows of each table [rows, dim] as stored, copied: an in-place write into them raises InputError.
@@ -270,12 +268,12 @@ class TableBatchedEmbeddingBags(TableModule):
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """The states of each table by their names, copies as of `split_optimizer_states`. StoreError."""
         copies: list[dict[str, Tensor]] = []
-        for table, states in zip(self.tables, self._states(), strict=True):
+        for table, states in self._dense_states().items():
             remedy = (
-                f"split_optimizer_states of {self.name!r} copies them, so a write into that of table {table.name!r} "
+                f"split_optimizer_states of {self.name!r} copies them, so a write into that of table {table!r} "
                 "changes no row; call load_dense, or clone() it for a tensor of your own"
             )
-            copies.append({name: ReadOnlyCopy.of(state, remedy) for name, state in states.items()})
+            copies.append({name: ReadOnlyCopy(state, remedy) for name, state in states.items()})
         return copies if self._rows is not None and self._rows.states else []
 
     @checked_arguments("weights", "states")
@@ -298,32 +296,16 @@ class TableBatchedEmbeddingBags(TableModule):
                 )
             names = [*self._own_optimizer("load_dense").states, "another"] if states else []
             by_name = [dict(one if isinstance(one, Mapping) else zip(names, one, strict=False)) for one in states or ()]
-        loads = []
-        for embedding in self.each():
-            own = {at: t.name for at, t in enumerate(self.tables) if self.embedding_of(t.name) is embedding}
-            given = {name: by_name[at] for at, name in own.items() if names}
-            with embedding.raise_on_all_ranks():
-                rows = {name: weights[at] for at, name in own.items()}
-                loads.append((embedding, dense_tensors(embedding, rows, given, step)))
-        for embedding, tensors in loads:
-            embedding.load_tensors(tensors)
+        tables = [table.name for table in self.tables]
+        self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
         if self._rows is not None and (step is not None or any("step" in one for one in by_name)):
-            self._rows.shift = 0
+            self._rows.count_from(0)
 
     @property
     def iter(self) -> Tensor:
         """How many updates there were, int64 [1], as FBGEMM counts them for ADAM's correction; a copy."""
         steps = [embedding.table_handle().local_table.step for embedding in self.each()]
         return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
-
-    def _states(self) -> list[dict[str, Tensor]]:
-        found: dict[str, dict[str, Tensor]] = {}
-        for embedding in self.each():
-            of = [table for table in self.tables if self.embedding_of(table.name) is embedding]
-            counts = {self.table_location(table.name)[1]: table.num_embeddings for table in of}
-            states = dense_states(embedding, counts)
-            found |= {table.name: states[self.table_location(table.name)[1]] for table in of}
-        return [found[table.name] for table in self.tables]
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The metrics of each embedding by its name; docs/metrics.md explains them."""
@@ -356,14 +338,15 @@ class TableBatchedEmbeddingBags(TableModule):
 
     def get_learning_rate(self) -> float:
         """The learning rate of the next update."""
-        return float(self._own_optimizer("get_learning_rate").group["lr"])
+        self._own_optimizer("get_learning_rate")
+        return float(self._group["lr"])
 
     @checked_arguments("params_dict")
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
         """Set numbers of the optimizer by FBGEMM's names, and `lr`. If it raises OptionError, none is set."""
-        rows = self._own_optimizer("update_hyper_parameters")
+        self._own_optimizer("update_hyper_parameters")
         assert self._settings is not None
-        self._settings.change(rows.group, params_dict)
+        self._settings.change(self._group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
         """Set how many updates ADAM's bias correction counts before the next one. OptionError.
@@ -372,7 +355,7 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         rows = self._own_optimizer("set_optimizer_step")
         past = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
-        rows.shift = past - max(embedding.table_handle().local_table.step for embedding in self.each())
+        rows.count_from(past - max(embedding.table_handle().local_table.step for embedding in self.each()))
 
     def extra_repr(self) -> str:
         optimizer = "NONE" if self._settings is None else self._settings.optimizer.name
@@ -402,7 +385,7 @@ class TableBatchedEmbeddingBags(TableModule):
         device = next(self.each()).device
         return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, device)
 
-    def _own_optimizer(self, call: str) -> ShiftedOptimizer:
+    def _own_optimizer(self, call: str) -> RowOptimizer:
         if self._rows is None:
             raise OptionError(
                 f"{call} of {self.name!r}: OptimType.NONE has no optimizer here; change that of the EagerOptimizer or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,27 +30,20 @@ _NEAREST = {
     OptimType.EMAINPLACE_ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
 }
 _OF_ADAM = ("eps", "beta1", "beta2", "weight_decay")
-# the numbers that each optimizer has in addition to the learning rate
-_NUMBERS: dict[OptimType, tuple[str, ...]] = {
-    OptimType.EXACT_SGD: (),
-    OptimType.EXACT_ADAGRAD: ("eps",),
-    OptimType.EXACT_ROWWISE_ADAGRAD: ("eps", "weight_decay"),
-    OptimType.ADAM: _OF_ADAM,
-    OptimType.PARTIAL_ROWWISE_ADAM: _OF_ADAM,
-    OptimType.LAMB: _OF_ADAM,
-    OptimType.PARTIAL_ROWWISE_LAMB: _OF_ADAM,
-    OptimType.LARS_SGD: ("momentum", "eta", "weight_decay"),
+# the class of each optimizer, and the numbers that it has in addition to the learning rate
+_KINDS: dict[OptimType, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
+    OptimType.EXACT_SGD: (torch.optim.SGD, ()),
+    OptimType.EXACT_ADAGRAD: (torch.optim.Adagrad, ("eps",)),
+    OptimType.EXACT_ROWWISE_ADAGRAD: (RowWiseAdagrad, ("eps", "weight_decay")),
+    OptimType.ADAM: (torch.optim.AdamW, _OF_ADAM),
+    OptimType.PARTIAL_ROWWISE_ADAM: (PartialRowWiseAdam, _OF_ADAM),
+    OptimType.LAMB: (LAMB, _OF_ADAM),
+    OptimType.PARTIAL_ROWWISE_LAMB: (PartialRowWiseLAMB, _OF_ADAM),
+    OptimType.LARS_SGD: (LarsSGD, ("momentum", "eta", "weight_decay")),
 }
-# optimizers with Adam's numbers; FBGEMM decays by weight_decay in any mode, decoupled or within LAMB's step
-_LIKE_ADAM: dict[OptimType, Callable[..., torch.optim.Optimizer]] = {
-    OptimType.ADAM: torch.optim.AdamW,
-    OptimType.PARTIAL_ROWWISE_ADAM: PartialRowWiseAdam,
-    OptimType.LAMB: LAMB,
-    OptimType.PARTIAL_ROWWISE_LAMB: PartialRowWiseLAMB,
-}
-_DECAYS = {
+_DECAYS = {  # FBGEMM decays by weight_decay in any mode of Adam's kin, decoupled or within LAMB's step
     OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE),
-    **dict.fromkeys(_LIKE_ADAM, (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)),
+    **{kind: (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE) for kind, (_, has) in _KINDS.items() if has is _OF_ADAM},
 }
 LEARNING_RATE = 0.01  # FBGEMM's default, as those of the other numbers
 DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "momentum": 0.9, "eta": 0.001}
@@ -67,8 +60,8 @@ class Settings:
     max_norm: float = 0.0  # of a row after its update; 0 is none
 
     def __post_init__(self) -> None:
-        name, has = self.optimizer.name, _NUMBERS.get(self.optimizer)
-        if has is None:
+        name = self.optimizer.name
+        if self.optimizer not in _KINDS:
             nearest = _NEAREST[self.optimizer].name
             raise OptionError(f"optimizer=OptimType.{name} is not supported; the nearest is OptimType.{nearest}")
         for number, value in {"learning_rate": self.learning_rate, **self.numbers}.items():
@@ -91,7 +84,7 @@ class Settings:
 
     def idle(self, names: Collection[str] = ()) -> list[str]:
         """The numbers that change nothing, with the reason. names: of those that a user gave, defaults or not."""
-        name, has = self.optimizer.name, _NUMBERS[self.optimizer]
+        name, (_, has) = self.optimizer.name, _KINDS[self.optimizer]
         given = [one for one, value in self.numbers.items() if value != DEFAULTS[one] or (value and one in names)]
         lacks = [f"{number}: OptimType.{name} has none" for number in given if number not in has]
         no_decay = "weight_decay" in given and "weight_decay" in has and not self._decays
@@ -108,24 +101,21 @@ class Settings:
         return optimizer
 
     def _build(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
-        x, lr = self.numbers, float(self.learning_rate)
-        if self.optimizer is OptimType.EXACT_SGD:
-            return torch.optim.SGD(shadows, lr)
-        if self.optimizer is OptimType.EXACT_ADAGRAD:
-            return torch.optim.Adagrad(shadows, lr, eps=x["eps"])
-        if (like_adam := _LIKE_ADAM.get(self.optimizer)) is not None:
-            return like_adam(shadows, lr, (x["beta1"], x["beta2"]), x["eps"], x["weight_decay"])
-        if self.optimizer is OptimType.LARS_SGD:
-            return LarsSGD(shadows, lr, x["momentum"], x["weight_decay"], x["eta"])
-        mode = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
-        return RowWiseAdagrad(shadows, lr, x["eps"], x["weight_decay"] if self._decays else 0.0, mode)
+        make, has = _KINDS[self.optimizer]
+        given: dict[str, Any] = {name: self.numbers[name] for name in has}
+        if has is _OF_ADAM:
+            given["betas"] = given.pop("beta1"), given.pop("beta2")
+        if make is RowWiseAdagrad:
+            given["weight_decay"] *= self._decays
+            given["weight_decay_mode"] = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
+        return make(shadows, lr=float(self.learning_rate), **given)
 
     def change(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
         """Write numbers by FBGEMM's names, and `lr`, to the optimizer's param group. OptionError, and none is written.
 
         The optimizer checks their values at its next step.
         """
-        has = ("lr", *_NUMBERS[self.optimizer])
+        has = ("lr", *_KINDS[self.optimizer][1])
         for name, value in changes.items():
             if name not in has:
                 raise OptionError(
@@ -152,17 +142,6 @@ def settings_of(given: Mapping[str, Any]) -> Settings | None:
         return None
     numbers = {name: given.get(name, default) for name, default in DEFAULTS.items()}
     return Settings(kind, given.get("learning_rate", LEARNING_RATE), numbers, mode, given.get("max_norm", 0.0))
-
-
-class ShiftedOptimizer(RowOptimizer):
-    """A row optimizer whose rule counts steps from another number."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        super().__init__(optimizer, group)
-        self.group = group
-
-    def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
-        return super().hyper(max(step + self.shift, 1), clip_value, before)
 
 
 def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:

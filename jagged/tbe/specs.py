@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ...engine.options.store_options import (
     make_host_mem_store_options,
 )
 from ...engine.options.table_names import check_distinct, check_table_name
+from ..collections.configs import EmbeddingConfig
 from ..collections.store_split import MAX_STATES, StoreRequest, row_bytes, stores_of
 from ..collections.tables import store_requests
 from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, OptimType, parse_enum
@@ -68,22 +69,14 @@ class Bounds:
                 )
 
 
-@dataclass(frozen=True)
-class EmbeddingSpec:
+@dataclass(kw_only=True)
+class EmbeddingSpec(EmbeddingConfig):
     """One of `embedding_specs`, checked."""
 
-    name: str
-    num_embeddings: int
-    embedding_dim: int
+    num_embeddings: int = field(kw_only=False)
     location: EmbeddingLocation
     compute: ComputeDevice
-    dtype: torch.dtype  # of stored rows
     bounds: Bounds
-    by_location: bool  # whether tables of other locations are in other embeddings
-
-    @property
-    def group(self) -> str:
-        return self.location.name.lower() if self.by_location else ""
 
     def table_options(self, initializer: Mapping[str, Any] = ZEROS) -> AnyTableOptions:
         return make_table_options(initializer, self.name, **self.bounds.options(self.num_embeddings))
@@ -115,7 +108,9 @@ def checked_specs(
         compute = parse_enum(ComputeDevice, spec[3], f"{where}: compute device")
         if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
             raise OptionError(f"{where}: no store is on MTIA; give CPU or CUDA, and a location on it")
-        tables.append(EmbeddingSpec(name, rows, dim, location, compute, dtype, bounds, by_location))
+        group = location.name.lower() if by_location else ""  # tables of other locations are in other embeddings
+        own = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
+        tables.append(own)
         if compute is not tables[0].compute:
             raise OptionError(
                 f"embedding_specs[0] is looked up by {tables[0].compute.name} and {where} by {compute.name}; give all "

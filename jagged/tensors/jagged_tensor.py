@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from copy import copy
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -25,6 +25,7 @@ class TensorContainer:
     """
 
     _fields: ClassVar[tuple[str, ...]]
+    _facts: ClassVar[tuple[str, ...]] = ()  # the attributes that are no tensors
     _derived: ClassVar[tuple[str, ...]] = ("_bounds", "_firsts")  # attributes that are computed from the tensors
     open_leaves: ClassVar[Container[int]] = frozenset()
 
@@ -55,7 +56,7 @@ class TensorContainer:
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until `stream` has done all that it was given so far."""
         for tensor in self._tensors():
-            if tensor is not None:
+            if tensor is not None and not tensor.is_cpu:
                 tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
@@ -83,19 +84,18 @@ class TensorContainer:
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with every tensor changed."""
         changed = copy(self)
-        for field, tensor in zip(self._fields, self._tensors(), strict=True):
-            setattr(changed, field, None if tensor is None else change(tensor))
+        changed._set_tensors([None if tensor is None else change(tensor) for tensor in self._tensors()])
         return changed
 
     def _tensors(self) -> list[Tensor | None]:
         return [getattr(self, field) for field in self._fields]
 
-    def _context(self) -> Any:
-        """What `_set_context` restores: all attributes but the tensors."""
-        return None
+    def _set_tensors(self, tensors: Iterable[Any]) -> None:
+        for field, tensor in zip(self._fields, tensors, strict=True):
+            setattr(self, field, tensor)
 
-    def _set_context(self, context: Any) -> None:
-        """Restore attributes from `_context`."""
+    def _context(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, fact) for fact in self._facts)
 
     def _flatten(self) -> tuple[list[Any], Any]:
         return self._tensors(), self._context()
@@ -108,9 +108,9 @@ class TensorContainer:
     def _unflatten(cls, tensors: Any, context: Any) -> Self:
         """A container of whatever a tree has as leaves, unchecked."""
         container = cls.__new__(cls)
-        for field, tensor in zip(cls._fields, tensors, strict=True):
-            setattr(container, field, tensor)
-        container._set_context(context)
+        container._set_tensors(tensors)
+        for fact, value in zip(cls._facts, context, strict=True):
+            setattr(container, fact, value)
         return container
 
 

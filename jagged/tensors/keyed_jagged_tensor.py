@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
@@ -52,6 +52,7 @@ class KeyedJaggedTensor(Jagged):
     The other arguments are what TorchRec computes ahead, and are computed here when they are needed.
     """
 
+    _facts = ("_keys", "_batch")
     _keys: tuple[str, ...]
     _batch: int | None = None  # the number of samples, if it does not follow from the bags
 
@@ -204,17 +205,16 @@ class KeyedJaggedTensor(Jagged):
         traits = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
         check_alike("kjt_list", "variable_stride_per_key()", traits)
         keys = [key for kjt in kjt_list for key in kjt._keys]
-        if varies:
-            inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
-            check_alike("kjt_list", "inverse indices", {at: one is not None for at, one in enumerate(inverses)})
-            if inverses[0] is not None:
-                check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list})
-            strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()]
-            inverse = None if None in inverses else (keys, torch.cat([one[1] for one in inverses if one is not None]))
-            return _laid(keys, kjt_list, strides, inverse)
-        check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list if kjt._keys})
-        made = _laid(keys, kjt_list)
-        made._batch = None if made._keys else max(kjt.stride() for kjt in kjt_list)
+        inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
+        check_alike("kjt_list", "inverse indices", {at: one is not None for at, one in enumerate(inverses)})
+        if not varies or inverses[0] is not None:
+            samples = {str(kjt.keys()): kjt.stride() for kjt in kjt_list if varies or kjt._keys}
+            check_alike("kjt_list", "samples", samples)
+        strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()] if varies else None
+        inverse = None if None in inverses else (keys, torch.cat([one[1] for one in inverses if one is not None]))
+        made = _laid(keys, kjt_list, strides, inverse)
+        if not varies and not keys:
+            made._batch = max(kjt.stride() for kjt in kjt_list)
         return made
 
     def stride(self) -> int:
@@ -333,7 +333,7 @@ class KeyedJaggedTensor(Jagged):
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Each feature by its key, views of one split. compute_offsets: not read, for offsets are known."""
         parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
-        features = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of checked tensors
+        features = (JaggedTensor._unflatten(part, ()) for part in parts)  # parts of checked tensors
         return dict(zip(self._keys, features, strict=True))
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
@@ -409,12 +409,6 @@ class KeyedJaggedTensor(Jagged):
     def _bags(self) -> list[str]:
         counts = zip(self._keys, self.stride_per_key(), strict=True)
         return [f"key {key!r}, sample {sample}" for key, count in counts for sample in range(count)]
-
-    def _context(self) -> tuple[tuple[str, ...], int | None]:
-        return self._keys, self._batch
-
-    def _set_context(self, context: tuple[tuple[str, ...], int | None]) -> None:
-        self._keys, self._batch = context
 
     def __str__(self) -> str:
         return printed(self, "KeyedJaggedTensor", lambda: [*map(self._entry, self._keys, pairwise(self._firsts))])
@@ -513,11 +507,6 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         changed._strides = self._strides.clone()  # are the same everywhere
         return changed
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (self._values, self._weights, self._offsets, self._inverse):
-            if tensor is not None:
-                tensor.record_stream(stream)
-
     def variable_stride_per_key(self) -> bool:
         return True
 
@@ -574,17 +563,12 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
     def _tensors(self) -> list[Any]:
         return [self._offsets, *self._parts]
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return self._unflatten([change(tensor) for tensor in self._tensors()], self._context())
+    def _set_tensors(self, tensors: Iterable[Any]) -> None:
+        self._offsets, *self._parts = tensors
+        for joined_parts in self._derived:
+            vars(self).pop(joined_parts, None)
 
     def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         keys = [pytree.GetAttrKey("offsets"), *map(pytree.MappingKey, self._keys)]
         keys += [pytree.MappingKey(f"weights of {key}") for key in self._keys[: len(self._parts) - len(self._keys)]]
         return list(zip(keys, self._tensors(), strict=True)), self._context()
-
-    @classmethod
-    def _unflatten(cls, tensors: Any, context: Any) -> Self:
-        made = cls.__new__(cls)
-        made._offsets, *made._parts = tensors
-        made._set_context(context)
-        return made

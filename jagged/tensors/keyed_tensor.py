@@ -47,7 +47,7 @@ class KeyedTensor(TensorContainer):
     what TorchRec computes ahead, and are computed here. InputError if they do not fit.
     """
 
-    _fields = ("_values",)
+    _fields, _facts = ("_values",), ("_keys", "_lengths", "_dim")
     _values: Tensor
     _keys: tuple[str, ...]
     _lengths: tuple[int, ...]
@@ -173,12 +173,6 @@ class KeyedTensor(TensorContainer):
     @cached_property
     def _columns(self) -> dict[str, tuple[int, int]]:
         return dict(zip(self._keys, zip(self.offset_per_key(), self._lengths, strict=False), strict=True))
-
-    def _context(self) -> tuple[tuple[str, ...], tuple[int, ...], int]:
-        return self._keys, self._lengths, self._dim
-
-    def _set_context(self, context: tuple[tuple[str, ...], tuple[int, ...], int]) -> None:
-        self._keys, self._lengths, self._dim = context
 
     def __str__(self) -> str:
         return printed(self, "KeyedTensor", lambda: [f'"{key}": {self[key].tolist()}' for key in self._keys])

@@ -105,7 +105,7 @@ class _Client:
     """A connection to the process at the socket of a store folder, for one request."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self.pid = peer_of(connection).pid
+        self.pid, _ = peer_of(connection)
         self._connection = connection
         self._timeout = timeout
         self._waits = False  # whether the server has received the request
@@ -126,6 +126,7 @@ class _Client:
             with suppress(BrokenPipeError):  # the server has sent an error and closed
                 send(self._connection, request)
             deadline = monotonic() + self._timeout
+            # else it is a step's of the other process: the caller gave no such input
             raised = {**_RAISED, InputError.__name__: InputError} if request["do"] == "get" else _RAISED
             while (answer := self._next(deadline, wish)) is not None:
                 if "error" in answer:

@@ -22,7 +22,7 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 SOCKET = "SOCKET"
 LIMIT = 1 << 16  # bytes of a packet
@@ -32,13 +32,6 @@ _MORE = b"\0"  # the first byte of a packet that another one continues
 _WAITING = 64  # clients that wait to be accepted
 
 Message = dict[str, Any]
-
-
-class Connection(NamedTuple):
-    """The process at the other end of a connection and its user."""
-
-    pid: int
-    uid: int
 
 
 def open_folder(path: Path) -> int:
@@ -84,10 +77,10 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
     return connection
 
 
-def peer_of(connection: socket.socket) -> Connection:
-    """The process at the other end of a connection. Raises OSError."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The ids of the process at the other end of a connection and of its user. Raises OSError."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return Connection(pid, uid)
+    return pid, uid
 
 
 def send(connection: socket.socket, message: Message) -> None:

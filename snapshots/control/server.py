@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, current_thread
 from time import monotonic
@@ -26,13 +27,13 @@ _CLIENT_SECONDS = 5.0  # timeout for receiving a request and for sending an answ
 _PROGRESS_SECONDS = 0.1  # between two messages of progress
 _MAX_ERROR = 8000  # characters
 
-_servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
+_services: weakref.WeakSet[Service] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
     # a forked child that outlives its parent must not keep the socket open
-    for server in list(_servers):
-        server._close_descriptors()
+    for service in list(_services):
+        service._close_descriptors()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -41,22 +42,12 @@ os.register_at_fork(after_in_child=_close_in_child)
 class SaveTarget(Protocol):
     """What the server needs of an open table."""
 
-    def save_between_steps(
-        self,
-        name: str,
-        kind: str,
-        progress: Callable[[int], None],
-        give_up: Callable[[], bool],
-        overwrite: bool = False,
-        stores: Sequence[str] = (),
-    ) -> Manifest | None:
+    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
         """Save a snapshot between two steps. Called in a thread of the server.
 
-        stores: the real paths of stores to save, all or none.
-
-        Returns None and saves nothing if `give_up` returns True before the save starts. `progress` is called with 0
-        when the save starts, then with the rows of each chunk of each store; an exception that it raises undoes the
-        save. Raises TierbedError.
+        Returns None and saves nothing if `save.is_given_up` returns True before the save starts. `save.progress` is
+        called with 0 when the save starts, then with the rows of each chunk of each store; an exception that it raises
+        undoes the save. Raises TierbedError.
         """
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
@@ -70,41 +61,28 @@ class SaveTarget(Protocol):
 
 
 class Service:
-    """The server of a store, which can be started and stopped. Signal handlers are deferred during both."""
-
-    def __init__(self) -> None:
-        self._server: StoreServer | None = None
-
-    def start(self, folder: Path, target: SaveTarget) -> None:
-        """Serve the store in `folder`, which this process has locked. Logs the reason if it cannot."""
-        with uninterrupted():
-            try:
-                self._server = StoreServer(folder, target)
-            except (OSError, RuntimeError) as error:  # no sockets there, or no descriptor or thread left
-                log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
-
-    def stop(self) -> None:
-        """Stop the server, if there is one."""
-        if self._server is not None:
-            with uninterrupted():
-                self._server.close()
-                self._server = None
-
-
-class StoreServer:
-    """The socket in a store folder and its threads, until `close`. Raises OSError, RuntimeError.
+    """Serves a store from `start` to `stop`, which defer signal handlers: the socket in its folder, and its threads.
 
     One thread blocks in `accept`; each client has its own thread. A forked child has no server. Not a `socketserver`:
     that polls for its shutdown, and does not join or bound the daemon threads of clients.
     """
 
-    def __init__(self, folder: Path, target: SaveTarget) -> None:
-        self._path = folder
-        self._target = target
-        self._stopping = Event()
+    def __init__(self) -> None:
+        self._is_running = False
         self._saving = Lock()
-        self._save: _Save | None = None  # the running save
+        self._save: RequestedSave | None = None  # the running save
         self._clients: dict[Thread, socket.socket] = {}
+
+    def start(self, folder: Path, target: SaveTarget) -> None:
+        """Serve the store in `folder`, which this process has locked. Logs the reason if it cannot."""
+        with uninterrupted():
+            try:
+                self._start(folder, target)
+            except (OSError, RuntimeError) as error:  # no sockets there, or no descriptor or thread left
+                log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
+
+    def _start(self, folder: Path, target: SaveTarget) -> None:
+        self._path, self._target, self._stopping = folder, target, Event()
         self._folder = open_folder(folder)
         try:
             self._listener = listen(self._folder)
@@ -112,24 +90,29 @@ class StoreServer:
             os.close(self._folder)
             raise
         self._thread = Thread(target=self._accept, name="tierbed-server", daemon=True)
-        _servers.add(self)
+        _services.add(self)
         try:
             self._thread.start()
         except BaseException:
             self._remove()
             raise
+        self._is_running = True
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Remove the socket, undo a running save, and end every thread. One of them may call it, in a collection."""
-        self._stopping.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # this ends accept
-        self._join(self._thread)
-        for thread, client in list(self._clients.items()):
+        if not self._is_running:
+            return
+        with uninterrupted():
+            self._stopping.set()
             with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RD)
-            self._join(thread)
-        self._remove()
+                self._listener.shutdown(socket.SHUT_RDWR)  # this ends accept
+            self._join(self._thread)
+            for thread, client in list(self._clients.items()):
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RD)
+                self._join(thread)
+            self._remove()
+            self._is_running = False
 
     @staticmethod
     def _join(thread: Thread) -> None:
@@ -142,7 +125,7 @@ class StoreServer:
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        _servers.discard(self)
+        _services.discard(self)
         for client in list(self._clients.values()):
             client.close()
         self._listener.close()
@@ -197,10 +180,10 @@ class StoreServer:
 
     def _answer(self, client: socket.socket) -> Message:
         try:
-            peer, request = peer_of(client), receive(client)
+            (pid, user), request = peer_of(client), receive(client)
         except (OSError, ValueError) as error:
             raise StoreError(f"process {os.getpid()} received no valid request: {error}") from error
-        if peer.uid != os.geteuid():
+        if user != os.geteuid():
             raise StoreError(f"process {os.getpid()} serves only user {os.geteuid()}; run as that user")
         match request:
             case {"do": "status"}:
@@ -208,10 +191,9 @@ class StoreServer:
                 saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
                 return {"status": {**self._target.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
-                return self._save_for(client, peer.pid, name, kind, more.get("overwrite") is True)
+                return self._save_for(client, pid, name, kind, more)
             case {"do": "save all", "name": str(name), "kind": str(kind), "stores": list(stores), **more}:
-                overwrite = more.get("overwrite") is True
-                return self._save_for(client, peer.pid, name, kind, overwrite, [str(store) for store in stores])
+                return self._save_for(client, pid, name, kind, more, [str(store) for store in stores])
             case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
                 removed, kept = self._target.prune_between_steps(keep_last, keep_every)
                 return {"done": {"removed": removed, "kept": kept}}
@@ -223,9 +205,10 @@ class StoreServer:
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, which does not know this request")
 
     def _save_for(
-        self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
+        self, client: socket.socket, pid: int, name: str, kind: str, more: Mapping[Any, Any], stores: Sequence[str] = ()
     ) -> Message:
-        save = _Save(client, self._stopping, self._target, name, kind == "full" and not stores)
+        overwrite = more.get("overwrite") is True
+        save = RequestedSave(client, self._stopping, self._target, name, kind, overwrite, stores)
         if (given_up := save.is_given_up()) or not self._saving.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
             if given_up:  # while this process was stopped: another save may be running
@@ -235,7 +218,7 @@ class StoreServer:
         self._save = save
         try:
             save.send({"waiting": "for the end of a step"})
-            manifest = self._target.save_between_steps(name, kind, save.progress, save.is_given_up, overwrite, stores)
+            manifest = self._target.save_between_steps(save)
             if manifest is None:
                 raise save.undone()
             log.info("store folder %s: snapshot %r was saved for process %d", self._path, name, pid)
@@ -250,20 +233,26 @@ class StoreServer:
         return {"done": {**done, "step": manifest.description["step"]}}
 
 
-class _Save:
-    """A save for a client, which gets messages of progress as long as it receives them."""
+@dataclass(eq=False)
+class RequestedSave:
+    """A save for a client, which gets messages of progress as long as it receives them.
 
-    def __init__(self, client: socket.socket, stopping: Event, target: SaveTarget, name: str, is_whole: bool) -> None:
-        """is_whole: whether it saves all rows of exactly this store."""
-        self.name = name
-        self.rows = 0
-        self.of: int | None = None  # total; unknown before the save starts, and if it is not of all rows
-        self._client = client
-        self._stopping = stopping
-        self._target = target
-        self._is_whole = is_whole
-        self._due = 0.0
-        client.setblocking(False)
+    stores: the real paths of stores to save, all or none; empty for the target's own.
+    """
+
+    _client: socket.socket
+    _stopping: Event
+    _target: SaveTarget
+    name: str
+    kind: str
+    overwrite: bool
+    stores: Sequence[str]
+    rows: int = 0
+    of: int | None = None  # total; unknown before the save starts, and if it is not of all rows of the target
+    _due: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._client.setblocking(False)
 
     def is_given_up(self) -> bool:
         """Whether no client waits for the save, which has not started."""
@@ -287,7 +276,7 @@ class _Save:
     def progress(self, count: int) -> None:
         if self._stopping.is_set():
             raise self.undone()
-        if self._is_whole and self.of is None:
+        if self.of is None and self.kind == "full" and not self.stores:
             self.of = self._target.status()["rows"]
         self.rows += count
         if monotonic() >= self._due:

@@ -7,11 +7,13 @@ Layout: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
@@ -56,6 +58,16 @@ def _read(array: Any, begin: int, end: int) -> NDArray[Any]:
         rows = rows.detach()
         return np.asarray((rows.float() if rows.dtype is torch.bfloat16 else rows).cpu().numpy())
     return np.asarray(rows)
+
+
+def mapped_npy(path: Path) -> NDArray[Any]:
+    """The array of a `.npy`, mapped from the disk. Raises OSError, and ValueError for anything else, as an `.npz`."""
+    try:
+        return npy.open_memmap(path, "r")
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # NumPy evaluates the header, and raises what happens to it then
+        raise ValueError(f"its header is damaged: {error}") from error
 
 
 class NamedArrays:
@@ -104,24 +116,15 @@ def spilled_columns(place: Path, columns: Columns, chunks: Iterable[NDArray[np.v
 
 def write_npz(path: Path, columns: Spilled, metadata: str) -> None:
     """Write columns as the arrays of an uncompressed `.npz`, and the metadata as a 0-d array of text."""
+    text = np.array(metadata)
+    arrays = {**columns, METADATA: SpilledColumn(BytesIO(text.tobytes()), text.dtype, text.shape)}
     with ZipFile(path, "x", ZIP_STORED) as archive:
-        for name, column in columns.items():
-            with _member(archive, name) as file:
-                _write_header(file, column.dtype, column.shape)
+        for name, column in arrays.items():
+            header = {"descr": npy.dtype_to_descr(column.dtype), "fortran_order": False, "shape": column.shape}
+            member = ZipInfo(name + _SUFFIX)  # of a fixed date: equal rows make equal bytes
+            with archive.open(member, "w", force_zip64=True) as file:
+                npy.write_array_header_1_0(file, header)
                 shutil.copyfileobj(column.file, file, _COPY_BYTES)
-        text = np.array(metadata)
-        with _member(archive, METADATA) as file:
-            _write_header(file, text.dtype, text.shape)
-            file.write(text.tobytes())
-
-
-def _member(archive: ZipFile, name: str) -> IO[bytes]:
-    return archive.open(ZipInfo(name + _SUFFIX), "w", force_zip64=True)  # a fixed date: equal rows make equal bytes
-
-
-def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    npy.write_array_header_1_0(file, header)
 
 
 @contextmanager
@@ -131,19 +134,16 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
         columns: dict[str, Column] = {}
         metadata = None
         for member in archive.namelist():
-            if member == METADATA + _SUFFIX:
-                metadata = _text(_NpyColumn(archive.open(member), METADATA))
-            elif member.endswith(_SUFFIX):
+            if member.endswith(_SUFFIX):
                 name = member.removesuffix(_SUFFIX)
                 array = _NpyColumn(archive.open(member), name)
-                columns[name] = Column(str(array.dtype), array.shape, array.read)
+                if name != METADATA:
+                    columns[name] = Column(str(array.dtype), array.shape, array.read)
+                elif array.dtype.kind != "U" or array.shape != () or array.dtype.itemsize > MAX_SEALED:
+                    raise ValueError(f"its array {METADATA!r} is not the description of an export")
+                else:
+                    metadata = str(array.read_items(1)[0])
         yield NamedArrays(columns, metadata)
-
-
-def _text(column: _NpyColumn) -> str:
-    if column.dtype.kind != "U" or column.shape != () or column.dtype.itemsize > MAX_SEALED:
-        raise ValueError(f"its array {METADATA!r} is not the description of an export")
-    return str(column.read_items(1)[0])
 
 
 class _NpyColumn:
@@ -155,7 +155,12 @@ class _NpyColumn:
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"array {name!r} is of .npy version {version}")
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        self.shape, by_columns, self.dtype = read_header(file)
+        try:
+            self.shape, by_columns, self.dtype = read_header(file)
+        except Exception as error:  # as in `mapped_npy`
+            raise ValueError(f"the header of array {name!r} is damaged: {error}") from error
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"array {name!r} has the shape {self.shape}")
         self._by_columns = by_columns and len(self.shape) > 1
         self._name = name
         self._at = 0
@@ -166,8 +171,7 @@ class _NpyColumn:
         if begin != self._at:
             raise InputError(f"array {self._name!r} is requested twice, but a .npz is read once: name another")
         self._at = end
-        row = int(np.prod(self.shape[1:], dtype=np.int64))
-        return self.read_items((end - begin) * row).reshape(end - begin, *self.shape[1:])
+        return self.read_items((end - begin) * math.prod(self.shape[1:])).reshape(end - begin, *self.shape[1:])
 
     def read_items(self, count: int) -> NDArray[Any]:
         """The next `count` numbers."""

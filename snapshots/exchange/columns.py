@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engine.checks import as_int
 from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import choices, names_in, table_number
 from ...engine.row_format import EMBEDDING as EMBEDDING
@@ -17,11 +18,7 @@ from ...engine.row_format import RowForm, overflows
 TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
 TABLE_NAME = "table_name"  # a column in addition to the table's number, in formats with text
 VALUES = "values"  # all numbers of a row in one array, instead of the embedding and the states
-KEY_DTYPES: dict[str, np.dtype[Any]] = {
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-    "uint64": np.dtype(np.uint64),
-}
+KEY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("int32", "int64", "uint64")}
 
 _OTHERS = {TABLE, TABLE_NAME, KEY, EMBEDDING, UPDATES, STEP, VALUES}
 _CHUNK_ROWS = 65536
@@ -95,18 +92,19 @@ class Columns:
         count = len(keys)
         for name, width in ({VALUES: self.storage_dim} if VALUES in arrays else self.form.counts).items():
             _check(arrays[name], np.dtype(np.float32), (count, width), f"{where}: {name}")
-        arrays = self._in_fields(arrays)
+        if VALUES in arrays:
+            ends = np.cumsum(list(self.form.counts.values())).tolist()
+            fields = np.split(arrays[VALUES], ends[:-1], axis=1)
+            arrays = {**arrays, **dict(zip(self.form.counts, fields, strict=True))}
         self._check_range(keys, arrays, where)
         padding = self.description["padding_idx"]
         if padding is not None and (keys == padding).any():
             raise InputError(f"{where}: keys hold padding_idx={padding}, which is never a row; leave that key out")
-        arrays = self._numbered(arrays)
-        self._check_tables(arrays.get(TABLE), count, where)
         self._check_records(arrays, count, where)
-        return self._packed(arrays)
+        return self._packed({**arrays, TABLE: self._tables(arrays.get(TABLE), count, f"{where}: {TABLE}")})
 
     def _packed(self, arrays: Arrays) -> Iterator[NDArray[np.void]]:
-        given = {TABLE: 0, UPDATES: 1, STEP: self.description["step"], **arrays}
+        given = {UPDATES: 1, STEP: self.description["step"], **arrays}
         limit = chunk_rows(self.form.dtype.itemsize)
         for begin in range(0, len(given[KEY]), limit):
             chosen = slice(begin, begin + limit)
@@ -120,13 +118,6 @@ class Columns:
                 rows[name] = value[chosen] if isinstance(value, np.ndarray) else value
             yield rows
 
-    def _in_fields(self, arrays: Arrays) -> Arrays:
-        """The arrays, with one for each field instead of one for all numbers."""
-        if VALUES not in arrays:
-            return arrays
-        ends = np.cumsum(list(self.form.counts.values())).tolist()
-        return {**arrays, **dict(zip(self.form.counts, np.split(arrays[VALUES], ends[:-1], axis=1), strict=True))}
-
     def _check_range(self, keys: NDArray[Any], arrays: Arrays, where: str) -> None:
         for field in self.form.fields if self.form.is_narrow else ():
             flags = overflows(arrays[field.name], field.type)
@@ -137,34 +128,28 @@ class Columns:
                     f"overflows {field.type}; give smaller numbers, or dtype=torch.float32"
                 )
 
-    def _numbered(self, arrays: Arrays) -> Arrays:
-        """The arrays, with the number of a table that is given by name. An unknown name is kept, and refused later."""
-        given = arrays.get(TABLE)
-        number = table_number(given, self.table_names) if isinstance(given, str) else None
-        return arrays if number is None else {**arrays, TABLE: number}
-
-    def _check_tables(self, tables: Any, count: int, where: str) -> None:
+    def _tables(self, tables: Any, count: int, what: str) -> int | NDArray[Any]:
+        """The number of the table of each row, or of all rows."""
         number = len(self.table_names)
-        what = f"{where}: {TABLE}"
         if tables is None:
             if number != 1:
                 raise InputError(
                     f"{what}: it is unknown which of {number} tables a row belongs to; give a column {TABLE!r}, or "
                     "table_ids"
                 )
-            return
+            return 0
         if isinstance(tables, np.ndarray):
             if tables.dtype.kind not in "iu" or tables.shape != (count,):
                 raise InputError(f"{what} is {_kind(tables)}; give an array of whole numbers of shape ({count},)")
-            bad = tables[(tables < 0) | (tables >= number)][:1].tolist()
-        elif isinstance(tables, (int, np.integer)) and not isinstance(tables, bool):
-            bad = [] if 0 <= tables < number else [tables]
-        elif isinstance(tables, str):
-            bad = [tables]
-        else:
+            bad = tables[(tables < 0) | (tables >= number)]
+            if not len(bad):
+                return tables
+            tables = bad[0]
+        elif (one := table_number(tables, self.table_names)) is not None:
+            return one
+        elif not isinstance(tables, str) and as_int(tables) is None:
             raise InputError(f"{what} is {tables!r}; give one whole number, or a NumPy array with one for each key")
-        if bad:
-            raise InputError(f"{what} holds {bad[0]}; give table ids from {choices(self.table_names)}")
+        raise InputError(f"{what} holds {tables}; give table ids from {choices(self.table_names)}")
 
     def _check_records(self, arrays: Arrays, count: int, where: str) -> None:
         for name in (UPDATES, STEP):

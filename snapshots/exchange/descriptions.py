@@ -14,9 +14,11 @@ from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
 from ...engine.options.table_spec import table_spec
 from ..files.format import check_description
-from ..files.reader import Snapshot, list_snapshots
+from ..files.reader import list_snapshots, snapshot_by_id
 from ..store.closed_store import described
 from ..store.folder import StoreFolder
+from ..store.group_file import GroupFile
+from ..store.record import EMPTY
 from ..store.selection import Selection
 
 
@@ -57,11 +59,11 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     optimizer in it, so any optimizer may train the imported rows. Raises StoreError, SnapshotError, and InputError if
     another version of tierbed wrote MARK.
     """
-    marker = store.clean_marker
+    marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:
         found = described(marker)
-    elif recovery_snapshot := store.recovery_folder.recovery_snapshot:
-        found = Snapshot.open(store.snapshots / recovery_snapshot).description
+    elif (commit := file.record.commit[file.store]) != EMPTY:
+        found = snapshot_by_id(store.snapshots, commit).description
     elif snapshots := list_snapshots(store.snapshots).snapshots:
         found = snapshots[-1].description
     else:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.checks import checked_arguments
-from ...engine.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
+from ...engine.durable import UnsyncedError, fsync_file, make_folder, put_in_place, temporary_path
 from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import Names, choices, names_in, table_number
-from ...engine.row_format import Chunks
 from ..files.reader import Snapshot
 from ..files.writer import ProgressCallback, write_snapshot
 from ..store.selection import LoadReport, Selection
@@ -70,11 +69,16 @@ def export_snapshot(
     if format == "snapshot":
         write_snapshot(path, description, chunks)
         return report.rows
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    temporary = temporary_path(path)
     try:
         make_folder(path.parent)
         temporary.unlink(missing_ok=True)  # left by a killed export
-        _write(temporary, format, description, chunks)
+        columns, metadata, rows = Columns(description), json.dumps(description), (rows for _, rows in chunks)
+        if format == "parquet":
+            write_parquet(temporary, columns, rows, metadata)
+        else:
+            with spilled_columns(path.parent, columns, rows) as spilled:
+                (write_npz if format == "npz" else write_safetensors)(temporary, spilled, metadata)
         fsync_file(temporary)
         put_in_place(temporary, path)
     except UnsyncedError as error:
@@ -88,16 +92,6 @@ def export_snapshot(
         with suppress(OSError):
             temporary.unlink()  # missing once it was renamed
     return report.rows
-
-
-def _write(path: Path, format: str, description: dict[str, Any], chunks: Chunks) -> None:
-    columns, metadata = Columns(description), json.dumps(description)
-    rows = (rows for _, rows in chunks)
-    if format == "parquet":
-        write_parquet(path, columns, rows, metadata)
-        return
-    with spilled_columns(path.parent, columns, rows) as spilled:
-        (write_npz if format == "npz" else write_safetensors)(path, spilled, metadata)
 
 
 def _numbers_of(tables: Any, names: Names) -> list[int]:

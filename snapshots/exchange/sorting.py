@@ -45,13 +45,20 @@ class RowSorter:
         bounds = np.searchsorted(buckets[order], np.arange(BUCKETS + 1))
         with self._errors():
             for bucket in np.flatnonzero(np.diff(bounds)).tolist():
-                part = ordered[bounds[bucket] : bounds[bucket + 1]]
-                self._file(bucket).write(part.view(np.uint8).data)
+                if bucket not in self._files:
+                    make_folder(self._place)
+                    file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=self._place)  # noqa: SIM115
+                    self._files[bucket] = file
+                self._files[bucket].write(ordered[bounds[bucket] : bounds[bucket + 1]].view(np.uint8).data)
 
     def chunks(self) -> Chunks:
         """Every row once, as (bucket, rows): buckets ascend, and (table, key) ascends within a bucket."""
         for bucket in sorted(self._files):
-            rows = self._read(self._files.pop(bucket))
+            with self._errors(), self._files.pop(bucket) as file:
+                file.flush()
+                rows = np.empty(os.fstat(file.fileno()).st_size // self._dtype.itemsize, self._dtype)
+                file.seek(0)
+                file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
             order = np.lexsort((rows["key"], rows["table"]))  # stable: rows of one key keep the order of `add`
             tables, keys = rows["table"][order], rows["key"][order]
             is_last = np.ones(len(order), np.bool_)
@@ -66,21 +73,6 @@ class RowSorter:
         for file in files.values():
             with contextlib.suppress(OSError):  # the rows are not needed any more
                 file.close()
-
-    def _file(self, bucket: int) -> IO[bytes]:
-        file = self._files.get(bucket)
-        if file is None:
-            make_folder(self._place)
-            file = self._files[bucket] = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=self._place)  # noqa: SIM115
-        return file
-
-    def _read(self, file: IO[bytes]) -> NDArray[np.void]:
-        with self._errors(), file:
-            file.flush()
-            rows = np.empty(os.fstat(file.fileno()).st_size // self._dtype.itemsize, self._dtype)
-            file.seek(0)
-            file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
-            return rows
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from ...engine.errors import InputError, SnapshotError, TierbedError
 from ...engine.options.table_names import is_table_name
 from ...engine.row_format import NUMBERS
 from ..files.reader import Snapshot
-from .array_files import Column, NamedArrays, column_of, open_npz, open_safetensors
+from .array_files import Column, NamedArrays, column_of, mapped_npy, open_npz, open_safetensors
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
 from .parquet import open_parquet
@@ -67,18 +67,16 @@ class Source:
     `nn.Embedding`; `states` that were given for dense tables, by name.
     """
 
-    states: frozenset[str] = frozenset()
-
     def __init__(
         self,
         what: str,
         opener: FileOpener,
         parts: Callable[[Mapping[str, Shape]], list[SourceTable]],
+        states: Iterable[str] = (),
         padding_idx: int | None = None,
     ) -> None:
         """parts: chooses the tables among the arrays of the file. Raises InputError, SnapshotError, OptionError."""
-        self.what = what
-        self.padding_idx = padding_idx
+        self.what, self.states, self.padding_idx = what, frozenset(states), padding_idx
         self._opener = opener
         with _reading(what), opener() as file:
             shapes, metadata = file.shapes, file.metadata
@@ -145,50 +143,47 @@ def open_source(
     """The rows that `importing.import_snapshot` imports with these arguments."""
     if isinstance(source, Source):
         return source
-    opened = _source_of(source, keys, table_ids, tensor, states or {})
-    opened.states = frozenset(states or ())
-    return opened
-
-
-def _source_of(source: Any, keys: Any, table_ids: Any, tensor: Any, states: Mapping[str, Any]) -> Source:
+    states = states or {}
     one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # the name of a table
-    given = ((KEY, keys), (TABLE, None if one_table else table_ids))
-    extra = {name: _array(value) for name, value in given if _is_array(value)}
+    given = ((KEY, keys, "keys"), (TABLE, None if one_table else table_ids, "table_ids"))
+    extra = {name: _array(value, argument) for name, value, argument in given if _is_array(value)}
     if tensor is None:
         for name, value in states.items():
             if not _is_array(value):
                 raise InputError(f"states[{name!r}]={type(value).__name__}: give an array, a tensor or a .npy file")
-            extra[name] = _array(value)
+            extra[name] = _array(value, f"states[{name!r}]")
     table = None if TABLE in extra else table_ids
     if TABLE in extra and KEY not in extra:
         raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
     if isinstance(source, nn.Embedding):
         opener = _memory("weight", source.weight, extra)
-        return Source("nn.Embedding", opener, _dense("weight", extra, table), source.padding_idx)
+        return Source("nn.Embedding", opener, _dense("weight", extra, table), states, source.padding_idx)
     if isinstance(source, (Tensor, np.ndarray)):
-        return Source(type(source).__name__, _memory("values", source, extra), _dense("values", extra, table))
+        return Source(type(source).__name__, _memory("values", source, extra), _dense("values", extra, table), states)
     if not isinstance(source, (str, os.PathLike)):
         raise InputError(
             f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
         )
     path = Path(source)
+    what = f"source={str(path)!r}"
     if path.suffix == ".npy":
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave it out")
-        return Source(repr(str(path)), _memory("values", _npy(path), extra), _dense("values", extra, table))
+        values = _npy(path, "source")
+        return Source(what, _memory("values", values, extra), _dense("values", extra, table), states)
     opener = _opener_of(path)
     if tensor is not None:
-        return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table, states))
+        return Source(what, partial(_with, opener, extra), _dense(tensor, extra, table, states), states)
     if extra or table is not None:
         raise InputError(
             f"keys and table_ids need a dense tensor, which tensor= names; other files have their own columns {KEY!r} "
             f"and {TABLE!r}"
         )
-    return Source(repr(str(path)), opener, _by_name)
+    return Source(what, opener, _by_name, states)
 
 
 def _opener_of(path: Path) -> FileOpener:
-    if path.is_dir():
+    if os.path.isdir(path):  # False for what is no path, where Path.is_dir raises
         return lambda: nullcontext(_SnapshotRows(Snapshot.open(path)))
     openers: dict[str, Callable[[Path], AbstractContextManager[OpenFile]]] = {
         ".npz": open_npz,
@@ -206,12 +201,13 @@ def _opener_of(path: Path) -> FileOpener:
 
 def _by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
     """The columns of an export."""
-    if not {KEY, EMBEDDING} <= shapes.keys():
+    columns = {name: name for name, (_, shape) in shapes.items() if shape}  # a 0-d array is not a column
+    if not {KEY, EMBEDDING} <= columns.keys():
         raise InputError(
-            f"it holds {', '.join(sorted(shapes)) or 'nothing'}; {KEY!r} and {EMBEDDING!r} are needed, or the name of "
-            "a dense table by tensor="
+            f"it holds {', '.join(sorted(columns)) or 'no columns'}; {KEY!r} and {EMBEDDING!r} are needed, or the name "
+            "of a dense table by tensor="
         )
-    return [SourceTable({name: name for name, (_, shape) in shapes.items() if shape})]  # a 0-d array is not a column
+    return [SourceTable(columns)]
 
 
 def _dense(
@@ -230,16 +226,15 @@ def _dense(
         for name in (*names, *(name for given in of_states.values() for name in given)):
             if name not in shapes:
                 raise InputError(f"tensor={name!r} does not exist; there are {', '.join(sorted(shapes))}")
-        own = {name: name for name in extra}
-        if isinstance(tensor, str):
-            only = {state: name for state, (name,) in of_states.items()}
-            return [SourceTable({EMBEDDING: tensor, **own, **only}, table)]
-        if extra or table is not None or not names:
-            raise InputError(f"tensor={tensor!r}: a list has one name a table, and no keys or table_ids")
-        return [
-            SourceTable({EMBEDDING: name, **{state: given[index] for state, given in of_states.items()}}, index)
+        tables = [
+            {EMBEDDING: name, **{state: given[index] for state, given in of_states.items()}}
             for index, name in enumerate(names)
         ]
+        if isinstance(tensor, str):
+            return [SourceTable({**tables[0], **{name: name for name in extra}}, table)]
+        if extra or table is not None or not names:
+            raise InputError(f"tensor={tensor!r}: a list has one name a table, and no keys or table_ids")
+        return [SourceTable(columns, index) for index, columns in enumerate(tables)]
 
     return parts
 
@@ -274,13 +269,13 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, Tensor, str, os.PathLike))
 
 
-def _array(value: Any) -> Column:
-    return column_of(value if isinstance(value, Tensor | np.ndarray) else _npy(Path(value)))
+def _array(value: Any, argument: str) -> Column:
+    return column_of(value if isinstance(value, Tensor | np.ndarray) else _npy(Path(value), argument))
 
 
-def _npy(path: Path) -> NDArray[Any]:
-    with _reading(repr(str(path))):
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+def _npy(path: Path, argument: str) -> NDArray[Any]:
+    with _reading(f"{argument}={str(path)!r}", "give a .npy file that numpy.save wrote"):
+        return mapped_npy(path)
 
 
 @contextmanager
@@ -328,11 +323,11 @@ def _parsed(metadata: str, what: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
+def _reading(what: str, remedy: str = "write the file again, or give another") -> Iterator[None]:
     """Converts errors of libraries for a damaged or foreign file to SnapshotError."""
     try:
         yield
     except TierbedError as error:
-        raise type(error)(error if what in str(error) else f"{what}: {error}") from error
+        raise type(error)(error if what.removeprefix("source=") in str(error) else f"{what}: {error}") from error
     except _DAMAGED as error:
-        raise SnapshotError(f"{what} cannot be read: {error}") from error
+        raise SnapshotError(f"{what} cannot be read: {error}; {remedy}") from error

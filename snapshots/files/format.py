@@ -7,11 +7,12 @@ import errno
 import math
 import re
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from ...engine import _core
@@ -23,7 +24,6 @@ from ...engine.optim.past_rates import is_past
 from ...engine.options.table_names import FIELD, are_names
 from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowArray, RowForm
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
-from .versions import AT, GROUP, LIVE, Saved
 
 _HEADER_STEP = 256  # bytes
 MAX_SHARDS = 1024
@@ -39,12 +39,16 @@ Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 _MAX_WIDTH = 1 << 20
 _MAX_DIM = 1 << 16  # of an embedding
+_MAX_REMEMBERED = 1 << 16  # bytes of a manifest
 LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for its other fields
-INSTANT = "instant"  # the field of a manifest for `Saved`
-FOLDER_FIELDS = ("base", "place", "ranks", GROUP, AT)  # fields of MARK that `StoreFolder` writes itself
+LIVE = "version"  # the field of a clean marker with the version of the live rows
+OLD_CANDIDATES = "base"  # the field of MARK by which an earlier version named the recovery snapshot
+OLD_GROUP = "group"  # the field of MARK by which an earlier version noted which stores are trained together
+# fields of MARK beside the clean marker
+FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
 SHARE = "share"  # the field of MARK that names the rank of a shard
 FILES = "live_files"  # the field of MARK that identifies the files of its live rows
 # fields of MARK in addition to the description of a snapshot
@@ -165,7 +169,12 @@ def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
 
 
 def _description(dtype: np.dtype[np.void], rows: int) -> bytes:
-    return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
+    return f"{{'descr': {_fields_of(dtype)}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
+
+
+@cache
+def _fields_of(dtype: np.dtype[np.void]) -> str:
+    return repr(dtype.descr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +200,8 @@ class Manifest:
     `rows`: the number of rows of the table once the snapshot is loaded. `deleted`: the number of keys of deleted rows
     in the snapshot's own files. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
     the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: the number of shards, each with its
-    own files; None for a snapshot of one writer. `instant`: the versions of the rows and of the stores that are trained
-    together with theirs; None for a store that trains alone.
+    own files; None for a snapshot of one writer. `moment`: what snapshots by an earlier
+    version have alike if they are of the same rows of all stores that were trained together; None for others.
     """
 
     kind: Kind
@@ -206,7 +215,7 @@ class Manifest:
     created: int
     sequence: int
     parts: int | None = None
-    instant: Saved | None = None
+    moment: str | None = None
 
     def __repr__(self) -> str:
         rocksdb = {} if self.rocksdb is None else self.rocksdb.files
@@ -232,14 +241,12 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
-        fields = dataclasses.asdict(dataclasses.replace(self, instant=None))
-        del fields[INSTANT]
-        format = FORMAT
-        if self.instant is not None:
-            format, fields[INSTANT] = GROUP_FORMAT, self.instant.plain()
-        elif self.parts is None and not self.form.is_narrow:
-            format = FORMAT - 1
-            del fields["parts"]
+        format = FORMAT - 1 if self.parts is None and not self.form.is_narrow else FORMAT
+        omitted = ("moment",) if format == FORMAT else ("moment", "parts")
+        names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
+        fields = {name: getattr(self, name) for name in names}
+        fields["files"] = {name: vars(file) for name, file in self.files.items()}
+        fields |= {name: vars(fields[name]) for name in ("parent", "rocksdb") if fields[name] is not None}
         data = seal({"format": format, **fields})
         Manifest.decode(data)
         return data
@@ -247,6 +254,14 @@ class Manifest:
     @staticmethod
     def decode(data: bytes) -> Manifest:
         """Read a manifest file that may be forged. Raises ValueError naming the error."""
+        decode = Manifest._decode if len(data) <= _MAX_REMEMBERED else Manifest._decode.__wrapped__
+        manifest, description = decode(data)
+        return dataclasses.replace(manifest, description=msgpack.unpackb(description))
+
+    @staticmethod
+    @lru_cache(maxsize=256)  # a save reads all manifests of a store several times
+    def _decode(data: bytes) -> tuple[Manifest, bytes]:
+        """The manifest, and its description as msgpack: users may change the one that they get."""
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]
@@ -254,9 +269,10 @@ class Manifest:
             FORMAT - 1 <= format <= GROUP_FORMAT,
             f"its format is {format}, and this tierbed reads {FORMAT - 1} to {GROUP_FORMAT}: use the one that wrote it",
         )
-        lacking = {FORMAT - 1: {"parts", INSTANT}, FORMAT: {INSTANT}}.get(format, set())
-        fields = {field.name for field in dataclasses.fields(Manifest)} - lacking
-        _require(value.keys() == fields | {"format"}, "fields are missing or foreign")
+        fields = {field.name for field in dataclasses.fields(Manifest)} - {"moment"}
+        fields -= {"parts"} if format < FORMAT else set()
+        of_group = {"instant"} if format == GROUP_FORMAT else set()
+        _require(value.keys() == fields | of_group | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
         form, parts = RowForm.described(value["description"]), value.get("parts")
         needs_parts = format == FORMAT and not form.is_narrow
@@ -265,8 +281,9 @@ class Manifest:
             f"its parts are {parts!r}, and a snapshot has 1 to {MAX_SHARDS}",
         )
         _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
-        instant = Saved.parse(value.get(INSTANT))
-        _require(format < GROUP_FORMAT or instant is not None, f"{INSTANT} is invalid")
+        versions = value["instant"].get("versions") if of_group and type(value["instant"]) is dict else None
+        _require(not of_group or type(versions) is dict, "instant has no versions")
+        moment = None if versions is None else repr(sorted(versions.items()))
         kind = value["kind"]
         _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "id is not 32 hex digits")
@@ -289,8 +306,9 @@ class Manifest:
             _require(rows == value["rows"], "rows is not the sum over the files")
         else:
             _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
-        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, INSTANT: instant}
-        return Manifest(**{field: value[field] for field in fields} | decoded)
+        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "moment": moment}
+        manifest = Manifest(**{field: value[field] for field in fields} | decoded)
+        return manifest, msgpack.packb(manifest.description)
 
 
 def _decode_parent(value: Any) -> Parent | None:
@@ -447,15 +465,6 @@ def check_name(name: str) -> None:
             f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "
             "without '/' and '\\' and without a leading '.'"
         )
-
-
-def saved_with(folder: Path) -> tuple[Saved | None, int]:
-    """The field `instant` of a snapshot, and its sequence; (None, -1) if no snapshot can be read."""
-    try:
-        content = unseal(read_record(folder / MANIFEST))
-        return Saved.parse(content.get(INSTANT)), int(content["sequence"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None, -1
 
 
 def snapshot_id(folder: Path) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import cycle
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any, Self, TypeVar
 from weakref import finalize
 
@@ -24,6 +26,8 @@ Task = Callable[[], Any]
 _END = object()
 _AHEAD = 3  # items of a source that are taken ahead
 _WAITING = 2  # tasks that may wait before another is done
+_SLOW_SECONDS = 1e-3  # of a task of `do_all`
+_SYNC_THREADS = 4
 
 
 @contextmanager
@@ -49,6 +53,24 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
         thread.end()
 
 
+def do_all(tasks: Sequence[Task]) -> None:
+    """Make several things durable. Raises what a task raises.
+
+    Once a task takes long, several threads do the rest: a disk merges syncs that overlap. In memory threads would take
+    longer than the tasks.
+    """
+    waiting = deque(tasks)
+    is_slow = False
+    while waiting and not is_slow:
+        begin = perf_counter()
+        waiting.popleft()()
+        is_slow = perf_counter() - begin > _SLOW_SECONDS
+    with ExitStack() as stack:
+        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in range(min(_SYNC_THREADS, len(waiting)))]
+        for thread, task in zip(cycle(threads), waiting, strict=False):
+            thread.add(task)
+
+
 class TaskThread:
     """Does tasks in a thread, in the order in which they are added, and none after one that failed.
 
@@ -62,12 +84,14 @@ class TaskThread:
         # Ctrl-C may interrupt __enter__ or __exit__: the thread also ends when this object is collected
         finalize(self, self._queue.put, None).atexit = False
         self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
-        self._has_thread = _starts(self._thread)
+        self._has_thread: bool | None = None  # before the first task
 
     def add(self, task: Task) -> None:
         """Add a task, whose result `next_result` returns after those of earlier tasks."""
         future: Future[Any] = Future()
         self._pending.append(future)
+        if self._has_thread is None:
+            self._has_thread = _starts(self._thread)
         if self._has_thread:
             self._queue.put((task, future))
         else:

@@ -420,6 +420,25 @@ def latest_snapshot(folder: str | Path) -> Snapshot | None:
     return snapshots[-1]
 
 
+def name_of(folder: Path, id: str) -> str | None:
+    """The name of the snapshot of an id in a folder; None if there is none."""
+    try:
+        return snapshot_by_id(folder, id).name
+    except SnapshotError:
+        return None
+
+
+def snapshot_by_id(folder: Path, id: str) -> Snapshot:
+    """The snapshot of an id in a folder. Of several names, the one that a user gave. Raises SnapshotError."""
+    snapshots, damaged = list_snapshots(folder)
+    named = sorted((one for one in snapshots if one.manifest.id == id), key=lambda one: one.name.endswith(id))
+    if named:
+        return named[0]
+    for error in damaged.values():
+        raise error
+    raise SnapshotError(f"{str(folder)!r} lacks the snapshot of id {id}: put it back, or load another snapshot")
+
+
 def _names(folder: Path) -> list[str]:
     try:
         entries = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))

@@ -16,7 +16,7 @@ from ...engine.errors import SnapshotError
 from ...engine.store.rocksdb import LiveFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .rocksdb_files import checksum_of, pieces_of
-from .writer import ProgressCallback, Together, finish, new_snapshot
+from .writer import ProgressCallback, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
 
@@ -30,7 +30,7 @@ def write_checkpoint(
     tier: RocksDB,
     progress: ProgressCallback | None = None,
     overwrite: bool = False,
-    together: Together | None = None,
+    id: str | None = None,
 ) -> Manifest:
     """Write all `rows` rows of `tier` as the snapshot `folder`, as `write_snapshot` does.
 
@@ -39,15 +39,23 @@ def write_checkpoint(
     are copied and a warning is logged. Raises SnapshotError, StoreError.
     """
     folder = Path(folder)
-    with new_snapshot(folder, description, overwrite, together) as place, tier.live_files() as files:
+    with new_snapshot(folder, description, overwrite) as place:
+        rocksdb = write_rocksdb(place, folder.name, rows, tier, progress)
+        return finish(place, description, rows, rocksdb=rocksdb, id=id)
+
+
+def write_rocksdb(
+    place: Path, name: str, rows: int, tier: RocksDB, progress: ProgressCallback | None = None
+) -> RocksDBFiles:
+    """Write the files of the checkpoint `name` into its temporary folder. Raises OSError, SnapshotError, StoreError."""
+    with tier.live_files() as files:
         advance = _in_rows(progress, rows, sum(file.size for file in files))
         entries, refusal = _place(files, tier.folder, place / ROCKSDB, advance)
-        if refusal is not None:
-            other = refusal.errno == errno.EXDEV
-            reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
-            log.warning("snapshot %r: copied, not linked, because %s %s", folder.name, folder.parent, reason)
-        rocksdb = RocksDBFiles(tier.shards, entries)
-        return finish(place, description, rows, rocksdb=rocksdb, together=together)
+    if refusal is not None:
+        other = refusal.errno == errno.EXDEV
+        reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
+        log.warning("snapshot %r: copied, not linked, because %s %s", name, place.parent, reason)
+    return RocksDBFiles(tier.shards, entries)
 
 
 def _place(

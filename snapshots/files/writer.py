@@ -1,8 +1,9 @@
 """Writes a snapshot: streamed into a temporary folder, synced, renamed into place.
 
 Several writers can write one snapshot, each its shard of the rows, in a folder that all of them see. One of them enters
-`new_snapshot`, and each calls `write_shard` in the `temporary_path` of the snapshot. When all have returned, the first
-calls `finish` and leaves the block. If a writer fails, the block has to raise, which removes all files.
+`NewSnapshots`, and each calls `write_rows` in the `temporary_path` of the snapshot. When all have returned, the first
+calls `finish` and `put_in_place`. If a writer fails, the block has to raise, which removes all files. The snapshots of
+several stores are written in the same way.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from copy import copy
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ...engine import _core
-from ...engine.durable import Commit, UnsyncedError, atomic_folder, check_exchange, fsync_dir
+from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir, fsync_file
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
+from ...engine.signals import uninterrupted
 from .format import (
     LAST_SEQUENCE,
     MANIFEST,
@@ -45,12 +48,12 @@ from .format import (
     row_check,
     snapshot_id,
 )
-from .pipeline import TaskThread
+from .pipeline import TaskThread, do_all
 from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
-from .versions import Saved
 
 Files = dict[str, RowFile]
+_SMALL_BYTES = 1 << 18  # of a file's first chunk, which takes less time to write than to pass to a thread
 
 
 def write_changes(
@@ -85,10 +88,11 @@ def write_rows(
 ) -> Files:
     """Write rows, as `write_snapshot` takes them, or those of one shard, durably to a file for each bucket.
 
-    The next chunk is made while earlier ones are being written and synced. The names of the files are durable once the
-    folder is synced. Raises SnapshotError for invalid rows, OSError.
+    The next chunk is made while earlier ones are being written and synced, if they are large. The names of the files
+    are durable once the folder is synced. Raises SnapshotError for invalid rows, OSError.
     """
     files: dict[str, _File] = {}
+    small: list[_File] = []
     previous, form = -1, RowForm.described(description)
     with ExitStack() as opened, TaskThread("tierbed-sync") as syncing, TaskThread("tierbed-write") as writing:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
@@ -97,24 +101,33 @@ def write_rows(
                     f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}"
                 )
             previous, name = bucket, name_of(bucket, None if shard is None else shard.number)
-            file = None
+            file, is_small = None, False
             for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
                 if file is None:
-                    file = files[name] = opened.enter_context(closing(_File(folder / name, rows.dtype)))
-                writing.do(partial(file.write, rows))
+                    file = files[name] = opened.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
+                    is_small = rows.nbytes < _SMALL_BYTES
+                if is_small:
+                    file.write(rows)
+                else:
+                    writing.do(partial(file.write, rows))
                 if progress is not None:
                     progress(len(rows))
-            if file is not None:
-                writing.do(partial(file.finish, syncing))
+            if file is not None and is_small:
+                file.finish()
+                small.append(file)
+            elif file is not None:
+                writing.do(file.finish)
+                writing.do(partial(syncing.do, file.sync))
+        do_all([file.sync for file in small])
     return {name: file.entry for name, file in files.items()}
 
 
 class _File:
-    """A row file that is being written: `write` each chunk, then `finish`."""
+    """A row file that is being written: `write` each chunk, then `finish`, then `sync`."""
 
-    def __init__(self, path: Path, dtype: np.dtype[np.void]) -> None:
+    def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
-        self._file = path.open("xb")
+        self._file = open(path, "xb")  # noqa: SIM115
         self._file.write(bytes(header_bytes(dtype)))  # replaced by the header once the count is known
         self._count = self._checksum = 0
 
@@ -124,14 +137,13 @@ class _File:
         self._checksum = zlib.crc32(data, self._checksum)
         self._count += len(rows)
 
-    def finish(self, syncing: TaskThread) -> None:
-        """Write the header, and have `syncing` make the file durable."""
+    def finish(self) -> None:
+        """Write the header."""
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, self._count))
         self._file.flush()
-        syncing.do(self._sync)
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -186,16 +198,100 @@ def children_of(folder: Path) -> list[str]:
     return [name for name, one in parents if one and one.name == folder.name and own_id in ("", one.id)]
 
 
-class Together(NamedTuple):
-    """What the manifest of a snapshot has for its group.
+class NewSnapshots:
+    """The snapshots of one save. All are durable under temporary names before the first of them gets its name.
 
-    id: of the snapshot. saved: of a store in a group; None for one that trains alone. commit: of a save of several
-    stores, which decides when each snapshot gets its name; None for a save of one.
+    So a save that raises leaves none of them, unless its error says so. A kill between two of the renames leaves some,
+    which recovery does not use, since no record names them. Use it as a block: what has no name at its end is removed.
     """
 
-    id: str
-    saved: Saved | None
-    commit: Commit | None = None
+    def __init__(self) -> None:
+        self._begin_of_ids = secrets.token_hex(8)
+        self._new: list[NewFolder] = []
+        self._then: list[Callable[[], object]] = []
+
+    def __enter__(self) -> NewSnapshots:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._new:
+            self._new.pop().drop()
+
+    def pop_all(self) -> NewSnapshots:
+        """The same save, for a block that ends later. This one removes nothing any more."""
+        later = copy(self)
+        self._new = []
+        return later
+
+    def new_id(self) -> str:
+        """An id for one of them. The ids of one save share their first half."""
+        return self._begin_of_ids + secrets.token_hex(8)
+
+    def begin(self, folder: Path, description: dict[str, Any], overwrite: bool = False) -> Path:
+        """Begin the snapshot `folder`. Returns its temporary folder. Raises as `write_snapshot`."""
+        check_free(folder, overwrite)
+        try:
+            check_description(description)
+        except ValueError as error:
+            raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
+        with write_errors(folder):
+            self._new.append(NewFolder(folder, overwrite))
+        return self._new[-1].temporary
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Do `call` once all of them have their names. If it raises, they lose these, and old ones are back."""
+        self._then.append(call)
+
+    def put_in_place(self) -> None:
+        """Make each manifest durable, give each its name, then do what follows.
+
+        Raises SnapshotError, which says which of them exist, if any do.
+        """
+        do_all([partial(_sync_manifest, new) for new in self._new])
+        placed: list[NewFolder] = []
+        with uninterrupted(), ExitStack() as dropping:  # Ctrl-C leaves none of them, or all
+            while self._new:
+                new = self._new[0]
+                try:
+                    new.put_in_place()
+                except UnsyncedError as error:  # it exists, and a power loss may restore the old one: keep that
+                    del self._new[0]
+                    raise self._error(new.path, "was", error, [*placed, new]) from error
+                except OSError as error:
+                    raise self._error(new.path, "was not", error, placed) from error
+                placed.append(self._new.pop(0))
+                dropping.callback(new.drop)  # the old one
+            try:
+                for call in self._then:
+                    call()
+            except BaseException:
+                for new in placed:
+                    new.take_back()
+                raise
+
+    def _error(self, folder: Path, was: str, error: OSError, placed: list[NewFolder]) -> SnapshotError:
+        text = f"snapshot {folder.name!r} {was} written to {str(folder.parent)!r}: {error}"
+        if placed and self._new:
+            there = ", ".join(repr(str(new.path.parent)) for new in placed)
+            missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
+            text += f". It is saved in {there}, and not in {missing}: save all again with overwrite=True"
+        return SnapshotError(text)
+
+
+def _sync_manifest(new: NewFolder) -> None:
+    with write_errors(new.path):
+        fsync_file(new.temporary / MANIFEST)
+        fsync_dir(new.temporary)
+
+
+@contextmanager
+def write_errors(folder: Path, shard: HashShard | None = None) -> Iterator[None]:
+    """A block that writes the snapshot `folder`, or a shard of it: an OSError becomes a SnapshotError."""
+    try:
+        yield
+    except OSError as error:
+        what = f"snapshot {folder.name!r}" if shard is None else f"shard {shard.number} of {shard.of} of a snapshot"
+        raise SnapshotError(f"{what} was not written to {str(folder.parent)!r}: {error}") from error
 
 
 def write_snapshot(
@@ -204,7 +300,7 @@ def write_snapshot(
     chunks: Iterable[tuple[int, RowArray]],
     progress: ProgressCallback | None = None,
     overwrite: bool = False,
-    together: Together | None = None,
+    id: str | None = None,
 ) -> Manifest:
     """Write the full snapshot `folder`, and create its parent folders. One writer at a time in a parent folder.
 
@@ -212,15 +308,15 @@ def write_snapshot(
     as `Tier.scan` yields them; a few are in memory while they are written. `progress` is called with the number of rows
     of each chunk. When this returns, the snapshot is durable. When it raises, it leaves no files behind, or the error
     says that the snapshot exists and may be lost in a power loss. With `overwrite` it atomically replaces a snapshot of
-    that name once it is durable. together: of a store in a group.
+    that name once it is durable.
 
     Raises SnapshotError if the name is invalid or taken, if what has it cannot be replaced, if the description or a
     chunk is invalid, or if the device fails; and what `chunks` raises.
     """
-    with new_snapshot(folder, description, overwrite, together) as place:
+    with new_snapshot(folder, description, overwrite) as place:
         files = write_rows(place, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
-        return finish(place, description, rows, files=files, together=together)
+        return finish(place, description, rows, files=files, id=id)
 
 
 def write_incremental(
@@ -231,7 +327,7 @@ def write_incremental(
     changes: Iterable[Change],
     progress: ProgressCallback | None = None,
     overwrite: bool = False,
-    together: Together | None = None,
+    id: str | None = None,
 ) -> Manifest:
     """Write what changed since `parent`, a snapshot next to `folder`, as `write_snapshot`. rows: of the whole table.
 
@@ -240,9 +336,9 @@ def write_incremental(
     """
     folder = Path(folder)
     check_parent(folder, parent, description)
-    with new_snapshot(folder, description, overwrite, together) as place:
+    with new_snapshot(folder, description, overwrite) as place:
         files = write_changes(place, description, changes, progress)
-        return finish(place, description, rows, files=files, parent=parent, together=together)
+        return finish(place, description, rows, files=files, parent=parent, id=id)
 
 
 def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
@@ -260,28 +356,14 @@ def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) ->
 
 
 @contextmanager
-def new_snapshot(
-    folder: Path, description: dict[str, Any], overwrite: bool = False, together: Together | None = None
-) -> Iterator[Path]:
+def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
     """`atomic_folder` for the snapshot `folder`; `finish` completes it. SnapshotError, also for an OSError in it."""
     folder = Path(folder)
-    check_free(folder, overwrite)
-    try:
-        check_description(description)
-    except ValueError as error:
-        raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
-    try:
-        with atomic_folder(folder, overwrite, None if together is None else together.commit) as place:
+    with NewSnapshots() as new:
+        place = new.begin(folder, description, overwrite)
+        with write_errors(folder):
             yield place
-    except UnsyncedError as error:
-        raise SnapshotError(f"snapshot {folder.name!r} was written to {str(folder.parent)!r}: {error}") from error
-    except OSError as error:
-        if together is not None and together.commit is not None and together.commit.is_made:
-            raise SnapshotError(
-                f"snapshot {folder.name!r} is saved, but not moved to {str(folder.parent)!r} yet: {error}. The next "
-                "open, save or prune moves it"
-            ) from error
-        raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
+        new.put_in_place()
 
 
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
@@ -308,12 +390,12 @@ def finish(
     rocksdb: RocksDBFiles | None = None,
     parent: Snapshot | None = None,
     parts: int | None = None,
-    together: Together | None = None,
+    id: str | None = None,
 ) -> Manifest:
-    """Write the manifest of the files in `place`, which must be durable. Raises OSError, SnapshotError.
+    """Write the manifest of the files in `place`, which must be durable. `put_in_place` makes it durable.
 
     rocksdb: of a checkpoint. parent: of an incremental snapshot; a snapshot with neither is full. parts: the number of
-    shards, None for a snapshot of one writer.
+    shards, None for a snapshot of one writer. Raises OSError, SnapshotError.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
@@ -324,41 +406,15 @@ def finish(
             f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it: "
             f"tierbed did not write it. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
-    identity, instant = (secrets.token_hex(16), None) if together is None else (together.id, together.saved)
+    identity = id or secrets.token_hex(16)
     created = time.time_ns()
     of = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
-    manifest = Manifest(
-        kind, identity, of, description, rows, deleted, files, rocksdb, created, sequence, parts, instant
-    )
+    manifest = Manifest(kind, identity, of, description, rows, deleted, files, rocksdb, created, sequence, parts)
     try:
         data = manifest.encode()
     except ValueError as error:
         raise SnapshotError(f"the description cannot be stored: {error}") from error
     with (place / MANIFEST).open("xb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
     return manifest
-
-
-def write_shard(
-    place: Path,
-    description: dict[str, Any],
-    shard: HashShard,
-    rows: Iterable[Any],
-    progress: ProgressCallback | None = None,
-    write: Callable[..., Files] = write_rows,
-) -> Files:
-    """Write the rows of a shard durably, or its changes by `write_changes`. Returns the files for `finish`.
-
-    Raises SnapshotError, also for rows of another shard; and what `rows` raises.
-    """
-    try:
-        files = write(place, description, rows, progress, shard)
-        fsync_dir(place)
-        return files
-    except OSError as error:
-        raise SnapshotError(
-            f"shard {shard.number} of {shard.of} of a snapshot was not written to {str(place.parent)!r}: {error}"
-        ) from error

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from ..files.merging import aligned, among, sort_keys
 from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
+SORTS: tuple[Sort, ...] = get_args(Sort)
 _MUST_AGREE = ("key_type", "columns")
 
 
@@ -31,80 +31,29 @@ class RowDiff(NamedTuple):
     largest: float | None
 
 
-@dataclass
 class Comparison:
     """The differences from one snapshot to another.
 
-    `added`, `changed`, `gone`: rows by table id. A row is changed if any of its bytes is, state, updates and step
+    `counts`: of rows by table id, for each of SORTS. A row is changed if any of its bytes is, state, updates and step
     included. `same`: the number of equal rows. `largest`: by "embedding" and state, the greatest absolute difference
     over the rows of both, infinite between a number and NaN; states are compared if both snapshots have the same
     states. Numbers of different dtypes are compared as float32. `fields`: the fields in which the descriptions differ,
     with both values; of `hyper` the differing numbers. `names`: of the tables. `first`: the first rows that differ.
     """
 
-    fields: dict[str, tuple[Any, Any]]
-    names: Names
-    added: Counter[int] = field(default_factory=Counter)
-    changed: Counter[int] = field(default_factory=Counter)
-    gone: Counter[int] = field(default_factory=Counter)
-    same: int = 0
-    largest: dict[str, float] = field(default_factory=dict)
-    first: list[RowDiff] = field(default_factory=list)
+    def __init__(self, fields: dict[str, tuple[Any, Any]], names: Names, old: Columns, new: Columns, most: int) -> None:
+        """most: the number of rows to keep in `first`."""
+        self.fields, self.names = fields, names
+        self.counts = {sort: Counter[int]() for sort in SORTS}
+        self.same, self.first = 0, list[RowDiff]()
+        self._before, self._columns, self._most = old.form, new, most
+        self._has_same_states = not fields.keys() & {"states", "state_widths"}
+        self.largest = dict.fromkeys(new.form.counts if self._has_same_states else [EMBEDDING], 0.0)
 
     @property
     def differs(self) -> bool:
         """Whether anything differs."""
-        return bool(self.fields or self.added or self.changed or self.gone)
-
-
-def compare(
-    before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
-) -> Comparison:
-    """How `after` differs from `before`, with the `first` differing rows. progress: called with the rows read of both.
-
-    Raises SnapshotError for snapshots of tables that cannot share rows, and for damaged snapshots.
-    """
-    old, new = before.description, after.description
-    for name in _MUST_AGREE:
-        if old[name] != new[name]:
-            raise SnapshotError(
-                f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {name} is {old[name]!r} and "
-                f"{new[name]!r}; compare snapshots of one embedding"
-            )
-    names = merged_names(names_in(old), names_in(new))
-    if names is None:
-        tables = [list(labels_of(names_in(of))) for of in (old, new)]
-        raise SnapshotError(
-            f"snapshots {before.name!r} and {after.name!r} cannot be compared: their tables are {tables[0]} and "
-            f"{tables[1]}; compare snapshots of one embedding"
-        )
-    fields = _differing(with_named_hyper(old), with_named_hyper(new))
-    was, now = fields.get("hyper", (None, None))
-    if isinstance(was, dict) and isinstance(now, dict):
-        numbers = _differing(was, now)
-        fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
-    same_state = not fields.keys() & {"states", "state_widths"}
-    counter = _Counter(Comparison(fields, names), Columns(old), Columns(new), same_state, first)
-    for _, left, right in aligned(before.chunks(), after.chunks()):
-        counter.add(left, right)
-        if progress is not None:
-            progress(sum(len(rows) for rows in (left, right) if rows is not None))
-    return counter.result
-
-
-def _differing(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The fields that differ, with both values."""
-    return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
-
-
-class _Counter:
-    def __init__(self, result: Comparison, old: Columns, new: Columns, same_state: bool, first: int) -> None:
-        self.result = result
-        self._columns, self._before = new, old.form
-        self._same_state = same_state
-        self._names = list(new.form.counts) if same_state else [EMBEDDING]
-        self._first = first
-        result.largest = dict.fromkeys(self._names, 0.0)
+        return bool(self.fields or any(self.counts.values()))
 
     def add(self, left: RowArray | None, right: RowArray | None) -> None:
         """Compare the rows of one range of keys."""
@@ -121,23 +70,57 @@ class _Counter:
     def _both(self, old: RowArray, new: RowArray) -> None:
         """Compare rows [n] of the same keys."""
         changed = (old["updates"] != new["updates"]) | (old["step"] != new["step"])
-        if not self._same_state:
+        if not self._has_same_states:
             changed[:] = True
         largest = {}
-        for name in self._names:
+        for name in self.largest:
             largest[name] = _largest(self._before.numbers(old, name), self._columns.form.numbers(new, name), changed)
-            self.result.largest[name] = max(self.result.largest[name], float(largest[name].max(initial=0.0)))
-        self.result.same += len(new) - int(changed.sum())
+            self.largest[name] = max(self.largest[name], float(largest[name].max(initial=0.0)))
+        self.same += len(new) - int(changed.sum())
         self._count("changed", new[changed], largest[EMBEDDING][changed])
 
     def _count(self, sort: Sort, rows: RowArray, largest: NDArray[np.float64] | None) -> None:
-        counter: Counter[int] = getattr(self.result, sort)
         for table, count in zip(*np.unique(rows["table"], return_counts=True), strict=True):
-            counter[int(table)] += int(count)
-        first = self.result.first
-        some = rows[: max(0, self._first - len(first))]
+            self.counts[sort][int(table)] += int(count)
+        first = self.first
+        some = rows[: max(0, self._most - len(first))]
         for i, (table, key) in enumerate(zip(some["table"], self._columns.user_keys(some["key"]), strict=True)):
             first.append(RowDiff(sort, int(table), int(key), None if largest is None else float(largest[i])))
+
+
+def compare(
+    before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
+) -> Comparison:
+    """How `after` differs from `before`, with the `first` differing rows. progress: called with the rows read of both.
+
+    Raises SnapshotError for snapshots of tables that cannot share rows, and for damaged snapshots.
+    """
+    old, new = before.description, after.description
+    reasons = [f"{name} is {old[name]!r} and {new[name]!r}" for name in _MUST_AGREE if old[name] != new[name]]
+    names = merged_names(names_in(old), names_in(new))
+    if names is None:
+        reasons.append(f"tables are {list(labels_of(names_in(old)))} and {list(labels_of(names_in(new)))}")
+    if names is None or reasons:
+        raise SnapshotError(
+            f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {reasons[0]}; compare snapshots "
+            "of one embedding"
+        )
+    fields = _differing(with_named_hyper(old), with_named_hyper(new))
+    was, now = fields.get("hyper", (None, None))
+    if isinstance(was, dict) and isinstance(now, dict):
+        numbers = _differing(was, now)
+        fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
+    result = Comparison(fields, names, Columns(old), Columns(new), first)
+    for _, left, right in aligned(before.chunks(), after.chunks()):
+        result.add(left, right)
+        if progress is not None:
+            progress(sum(len(rows) for rows in (left, right) if rows is not None))
+    return result
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The fields that differ, with both values."""
+    return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
 def _largest(old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -118,10 +118,5 @@ def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> 
     """The row of a tier, or of a stack of tiers, with rows of that form; None if it was never written."""
     row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key
-    # at least as long as a line, which lacks table and key
-    line = np.zeros(-(-row.dtype.itemsize // 16) * 2, np.uint64)
-    address = np.array([line.ctypes.data], np.uint64)
-    if not tier.read(row["table"].copy(), row["key"].copy(), address, touch=False)[0]:
-        return None
-    row.view(np.uint8)[ROW_NAME.itemsize :] = line.view(np.uint8)[: form.dtype.itemsize - ROW_NAME.itemsize]
-    return row
+    line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # its address
+    return row if tier.read(row["table"].copy(), row["key"].copy(), line, touch=False)[0] else None

@@ -140,20 +140,16 @@ def _norms(axes: Any, summary: Summary) -> None:
         _say_empty(axes)
         return
     middle = (NORM_EDGES[filled] + NORM_EDGES[filled + 1]) / 2
-    low, high = float(middle[0]), float(middle[-1])
-    wide = low > 0 and high / low > 100
-    if wide:
-        edges = np.geomspace(low * 0.999, high * 1.001, _BARS + 1)
+    low, high = 0.999 * middle[0], 1.001 * middle[-1]
+    is_wide = high > 100 * low
+    if is_wide:
         axes.set_xscale("log")
-    else:
-        margin = (high - low) / _BARS or high / 10 or 1.0
-        edges = np.linspace(max(low - margin / 2, 0), high + margin / 2, _BARS + 1)
-    axes.hist(middle, edges, weights=summary.norms[filled])
+    axes.hist(middle, (np.geomspace if is_wide else np.linspace)(low, high, _BARS + 1), weights=summary.norms[filled])
     if summary.not_finite:
         axes.set_title(f"Row norms; {summary.not_finite:,} rows are not finite")
 
 
-def _bars(axes: Any, counter: Any, label: str, title: str) -> None:
+def _bars(axes: Any, counter: Counter[int], label: str, title: str) -> None:
     """Draw a bar for each value, or for each range of values if there are many."""
     from matplotlib.ticker import MaxNLocator
 
@@ -161,14 +157,10 @@ def _bars(axes: Any, counter: Any, label: str, title: str) -> None:
     if not counter:
         _say_empty(axes)
         return
-    values: NDArray[np.int64] = np.array(sorted(counter))
-    counts = [counter[int(value)] for value in values]
-    low, high = int(values[0]), int(values[-1])
-    if high - low < 2 * _BARS:
-        axes.bar(values, counts)
-        axes.set_xlim(low - 1, high + 1)
-    else:
-        axes.hist(values, np.linspace(low - 0.5, high + 0.5, _BARS + 1), weights=counts)
+    low, high = min(counter), max(counter)
+    bars = high - low + 1 if high - low < 2 * _BARS else _BARS
+    edges = np.linspace(low - 0.5, high + 0.5, bars + 1)
+    axes.hist([*counter], edges, weights=[*counter.values()], rwidth=0.8 if bars == high - low + 1 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 

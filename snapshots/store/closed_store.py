@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +11,23 @@ from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.table_counts import FIELD
-from ..files.format import FILES, MARKER_FIELDS, SHARE, Manifest, check_name, snapshot_id
+from ..files.format import FILES, LIVE, MARKER_FIELDS, SHARE, Manifest, check_name, snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
-from ..files.versions import LIVE, GroupRecord, Instant
-from ..files.writer import ProgressCallback, Together, write_snapshot
-from .all_or_none import OfAll
+from ..files.writer import NewSnapshots, ProgressCallback, write_snapshot
 from .folder import StoreFolder
 from .folder_state import (
     RANKS,
     FolderState,
-    ShardVersion,
     clean_markers,
-    common_version,
-    live_in,
-    live_of,
     shard_folder,
+    shards_in,
     stores_recorded_for,
 )
-from .instants import ClosedStore, rows_of
+from .group import Member, loading, open_store, saved
+from .mark import live_version
+from .record import EMPTY
+from .retention import drop_replaced
 from .save import SaveSource, save_snapshot_of
 from .selection import ALL, LoadReport, Selection, types_of
 
@@ -46,82 +43,93 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
 
     It lacks `rows` if other hosts have some of the shards. Raises StoreError.
     """
-    record = state.snapshot_store.mark.ranks
-    if record is None:
-        return None
-    markers = clean_markers(state.path, record.ranks)
-    if common_version(record, live_of(markers, record.ranks).values()) is None:
-        return None
+    markers = clean_markers(state.path, state.ranks)
     found = [marker for marker in markers.values() if marker is not None]
+    if len(found) < len(markers) or len({live_version(marker) for marker in found}) != 1:
+        return None
     common = {field: value for field, value in found[0].items() if field not in (SHARE, "rows", "shards", FIELD, FILES)}
-    return common | ({"rows": sum(marker["rows"] for marker in found)} if len(found) == record.ranks else {})
+    return common | ({"rows": sum(marker["rows"] for marker in found)} if len(found) == state.ranks else {})
 
 
 @contextmanager
-def locked_shards(store: StoreFolder) -> Iterator[tuple[ShardVersion, dict[str, Any], Chunks]]:
-    """The common version of the shards, which are locked, their merged clean marker, and their rows. StoreError."""
-    record = store.snapshot_store.mark.ranks
-    assert record is not None
+def locked_shards(store: StoreFolder) -> Iterator[tuple[dict[str, Any], Chunks]]:
+    """The merged clean marker of the shards, which are locked, and their rows. StoreError."""
+    ranks = store.ranks
     with ExitStack() as locks:
-        folders = (shard_folder(store.path, rank, record.ranks) for rank in range(record.ranks))
-        shards = [locks.enter_context(StoreFolder(folder)) for folder in folders if folder.is_dir()]
+        shards = [locks.enter_context(StoreFolder(shard.path)) for shard in shards_in(store.path, ranks).values()]
         marker = merged_clean_marker(store)
         if marker is None or "rows" not in marker:
             raise StoreError(
-                f"the live rows of {str(store.path)!r} are shards of {record.ranks} ranks, which were not all closed "
+                f"the live rows of {str(store.path)!r} are shards of {ranks} ranks, which were not all closed "
                 "or are not all on this host. Open the embedding with that many ranks, or load a snapshot with "
                 "`tierbed snapshot load`"
             )
         markers = [shard.clean_marker or {} for shard in shards]
-        live = live_in(markers[0], 0, record.ranks)
-        assert live is not None
         rows = [locks.enter_context(scan_live_rows(*pair)) for pair in zip(shards, markers, strict=True)]
-        yield live, marker, merge_sorted(rows)
+        yield marker, merge_sorted(rows)
 
 
-def save_closed_store(
-    store: StoreFolder,
+@contextmanager
+def open_closed(store: StoreFolder, for_load: bool = False) -> Iterator[Member]:
+    """The store in its group, which is locked for this block's writes of the record. StoreError, SnapshotError."""
+    member = open_store(store, "resume", for_load)
+    try:
+        yield member
+    finally:
+        member.leave()
+
+
+def save_closed_stores(
+    stores: Sequence[StoreFolder],
     name: str,
     progress: ProgressCallback | None = None,
     kind: str = "full",
     overwrite: bool = False,
-    of_all: OfAll | None = None,
-) -> Manifest:
-    """Write the live rows of a closed store, also of ranks, as snapshot `name`. The live rows are unchanged.
+) -> list[Manifest]:
+    """Write the live rows of closed stores, also of ranks, as snapshot `name` of each. The live rows are unchanged.
 
-    Raises StoreError if the store has no clean marker, SnapshotError and OptionError as `save_snapshot_of` does.
+    An incremental one of several is full in a store that has no parent for it. Raises StoreError if a store has no
+    clean marker, SnapshotError and OptionError as `save_snapshot_of` does.
     """
     check_name(name)
-    if store.clean_marker is not None or store.snapshot_store.mark.ranks is None:
-        with locked_source(store, of_all) as source:
-            return save_snapshot_of(store, name, kind, source, progress, overwrite)
-    with locked_shards(store) as (live, marker, chunks):
-        together, record = together_with(store, of_all)
-        source = SaveSource(described(marker), marker["rows"], lambda: chunks, together=together, record=record)
-        manifest = save_snapshot_of(store.snapshot_store, name, kind, source, progress, overwrite)
-        store.snapshot_store.note_saved(live.writes)
-    return manifest
+    manifests, new_ids = [], {}
+    with ExitStack() as closing_all, NewSnapshots() as new:
+        for store in stores:
+            member = closing_all.enter_context(open_closed(store))
+            source = closing_all.enter_context(_source(store, member, new.new_id()))
+            its_kind = kind
+            if kind == "incremental" and len(stores) > 1 and source.parent == EMPTY:
+                its_kind = "full"
+            capture = member.capture()
+            manifest = save_snapshot_of(store.snapshot_store, name, its_kind, source, new, progress, overwrite)
+            new_ids[capture] = manifest.id
+            manifests.append(manifest)
+        new.then(lambda: saved(new_ids))
+        new.put_in_place()
+    for store in stores:
+        drop_replaced(store.snapshot_store)
+    return manifests
 
 
 @contextmanager
-def locked_source(store: StoreFolder, of_all: OfAll | None) -> Iterator[SaveSource]:
+def _source(store: StoreFolder, member: Member, id: str) -> Iterator[SaveSource]:
     """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it has no clean marker."""
     if store.path.parent.name == RANKS:
         place = str(store.path.parent.parent)
         raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {place!r}")
-    marker = require_clean_marker(store)
-    together, record = together_with(store, of_all)
-    with _live(store, marker) as (scan, tier):
-        yield SaveSource(described(marker), marker["rows"], scan, tier, together=together, record=record)
-
-
-def together_with(store: StoreFolder, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:
-    """What a snapshot of a closed store and its MARK store about the stores that are trained together with it."""
-    closed = ClosedStore(store)
-    if closed.record is None and of_all is None:
-        return None, None
-    id, first = (secrets.token_hex(16), None) if of_all is None else of_all.of(store.path)
-    return Together(id, closed.saved(id, first), None if of_all is None else of_all.commit), closed.record
+    with ExitStack() as reading:
+        if store.ranks:
+            marker, chunks = reading.enter_context(locked_shards(store))
+            scan, tier = (lambda: chunks), None
+        else:
+            marker = require_clean_marker(store)
+            scan, tier = reading.enter_context(_live(store, marker))
+        if member.entry.live is None:
+            raise StoreError(
+                f"the live rows of {str(store.path)!r} are later than those of embeddings that are trained together "
+                "with it, and recovery rolls back to its snapshot: load that, or open and close the embeddings"
+            )
+        yield SaveSource(described(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
 
 def load_into_store(
@@ -129,34 +137,55 @@ def load_into_store(
     snapshot: Snapshot,
     progress: ProgressCallback | None = None,
     selection: Selection = ALL,
-    together: Instant | None = None,
 ) -> tuple[Manifest, LoadReport]:
-    """Verify the rows of a snapshot and make them the live rows, from which the next training run resumes.
+    """`load_into_stores` of one store, or of a selection of the snapshot's rows."""
+    return load_into_stores([store], [snapshot], progress, selection)[0]
 
-    The snapshot becomes the recovery snapshot, unless only a selection of its rows or converted numbers are loaded.
-    together: for a load of several stores, the instant that all of them get. Returns the manifest of the new live rows.
-    A kill leaves the old live rows or the new ones. Raises SnapshotError if the snapshot is damaged, of another table,
-    or of another dtype without `convert`; clean live rows are unchanged then. Raises StoreError for a folder that has
-    only the snapshots of other store folders.
+
+def load_into_stores(
+    stores: Sequence[StoreFolder],
+    snapshots: Sequence[Snapshot],
+    progress: ProgressCallback | None = None,
+    selection: Selection = ALL,
+) -> list[tuple[Manifest, LoadReport]]:
+    """Verify the rows of snapshots and make them the live rows, from which the next training run resumes.
+
+    Recovery rolls back to these snapshots, unless only a selection of rows or converted numbers are loaded. Returns the
+    manifests of the new live rows. A kill leaves the old live rows of all stores, or the new ones. Raises SnapshotError
+    if a snapshot is damaged, of another table, or of another dtype without `convert`; clean live rows are unchanged
+    then. Raises StoreError for a folder that has only the snapshots of other store folders.
     """
-    selection = check_load(store, snapshot, selection)
-    if store.clean_marker is None:
-        store.discard_live()  # frees space: no run uses these rows again
-    report = LoadReport()
-    chosen = selection.rows_of(snapshot, report, progress)
-    description = selection.description(snapshot.description)
-    try:
-        manifest = write_snapshot(store.incoming, description, chosen)
-        recovery_snapshot = snapshot.name if selection.is_whole else store.recovery_folder.recovery_snapshot
-        closed = ClosedStore(store)
-        rows = rows_of(snapshot) if selection.is_whole else closed.written()
-        of_group = closed.loaded(rows, together)
-        live = {**description, "live": "rows", "rows": manifest.rows, **({LIVE: rows} if of_group else {})}
-        store.replace_live(store.incoming, live, recovery_snapshot, **of_group)
-        store.snapshot_store.end_ranks()
-    finally:
-        remove_folder(store.incoming)  # missing once it has replaced the live rows
-    return manifest, report
+    both = [*zip(stores, snapshots, strict=True)]
+    selections = [check_load(store, snapshot, selection) for store, snapshot in both]
+    made = []
+    with ExitStack() as ending:
+        members = [ending.enter_context(open_closed(store, for_load=True)) for store in stores]
+        for (store, snapshot), selected in zip(both, selections, strict=True):
+            if store.clean_marker is None:
+                store.discard_live()  # frees space: no run uses these rows again
+            ending.callback(remove_folder, store.incoming)  # missing once it has replaced the live rows
+            report = LoadReport()
+            chosen = selected.rows_of(snapshot, report, progress)
+            description = selected.description(snapshot.description)
+            made.append((write_snapshot(store.incoming, description, chosen), report))
+        wholes = [m for m, one in zip(members, selections, strict=True) if one.is_whole]
+        ids = {member: snapshot.manifest.id for member, snapshot in zip(members, snapshots, strict=True)}
+        with loading({member: ids[member] for member in wholes}) if wholes else nullcontext():
+            for store, member, (manifest, _) in zip(stores, members, made, strict=True):
+                if member not in wholes:
+                    member.begin_change(replaces=True)
+                    member.write()
+                if member.home is not store:
+                    member.copy_to(store)
+                version = f"{ids[member]}:0" if member in wholes else member.version
+                marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE: version}
+                store.replace_live(store.incoming, marker)
+                if member in wholes:
+                    member.replaced(ids[member])
+                member.move_to(store)
+        for member in members:
+            member.closed(member.version)
+    return made
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
@@ -278,10 +307,10 @@ def described(marker: dict[str, Any]) -> dict[str, Any]:
 def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
     """The clean marker of a store. Raises StoreError if it has none."""
     marker = store.clean_marker
-    if marker is None and (record := store.snapshot_store.mark.ranks) is not None:
+    if store.ranks:
         raise StoreError(
-            f"the live rows of {str(store.path)!r} are shards of {record.ranks} ranks, each in its own store folder: "
-            f"give {str(shard_folder(store.path, 0, record.ranks))!r} or another, or a snapshot"
+            f"the live rows of {str(store.path)!r} are shards of {store.ranks} ranks, each in its own store folder: "
+            f"give {str(shard_folder(store.path, 0, store.ranks))!r} or another, or a snapshot"
         )
     if marker is None:
         raise StoreError(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, write_atomically
 from ...engine.errors import StoreError
-from ..files.format import SHARE, snapshot_id
-from .mark import Mark, RanksRecord, RecoveryCandidate
+from ..files.format import SHARE
+from .lock import holder_of
+from .mark import Mark, live_version
 
 LOCK = "LOCK"
 RANKS = "ranks"  # the folder of the shards in a store folder
@@ -61,20 +61,22 @@ class FolderState:
 
     @property
     def recovery_folder(self) -> FolderState:
-        """The store folder whose MARK names the recovery snapshot: for shards of ranks, the one with the snapshots."""
-        snapshot_store = self.snapshot_store
-        return snapshot_store if self.mark.clean_marker is None and snapshot_store.mark.ranks is not None else self
+        """The store folder whose MARK has the record or leads to it: of ranks, the one with the snapshots."""
+        is_lost = not self.mark.exists and self.snapshot_store.mark.link is not None
+        return self.snapshot_store if self.ranks or is_lost else self
 
     @property
-    def recovery_folders(self) -> list[FolderState]:
-        """The store folders whose MARK may name a recovery snapshot among these: also those that link to them."""
-        snapshot_store = self.snapshot_store
+    def ranks(self) -> int:
+        """The number of ranks that have the live rows as shards; 0 if one process has them."""
+        record = self.snapshot_store.mark.ranks
+        return 0 if record is None or self.mark.clean_marker is not None else record.ranks
+
+    @property
+    def sharing(self) -> list[FolderState]:
+        """The store folders that have the same snapshots, this one first."""
         with self._errors("read which stores have their snapshots in"):
-            return [
-                self.recovery_folder,
-                snapshot_store,
-                *(FolderState(store) for store in stores_linked_to(snapshot_store.snapshots)),
-            ]
+            others = map(FolderState, stores_linked_to(self.snapshot_store.snapshots))
+            return [self, *(one for one in others if not os.path.samefile(one.path, self.path))]
 
     @property
     def noted_step(self) -> int | None:
@@ -83,31 +85,6 @@ class FolderState:
             return int((self.path / "STEP").read_bytes())
         except (OSError, ValueError):
             return None
-
-    @property
-    def recovery_snapshot(self) -> str | None:
-        """The recovery snapshot, saved or loaded last: "" for none, None if unknown."""
-        return next((one.name for one in self.mark.candidates or () if self._exists(one)), None)
-
-    @property
-    def parent_snapshot(self) -> str | None:
-        """The snapshot that a user saved or loaded last. A later one of a `state_dict()` is for recovery alone."""
-        own = (one for one in self.mark.candidates or () if not one.of_state)
-        return next((one.name for one in own if self._exists(one)), None)
-
-    @property
-    def recovery_snapshots(self) -> set[str | None]:
-        """The names that no prune may remove."""
-        return {self.recovery_snapshot, self.parent_snapshot}
-
-    @property
-    def replaced(self) -> set[str]:
-        """Names of snapshots that a save is replacing, or has replaced."""
-        return {one.name for one in self.mark.candidates or () if one.replaced is not None}
-
-    def _exists(self, one: RecoveryCandidate) -> bool:
-        folder = self.snapshots / one.name
-        return not one.name or (folder.is_dir() and (one.replaced is None or snapshot_id(folder) != one.replaced))
 
     @property
     def has_begun(self) -> bool:
@@ -132,31 +109,9 @@ class FolderState:
 def holder(path: Path) -> int | None:
     """The id of the process that has a store folder open, 0 if unknown; None for no process. Raises StoreError."""
     try:
-        with open(path / "LOCK", "rb") as lock:
-            # a released lock file is blank. That of a killed process, and an empty one, for which a full disk had no
-            # space, are locked here for a moment
-            content = lock.read(20)
-            if content.isspace():
-                return None
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return int(content) if content.strip().isdigit() else 0
-    except FileNotFoundError:
-        return None
+        return holder_of(path / LOCK)
     except OSError as error:
         raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
-    return None
-
-
-class ShardVersion(NamedTuple):
-    """The version of a shard: its run, the number of collective writes since the run began, and its step."""
-
-    run: str
-    writes: int
-    step: int
-
-
-ShardVersions = Mapping[int, ShardVersion | None]  # by rank; None without a clean marker
 
 
 def shard_folder(store: Path, rank: int, ranks: int) -> Path:
@@ -164,33 +119,35 @@ def shard_folder(store: Path, rank: int, ranks: int) -> Path:
     return store / RANKS / f"{rank}-of-{ranks}"
 
 
-def live_in(marker: Mapping[str, Any] | None, rank: int, ranks: int) -> ShardVersion | None:
-    """The version in the clean marker of a rank's shard; None without a marker, or for the marker of another shard."""
-    match None if marker is None else (marker.get(SHARE), marker.get("step")):
-        case ({"rank": of, "ranks": all_, "run": str(run), "writes": int(writes)}, int(step)) if (of, all_) == (
-            rank,
-            ranks,
-        ):
-            return ShardVersion(run, writes, step)
-    return None
+def shards_in(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, FolderState]:
+    """The folders of the shards of `ranks` ranks that this host has, by rank. of: ranks, by default all."""
+    folders = ((rank, shard_folder(store, rank, ranks)) for rank in (range(ranks) if of is None else of))
+    return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
 
 
-def clean_markers(store: Path, ranks: int) -> dict[int, dict[str, Any] | None]:
-    """The clean markers of the shards of `ranks` ranks on this host, by rank. Raises StoreError."""
-    folders = {rank: shard_folder(store, rank, ranks) for rank in range(ranks)}
-    return {rank: FolderState(folder).clean_marker for rank, folder in folders.items() if folder.is_dir()}
+def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
+    """The clean markers of `shards_in`; None for a shard that is not clean, or is of another rank. StoreError."""
+    markers = {rank: shard.clean_marker for rank, shard in shards_in(store, ranks, of).items()}
+    return {rank: marker if _is_of(marker, rank, ranks) else None for rank, marker in markers.items()}
 
 
-def live_of(markers: Mapping[int, Mapping[str, Any] | None], ranks: int) -> ShardVersions:
-    """The versions in the clean markers of the shards of `ranks` ranks."""
-    return {rank: live_in(marker, rank, ranks) for rank, marker in markers.items()}
+def _is_of(marker: Mapping[str, Any] | None, rank: int, ranks: int) -> bool:
+    match None if marker is None else marker.get(SHARE):
+        case {"rank": of, "ranks": all_}:
+            return (of, all_) == (rank, ranks)
+    return False
 
 
-def common_version(record: RanksRecord, shards: Iterable[ShardVersion | None]) -> ShardVersion | None:
-    """The version that all shards have; None if they are not all clean or not from the same step."""
-    versions = {*shards}
-    live = versions.pop() if len(versions) == 1 else None
-    return live if live is not None and live.run == record.run else None
+def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, str | None]:
+    """The versions in `clean_markers`."""
+    return {rank: live_version(marker) for rank, marker in clean_markers(store, ranks, of).items()}
+
+
+def last_step(store: Path, ranks: int) -> int | None:
+    """The last step of the shards of `ranks` ranks on this host, clean or not; None if unknown."""
+    shards = shards_in(store, ranks).values()
+    steps = (one.noted_step if one.clean_marker is None else one.clean_marker["step"] for one in shards)
+    return max((step for step in steps if step is not None), default=None)
 
 
 def remove_other_shares(store: Path, ranks: int) -> None:

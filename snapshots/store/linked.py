@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ...engine.errors import SnapshotError
 from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
 from .folder_state import FolderState
+from .group_file import GroupFile
 
 REPLACED = "replaced-"  # prefix of a snapshot that a save has replaced, but recovery may need
 OF_STATE = "state_dict-"  # prefix of a snapshot that a `state_dict()` has made
@@ -26,14 +28,14 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
     try:
         with atomic_folder(folder) as place:
             for name in snapshot.manifest.files:
-                _link(snapshot.folder / name, place / name)
+                _link(f"{snapshot.folder}/{name}", f"{place}/{name}")
             rocksdb = snapshot.manifest.rocksdb
             for name in () if rocksdb is None else rocksdb.files:
                 (place / ROCKSDB / name).parent.mkdir(parents=True, exist_ok=True)
-                _link(snapshot.folder / ROCKSDB / name, place / ROCKSDB / name)
-            for inside in (*place.glob(f"{ROCKSDB}/*"), *place.glob(ROCKSDB), place):
+                _link(f"{snapshot.folder}/{ROCKSDB}/{name}", f"{place}/{ROCKSDB}/{name}")
+            for inside in (*place.glob(f"{ROCKSDB}/*"), *place.glob(ROCKSDB)):
                 fsync_dir(inside)
-            _link(snapshot.folder / MANIFEST, place / MANIFEST)  # last: a folder with a manifest is complete
+            _link(f"{snapshot.folder}/{MANIFEST}", f"{place}/{MANIFEST}")
     except OSError as error:
         raise SnapshotError(
             f"snapshot {snapshot.name!r} was not linked into {str(folder.parent)!r}: {error}"
@@ -53,7 +55,7 @@ def linked(place: Path, store: FolderState) -> Iterator[Snapshot]:
     try:
         yield Snapshot.open(folder)
     except Exception:
-        if new and store.recovery_snapshot != place.name:
+        if new and snapshot.manifest.id not in GroupFile(store).needed:
             remove_snapshot(folder)
         raise
 
@@ -72,13 +74,15 @@ def check_linked(snapshot: Snapshot, folder: Path) -> None:
         existing.verify()
 
 
-def _link(file: Path, to: Path) -> None:
-    check_regular(file)
+def _link(file: str, to: str) -> None:
+    if not stat.S_ISREG(os.lstat(file).st_mode):
+        check_regular(Path(file))
+        file = os.path.realpath(file)
     try:
-        os.link(file.resolve(), to)
+        os.link(file, to)
     except OSError:  # another file system, or no hard links
         shutil.copyfile(file, to)
-        fsync_file(to)
+        fsync_file(Path(to))
 
 
 def remove_snapshot(folder: Path) -> None:

@@ -2,55 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...engine.durable import unseal
-from ..files.format import FOLDER_FIELDS
-from ..files.versions import AT, GROUP, At, GroupRecord
+from ..files.format import FOLDER_FIELDS, LIVE, OLD_CANDIDATES, OLD_GROUP, SHARE
+from .record import Record
 
 LIVE_FOLDERS = ("live", "live-2")
 
 
 class RanksRecord(NamedTuple):
-    """The ranks that have the live rows as shards.
+    """How many ranks have the live rows as shards.
 
-    `run`: the id of the run in which the rows began, empty or from a snapshot. `saved`: the number of collective writes
-    since then when the recovery snapshot `snapshot` was saved or loaded; "" for none.
+    Of stores of an earlier version, `run`: the id of the run in which the rows began. `saved`: the number of collective
+    writes since then when the recovery snapshot was saved or loaded.
     """
 
     ranks: int
-    run: str
-    saved: int
-    snapshot: str
+    run: str = ""
+    saved: int = -1
 
 
-class RecoveryCandidate(NamedTuple):
-    """A name for the recovery snapshot, "" for none: it counts once it no longer has the id `replaced`, if given.
+class Link(NamedTuple):
+    """Where the file of a group's record is: relative to what names it, and absolute."""
 
-    of_state: whether a `state_dict()` made it.
-    """
-
-    name: str
-    replaced: str | None = None
-    of_state: bool = False
-
-    def plain(self) -> Any:
-        if self.of_state:
-            return [self.name]
-        return self.name if self.replaced is None else [self.name, self.replaced]
+    relative: str
+    absolute: str
 
     @classmethod
-    def parse(cls, value: Any) -> RecoveryCandidate | None:
-        """From `plain`; None if it is invalid."""
-        match value:
-            case str(name):
-                return cls(name)
-            case [str(name), str(replaced)]:
-                return cls(name, replaced)
-            case [str(name)]:
-                return cls(name, of_state=True)
-        return None
+    def to(cls, file: Path, folder: Path) -> Link:
+        return cls(os.path.relpath(file, folder), str(file))
+
+    def paths(self, folder: Path) -> list[Path]:
+        """Where the file may be, named by something in `folder`."""
+        return [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
 
 
 @dataclass(frozen=True)
@@ -58,30 +47,28 @@ class Mark:
     """What MARK says.
 
     exists: whether there is such a file, undamaged. clean_marker: the description of the live rows, None if they are
-    not clean or absent. live: their folder. candidates: names for the recovery snapshot, of which the first one that
-    exists counts; None if it is unknown. ranks: of shards. group, at: of stores that are trained together.
+    not clean or absent. live: their folder. ranks: of shards. store: the id of the store. record: of a store that is
+    trained alone. link: to the file with the record of its group otherwise. A store that an earlier version wrote has
+    neither, but fields that `old_stores` reads: `old`.
     """
 
     exists: bool = True
     clean_marker: dict[str, Any] | None = None
     live: str = LIVE_FOLDERS[0]
-    candidates: tuple[RecoveryCandidate, ...] | None = None
     ranks: RanksRecord | None = None
-    group: GroupRecord | None = None
-    at: At | None = None
-
-    @property
-    def load(self) -> At | None:
-        """`at` of a load, which counts until rows are written; that of a recovery ends with the clean marker."""
-        return self.at if self.at is not None and self.at.by == "load" else None
+    store: str = ""
+    record: Record | None = None
+    link: Link | None = None
+    old: Mapping[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "base": None if self.candidates is None else [one.plain() for one in self.candidates],
             "place": self.live,
             "ranks": self.ranks,
-            GROUP: self.group and self.group.plain(),
-            AT: self.at and self.at.plain(),
+            "store": self.store,
+            "record": self.record and self.record.plain(),
+            "link": self.link,
+            **self.old,
         }
         return {**(self.clean_marker or {}), **{name: value for name, value in fields.items() if value is not None}}
 
@@ -90,21 +77,32 @@ class Mark:
         """From the content of the file; one that does not exist if it is damaged."""
         try:
             content = unseal(data)
-        except ValueError:
+            if not isinstance(content, dict) or not content:
+                return cls(exists=False)
+            marker = {name: value for name, value in content.items() if name not in FOLDER_FIELDS}
+            live, ranks = content.get("place"), content.get("ranks")
+            return cls(
+                clean_marker=marker if "live" in marker else None,
+                live=live if live in LIVE_FOLDERS else LIVE_FOLDERS[0],
+                ranks=None if ranks is None else RanksRecord(*ranks[:3]),
+                store=str(content.get("store", "")),
+                record=None if content.get("record") is None else Record.parse(content["record"]),
+                link=None if content.get("link") is None else Link(*map(str, content["link"])),
+                old={name: content[name] for name in (OLD_CANDIDATES, OLD_GROUP) if content.get(name) is not None},
+            )
+        except (ValueError, TypeError, KeyError, AttributeError):
             return cls(exists=False)
-        if not isinstance(content, dict) or not content:
-            return cls(exists=False)
-        marker = {name: value for name, value in content.items() if name not in FOLDER_FIELDS}
-        ranks, base, live = None, content.get("base"), content.get("place")
-        match content.get("ranks"):
-            case [int(count), str(run), int(saved), str(snapshot)] if 0 < count <= 1024:
-                ranks = RanksRecord(count, run, saved, snapshot)
-        candidates = [one for one in map(RecoveryCandidate.parse, base) if one] if isinstance(base, list) else None
-        return cls(
-            clean_marker=marker if "live" in marker else None,
-            live=live if live in LIVE_FOLDERS else LIVE_FOLDERS[0],
-            candidates=None if candidates is None else tuple(candidates),
-            ranks=ranks,
-            group=GroupRecord.parse(content.get(GROUP)),
-            at=At.parse(content.get(AT)),
-        )
+
+
+def live_version(marker: Mapping[str, Any] | None) -> str | None:
+    """The version of the live rows that a clean marker describes; None without one."""
+    if marker is None:
+        return None
+    match marker.get(SHARE), marker.get(LIVE):
+        case {"run": str(run), "writes": int(writes)}, _:
+            return f"{run}:{writes}"
+        case _, str(version):
+            return version
+        case _, [[str(epoch), int(writes)], _]:  # of an earlier version
+            return f"{epoch}:{writes}"
+    return "unnamed"  # of an earlier version

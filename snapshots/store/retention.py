@@ -10,13 +10,13 @@ from typing import NamedTuple
 from ...engine.checks import int_option
 from ...engine.errors import SnapshotError
 from ..files.format import snapshot_id
-from ..files.reader import Snapshot, list_snapshots
-from ..files.versions import Version
+from ..files.reader import Snapshot, list_snapshots, snapshot_by_id
 from ..files.writer import children_of
 from .folder import StoreFolder
 from .folder_state import FolderState
-from .instants import needed_snapshots, rows_of
+from .group import file_of
 from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
+from .record import Record, needed
 
 log = logging.getLogger("tierbed")
 
@@ -36,22 +36,21 @@ def plan_prune(
     snapshots: list[Snapshot],
     keep_last: int,
     keep_every: int | None = None,
-    recovery_snapshots: Collection[str | None] = (),
-    replaced: Collection[str] = (),
+    recovery_snapshots: Collection[str] = (),
     of_states: Collection[str] = (),
 ) -> PrunePlan:
     """Which of `snapshots`, from the oldest to the latest, a prune keeps.
 
     keep_last: how many of the latest to keep, at least 1. keep_every: also keep the first snapshot that reached each
-    multiple of this many steps. recovery_snapshots: those that recovery may load. replaced: snapshots that a running
-    save may replace at any time. of_states: those that saved states name, which are not counted in keep_last. These are
-    kept, and so are the parents of all kept snapshots. Raises OptionError, and SnapshotError if a parent is missing.
+    multiple of this many steps. recovery_snapshots: those that recovery may load. of_states: those that saved states
+    name, which are not counted in keep_last. These are kept, and so are the parents of all kept snapshots. Raises
+    OptionError, and SnapshotError if a parent is missing.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
         keep_every = int_option("keep_every", keep_every, "a whole number from 1", 1)
     counted = [s for s in snapshots if s.name not in of_states]
-    wanted = {s.name for s in counted[-keep_last:]}.union(replaced, of_states)
+    wanted = {s.name for s in counted[-keep_last:]}.union(of_states)
     reached = -1
     for snapshot in counted:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
@@ -70,22 +69,39 @@ def plan_prune(
 
 def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
     """What `prune` would do. Raises what `prune` raises."""
-    folders = store.recovery_folders
-    replaced = {name for state in folders for name in state.replaced}
-    needed = {name for state in folders for name in needed_snapshots(state.path)}
-    recovery_snapshots = needed.union(*(state.recovery_snapshots for state in folders))
     snapshots = all_in(store.snapshots)
     return plan_prune(
-        snapshots, keep_last, keep_every, recovery_snapshots, replaced, [s.name for s in snapshots if is_of_state(s)]
+        snapshots, keep_last, keep_every, needed_names(store), [s.name for s in snapshots if is_of_state(s)]
     )
 
 
-def state_snapshot(store: StoreFolder, now: Version, keep: int | None) -> Path | None:
-    """The snapshot for a `state_dict()` of rows of version `now`: a link to one that has them. Raises SnapshotError.
+def needed_names(store: FolderState) -> set[str]:
+    """The names of the snapshots that recovery of any store with these snapshots may load, or that are parents.
+
+    Raises SnapshotError, StoreError.
+    """
+    ids = {id for one in store.sharing for id in file_of(one).needed}
+    snapshots = list_snapshots(store.snapshots).snapshots
+    return {snapshot_by_id(store.snapshots, id).name for id in ids & {one.manifest.id for one in snapshots}}
+
+
+def undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
+    """The names of the snapshots of a store that a recovery has undone, so that a run may save these names again."""
+    low, high = record.undone.get(store, (0, 0))
+    kept = needed(record, store)
+    return {
+        one.name
+        for one in (list_snapshots(snapshots).snapshots if high > low else ())
+        if low < one.manifest.sequence <= high and one.manifest.id not in kept
+    }
+
+
+def state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path | None:
+    """The snapshot for a `state_dict()` of the rows of snapshot `id`: a link to it. Raises SnapshotError.
 
     None if no snapshot has them. Before a new one is linked, all but the latest `keep` snapshots of states are removed.
     """
-    made = next((one for one in list_snapshots(store.snapshots).snapshots if rows_of(one).now == now), None)
+    made = None if id is None else snapshot_by_id(store.snapshots, id)
     place = None if made is None else store.snapshots / (OF_STATE + made.manifest.id)
     if keep is not None and (place is None or not place.is_dir()):
         _prune_states(store, keep)
@@ -104,11 +120,9 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
     of_states = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
     of_states.sort(key=lambda one: one.folder.stat().st_mtime_ns)  # the link to an old snapshot may be new
     before = of_states[:-keep]
-    needed: set[str | None] = set()
-    if before:
-        needed = needed.union(needed_snapshots(store.path), *(one.recovery_snapshots for one in store.recovery_folders))
+    kept = needed_names(store) if before else set()
     for snapshot in before:
-        if snapshot.name in needed or children_of(snapshot.folder):
+        if snapshot.name in kept or children_of(snapshot.folder):
             continue
         remove_snapshot(snapshot.folder)
         log.info(
@@ -129,11 +143,14 @@ def keep_replaced(folder: Path) -> None:
 
 def drop_replaced(store: StoreFolder) -> None:
     """Remove snapshots of `keep_replaced` that recovery does not need any more. Raises SnapshotError."""
-    kept = [place for place in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(place)]
+    try:
+        kept = [place for place in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(place)]
+    except OSError as error:
+        raise SnapshotError(f"the snapshots in {str(store.snapshots)!r} cannot be listed: {error}") from error
     if kept:
-        needed = needed_snapshots(store.path)
+        needed_now = needed_names(store)
         for place in kept:
-            if place.name not in needed and not children_of(place):
+            if place.name not in needed_now and not children_of(place):
                 remove_snapshot(place)
 
 
@@ -167,6 +184,5 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     """Remove a snapshot, unless recovery or a child needs it, or another has replaced it. Raises SnapshotError."""
     place = store.snapshots / saved.name
-    is_needed = any(saved.name in one.recovery_snapshots for one in (store, *store.recovery_folders))
-    if snapshot_id(place) == saved.manifest.id and not is_needed and not children_of(place):
+    if snapshot_id(place) == saved.manifest.id and saved.name not in needed_names(store) and not children_of(place):
         remove_snapshot(place)

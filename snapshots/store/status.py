@@ -6,16 +6,18 @@ import contextlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.options.table_names import labels_of, names_in
 from ...engine.store.table_counts import counts_in
 from ..files.format import MANIFEST
-from ..files.reader import Snapshot, list_snapshots
+from ..files.reader import snapshot_by_id
 from .closed_store import merged_clean_marker
-from .folder_state import RANKS, SNAPSHOTS, FolderState, clean_markers, holder, shard_folder
-from .instants import Group, no_instant
+from .folder_state import RANKS, SNAPSHOTS, FolderState, clean_markers, holder, last_step
+from .group_file import GroupFile
+from .mark import live_version
+from .record import EMPTY
 
 CHECKPOINT = "graph.msgpack"  # a file of checkpoints, which store folders lack
 
@@ -36,6 +38,23 @@ class Restart:
     problem: str | None = None
 
 
+class MemberStatus(NamedTuple):
+    """What the record of a group says of a store.
+
+    live, snapshot: which durable rows are the present ones: live rows, a snapshot, both, or neither if it is open for
+    training or was killed. step: of these; None if unknown. common: the snapshot that it goes back to with the others,
+    None for no rows. common_step: of that.
+    """
+
+    name: str
+    path: Path
+    live: bool
+    snapshot: str | None
+    step: int | None
+    common: str | None
+    common_step: int | None
+
+
 @dataclass(frozen=True)
 class StoreStatus:
     """The status of a store folder.
@@ -45,8 +64,8 @@ class StoreStatus:
     "rocksdb", "ranks" or None. `ranks`: the number of ranks, None for one process. `rows`: the number of live rows,
     None without a clean marker. `step`: of the live rows, None if unknown. `recovery_snapshot`: its name, if any.
     `bytes`: of the live rows, the snapshots and the rest; a file that two of these share counts in the first.
-    `together`: the names of the embeddings that it is trained together with. `restart`: what a run would do that starts
-    now, or if there is a holder, after a kill of it.
+    `group`: what the record says of each store that is trained together with this one, and of this one; empty if it is
+    trained alone. `restart`: what a run would do that starts now, or if there is a holder, after a kill of it.
     """
 
     path: Path
@@ -59,7 +78,12 @@ class StoreStatus:
     bytes: dict[str, int]
     restart: Restart
     ranks: int | None = None
-    together: tuple[str, ...] = ()
+    group: tuple[MemberStatus, ...] = ()
+
+    @property
+    def partners(self) -> tuple[str, ...]:
+        """The names of the embeddings that it is trained together with."""
+        return tuple(one.name for one in self.group if one.path != self.path)
 
     @property
     def rows_by_table(self) -> dict[str, int] | None:
@@ -84,56 +108,77 @@ class StoreStatus:
 def store_status(path: Path) -> StoreStatus:
     """The status of a store. Raises StoreError if the store cannot be read, SnapshotError if its snapshots cannot."""
     path = existing_store(Path(path))
-    group = Group(path, {})
-    others = [m.name for id, m in group.members.items() if id != group.first] + [*group.missing.values()]
-    if not others:
-        return _by_itself(path)
-    return _with_others(_by_itself(path), group, tuple(sorted(others)))
-
-
-def _with_others(status: StoreStatus, group: Group, others: tuple[str, ...]) -> StoreStatus:
-    """The status of a store of a group, which recovers with its group."""
-    status = replace(status, together=others)
-    in_use = any(holder(member.path) is not None for member in group.members.values())
-    if status.restart.source == "elsewhere" or (not in_use and group.is_at_rest):
-        return status
-    target = group.target(killed=in_use)
-    if target is None:
-        return replace(status, restart=Restart("nowhere", problem=no_instant(group), lost_steps=None))
-    member, version = group.members[group.first], target.versions[group.first]
-    if not in_use and member.clean is not None and member.clean.now == version:
-        return status
-    snapshot = None if version is None else member.snapshot_of(version)
-    step = 0 if snapshot is None else int(snapshot.description["step"])
-    lost = None if member.reached is None else max(0, member.reached - step)
-    if snapshot is None:
-        return replace(status, restart=Restart("empty", lost_steps=lost))
-    return replace(status, restart=Restart("snapshot", step, snapshot.name, lost))
-
-
-def _by_itself(path: Path) -> StoreStatus:
-    view = FolderState(path)
-    marker = view.clean_marker
-    record = view.snapshot_store.mark.ranks if marker is None else None
-    if record is not None:  # the live rows are shards of ranks
-        ranks, top, recovery_snapshot = record.ranks, path / RANKS, view.snapshot_store.recovery_snapshot
-        marker = merged_clean_marker(view)
-        steps = [FolderState(shard_folder(path, rank, ranks)).noted_step for rank in range(ranks)]
-        noted_step = max((step for step in steps if step is not None), default=None)
-    else:
-        ranks, top, recovery_snapshot, noted_step = 0, view.live, view.recovery_snapshot, view.noted_step
-    live = "ranks" if ranks else _kind_of(view.live) if marker is None else marker["live"]
+    folder = FolderState(path)
+    ranks, top, marker, noted_step = folder.ranks, folder.live, folder.clean_marker, folder.noted_step
+    if ranks:
+        top, marker, noted_step = path / RANKS, merged_clean_marker(folder), last_step(path, ranks)
+    live = "ranks" if ranks else _kind_of(folder.live) if marker is None else marker["live"]
+    group: tuple[MemberStatus, ...] = ()
+    name = None
     if ranks and not clean_markers(path, ranks):
         restart = Restart("elsewhere", lost_steps=None)
-    elif marker is not None:
-        restart = Restart("live", marker["step"])
     else:
-        restart = _after_kill(path, recovery_snapshot, noted_step)
-    if not ranks and not view.was_open:
+        try:
+            file = GroupFile(folder)
+            group = _group_of(file)
+            name = file.last_snapshot
+            restart = _restart(file, marker, noted_step)
+        except (StoreError, SnapshotError) as error:
+            restart = Restart("nowhere", problem=str(error), lost_steps=noted_step)
+    if not ranks and not folder.was_open:
         restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots were copied here
     rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
-    name, sizes = recovery_snapshot or None, _sizes(path, top)
-    return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None)
+    sizes = _sizes(path, top)
+    return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None, group)
+
+
+def _group_of(file: GroupFile) -> tuple[MemberStatus, ...]:
+    """What a record of several stores says of each, by name."""
+    if file.path is None:
+        return ()
+    found = []
+    for store, place in file.record.places.items():
+        paths = place.paths(file.path.parent)
+        path = file.folder.path if store == file.store else next((one for one in paths if one.is_dir()), paths[0])
+        entry, commit, folder = file.record.now[store], file.record.commit[store], FolderState(path)
+        snapshot, step = _snapshot_of(folder, entry.snapshot)
+        if entry.live is not None:
+            step = next((one["step"] for one in _markers(folder) if live_version(one) == entry.live), step)
+        common = _snapshot_of(folder, commit)
+        found.append(MemberStatus(place.name, path, entry.live is not None, snapshot, step, *common))
+    return tuple(sorted(found))
+
+
+def _snapshot_of(folder: FolderState, id: str | None) -> tuple[str | None, int | None]:
+    """The name and step of a snapshot of a record; its id if it is missing. The step of no rows is 0."""
+    if id is None or id == EMPTY:
+        return None, None if id is None else 0
+    try:
+        found = snapshot_by_id(folder.snapshots, id)
+    except SnapshotError:
+        return id, None
+    return found.name, int(found.description["step"])
+
+
+def _markers(folder: FolderState) -> list[dict[str, Any]]:
+    """The clean markers of the live rows of a store, of all shards that are on this host."""
+    shards = clean_markers(folder.path, folder.ranks)
+    return [one for one in (folder.clean_marker, *shards.values()) if one is not None]
+
+
+def _restart(file: GroupFile, marker: dict[str, Any] | None, noted_step: int | None) -> Restart:
+    if any(holder(folder.path) is not None for folder in file.members().values()):
+        entry = file.after_kill()[file.store]
+    else:
+        entry = file.target()[file.store]
+    if entry.live is not None and marker is not None:
+        return Restart("live", marker["step"])
+    if entry.snapshot == EMPTY:
+        return Restart("empty", lost_steps=noted_step)
+    snapshot = snapshot_by_id(file.folder.snapshots, str(entry.snapshot))
+    step = int(snapshot.description["step"])
+    reached = marker["step"] if marker is not None else noted_step
+    return Restart("snapshot", step, snapshot.name, None if reached is None else max(0, reached - step))
 
 
 def existing_store(path: Path) -> Path:
@@ -151,9 +196,14 @@ def stores_in(path: Path) -> list[Path]:
     """The store folders in the folder of a model, without other folders; empty for a store folder."""
     if _may_be_store(path) or not os.path.isdir(path):
         return []
-    return sorted(
-        one for one in path.iterdir() if os.path.isfile(one / "MARK") or any(one.glob(f"snapshots/*/{MANIFEST}"))
-    )
+    return sorted(one for one in path.iterdir() if _is_store(one))
+
+
+def _is_store(path: Path) -> bool:
+    """Whether a folder is a store that was written, or that a process has open to write it for the first time."""
+    if os.path.isfile(path / "MARK") or any(path.glob(f"snapshots/*/{MANIFEST}")):
+        return True
+    return os.path.isfile(path / "LOCK") and holder(path) is not None
 
 
 def is_snapshot(path: Path) -> bool:
@@ -164,22 +214,6 @@ def is_snapshot(path: Path) -> bool:
 
 def _may_be_store(path: Path) -> bool:
     return os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")
-
-
-def _after_kill(path: Path, recovery_snapshot: str | None, noted_step: int | None) -> Restart:
-    try:
-        if recovery_snapshot:
-            snapshot = Snapshot.open(path / "snapshots" / recovery_snapshot)
-        elif recovery_snapshot == "" or not (listing := list_snapshots(path / "snapshots")).snapshots:
-            return Restart("empty", lost_steps=noted_step)
-        elif listing.damaged:
-            raise next(iter(listing.damaged.values()))
-        else:
-            snapshot = listing.snapshots[-1]
-    except SnapshotError as error:
-        return Restart("nowhere", problem=str(error), lost_steps=noted_step)
-    step = snapshot.description["step"]
-    return Restart("snapshot", step, snapshot.name, None if noted_step is None else max(0, noted_step - step))
 
 
 def _kind_of(live: Path) -> str | None:

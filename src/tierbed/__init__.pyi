@@ -12,9 +12,9 @@ from .embedding.embedding import MultiTableMultiColumnEmbedding as MultiTableMul
 from .embedding.metrics import MetricsCollector as MetricsCollector
 from .embedding.metrics import prometheus_text as prometheus_text
 from .embedding.metrics import write_tensorboard as write_tensorboard
-from .embedding.torch_embedding import Embedding as Embedding
-from .embedding.torch_embedding_bag import EmbeddingBag as EmbeddingBag
-from .embedding.torch_table import to_dense_state_dict as to_dense_state_dict
+from .embedding.torch_modules import Embedding as Embedding
+from .embedding.torch_modules import EmbeddingBag as EmbeddingBag
+from .embedding.torch_modules import to_dense_state_dict as to_dense_state_dict
 from .engine import errors as errors
 from .engine.errors import CapacityError as CapacityError
 from .engine.errors import ClosedError as ClosedError

@@ -14,7 +14,7 @@ from support.shell import Cli, command
 from support.small_snapshots import chunked, description, joined, make_buckets, make_rows, save
 from support.stores import options
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
-from tierbed.snapshots.files.format import FILES, snapshot_id
+from tierbed.snapshots.files.format import FILES, LIVE, snapshot_id
 from tierbed.snapshots.inspection.summary import NORM_EDGES, summarise
 from tierbed.snapshots.store.folder import StoreFolder
 
@@ -50,7 +50,8 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
     with StoreFolder(cli.store) as store:
         assert joined(Snapshot.open(store.live).chunks()) == rows
         expected = description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
-        assert store.clean_marker == expected | {FILES: snapshot_id(store.live)}
+        version = f"{snapshot_id(cli.store / 'snapshots' / 'a')}:0"
+        assert store.clean_marker == expected | {FILES: snapshot_id(store.live), LIVE: version}
         assert not store.incoming.exists()
     assert cli.json("save", "b")["step"] == 99
 
@@ -304,6 +305,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
         "        if mark is not None:\n"
         "            live = Snapshot.open(store.live); live.verify()\n"
         "            assert mark.pop('live_files') == snapshot_id(store.live)\n"
+        "            assert mark.pop('version') in [f'{snapshot_id(one)}:0' for one in store.snapshots.iterdir()]\n"
         "            assert mark == live.description | {'live': 'rows', 'rows': live.manifest.rows}\n"
         "    print('marked' if mark else 'unmarked')\n"
     )

@@ -21,7 +21,7 @@ from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.cli import main
 from tierbed.distributed import World
-from tierbed.embedding.group_snapshots import save_together
+from tierbed.embedding.together import save_together
 from tierbed.embedding.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots
@@ -30,6 +30,7 @@ from tierbed.snapshots.control.client import request_save, request_status
 from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
+from tierbed.snapshots.store.group_file import GroupFile
 
 STORES = ("host", "ssd")
 
@@ -215,7 +216,7 @@ def two_models(path: Path) -> None:
         for number in range(saves):
             for member in members:
                 step(member)
-            save_together(World.of_one(), [member.table_handle() for member in members], f"s{number}")
+            save_together(World.of_one(), [member.table_handle().snapshots for member in members], f"s{number}")
         for member in members:
             step(member)
             member.close()
@@ -225,13 +226,12 @@ def test_two_models_of_one_folder_are_loaded_each_with_its_own_instant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed(two_models, tmp_path)
-    before = {name: FolderState(tmp_path / name).recovery_folder.mark.group for name in "abcd"}
+    files = {name: GroupFile(FolderState(tmp_path / name)).path for name in "abcd"}
+    assert files["a"] == files["b"] != files["c"] == files["d"]
     Cli(tmp_path, capsys).json("load", "s0")
-    for name, group in before.items():
-        after = FolderState(tmp_path / name).recovery_folder.mark.group
-        assert group is not None
-        assert after is not None
-        assert after.number > group.number
+    for name, file in files.items():
+        after = GroupFile(FolderState(tmp_path / name))
+        assert (after.path, after.last_snapshot) == (file, "s0")
     for names in ("ab", "cd"):
         members = pair(tmp_path, names)
         assert [member.metrics()["table"]["step"] for member in members] == [1, 1]
@@ -304,7 +304,7 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.Cap
         assert set(cli.json("save", "newer")["stores"]) == set("abc")
         pruned = cli.json("prune", "--keep-last", "1")["stores"]
         assert {name: (of["removed"], of["kept_for_live_rows"]) for name, of in pruned.items()} == {
-            **{name: (["all"], ["new"]) for name in "ab"},  # the same rows as those of "newer"
+            **{name: (["all", "new"], []) for name in "ab"},  # the record names "newer" since
             "c": (["all"], []),
         }
         pipe.send("end")

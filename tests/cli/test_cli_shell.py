@@ -31,7 +31,7 @@ COMMANDS = [
     *(f"snapshot {name}" for name in ("save", "load", "list", "inspect", "verify", "diff", "export", "import")),
     *(f"snapshot {name}" for name in ("merge", "prune", "watch")),
     *(f"checkpoint {name}" for name in ("list", "inspect", "verify", "prune")),
-    *(f"store {name}" for name in ("stat", "compact", "get", "options")),
+    *(f"store {name}" for name in ("stat", "compact", "get", "detach", "options")),
     "doctor",
 ]
 

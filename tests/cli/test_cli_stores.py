@@ -172,7 +172,7 @@ def test_compaction_keeps_every_row(cli: Cli, tmp_path: Path) -> None:
     with make(options("ssd", tmp_path, rocksdb_options=given), "adam") as embedding:
         for _ in range(5):
             train(embedding, range(2000))
-            embedding._table().flush()
+            embedding.table_handle().table.flush()
         rows = contents(embedding).tobytes()
     done = cli.json("store compact", "--rocksdb-options", "level0_file_num_compaction_trigger=50")
     assert done["merged"]
@@ -350,7 +350,7 @@ def test_the_shell_leaves_files_made_with_other_options_as_they_are(cli: Cli, tm
     with make(options("ssd", tmp_path, shards=1, read_mode="mmap", rocksdb_options=given), "adam") as embedding:
         for first in range(0, 2000, 200):
             train(embedding, range(first, first + 200))
-            embedding._table().flush()  # a file each
+            embedding.table_handle().table.flush()  # a file each
         trained = contents(embedding)
     live = tmp_path / "rows" / "live" / "shard-0"
 

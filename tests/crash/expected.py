@@ -61,9 +61,10 @@ class Expected:
             if name in names and name in self.saved and snapshots[name] == self.saved[name]:
                 if self.begun[name] == self.saved[name]:  # either
                     self.bases.add(name)
-            elif name in names:
+            elif name in names:  # it counts if the record was written after it had its name
+                bases = self.bases
                 self._add(name)
-                self.bases |= {self.loading} - {None}
+                self.bases |= bases | ({self.loading} - {None})
             else:
                 self.bases.discard(name)
         self.saved = {name: self.saved[name] for name in snapshots if name in self.saved}  # in the order of their saves
@@ -128,6 +129,12 @@ class Expected:
 
     def end_background(self, name: str, step: int) -> None:
         self._add(name)
+
+    def begin_drop(self, name: str) -> None:
+        pass
+
+    def end_drop(self, name: str) -> None:
+        del self.begun[name]
 
     def begin_merge(self, name: str, new: str) -> None:
         self.begun[new] = Saved(self._step_of(name), "full")

@@ -152,6 +152,7 @@ class ModelRankRounds(ModelRounds):
         vector = allowed.found(firsts, mode, names_in(path, len(plan.dims)))
         for at, (steps, dim) in enumerate(zip(vector, plan.dims, strict=True)):
             assert {key: value for one in found for key, value in one[2][at].items()} == rows_after(steps, dim)
+        allowed.closed()
         return int(mode == "resume")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +16,28 @@ from support.warm import SHIMMED
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots import list_snapshots
 
-from .model_expected import Names, State, Steps, Vector, subsets
 from .model_plan import NAMES, ModelRound, ModelSession, as_orders
 from .model_trainer import NO_STEP, Members, names_in, rows_after, run
 from .power import Disk
+from .record_processes import Refused, Rows
+from .replica import Names, Replica
 from .rounds import KILLED, Result
 
+REMOVES = ("prune", "prune_all", "command", "live", "overwrite", "over")
 SAVES = ("save", "save_all", "background", "checkpoint", "overwrite", "over", "state", "live")
 
 
 class Allowed:
-    """What a log allows folders to have: one of `states`, of which the last is that after the operation."""
+    """What a log allows the folders of members to be: as in one of `ways`."""
 
-    def __init__(self, members: int) -> None:
-        self.states = [State.begin(members)]
-        self.kept: dict[str, Vector] = {}  # by the name of a checkpoint or a state
-        self.dense: dict[str, float] = {}  # as kept
-        self.inside, self.made = "between", ""  # the operation in flight, and the name that it gives
-        self._mixed = False  # whether a trainer was killed while it accepted rows of no common moment
-        self._behind: tuple[str, Vector] | None = None  # a save in the background, which goes on
+    def __init__(self, members: int, ranks: int = 1) -> None:
+        self.ways, self.ranks = [Replica(NAMES[:members], ranks)], ranks
+        self.dense: dict[str, float] = {}  # by the name of a checkpoint or a state
+        self.inside = "between"  # the operation in flight
+        self._running: list[Callable[[Replica], object]] = []  # the ways in which that may go
+        self._is_behind = False  # whether a save in the background goes on
+        self._removes = False  # whether a kill was in an operation that removes snapshots
         self._read = 0
-
-    @property
-    def state(self) -> State:
-        return self.states[-1]
 
     def follow(self, log: Path) -> list[dict[str, Any]]:
         """Take the lines of a log that are new."""
@@ -52,188 +52,137 @@ class Allowed:
         return lines
 
     def _begin(self, line: dict[str, Any]) -> None:
-        more = line.get("more", ())
-        if line["op"] in ("checkpoint", "state"):
-            self.kept[more[0]], self.dense[more[0]] = tuple(self.state.now), line["dense"]
-        self.inside = line["op"]
-        self._mixed = self._mixed or line["op"] == "mixed"
-        if line.get("first") or line["op"] == "mixed":  # the recovery of what the last trainer left
+        operation, more = line["op"], line.get("more", ())
+        self.inside = operation
+        if operation in ("checkpoint", "state"):
+            self.dense[more[0]] = line["dense"]
+        if line.get("first") or operation == "mixed":  # the recovery of what the last trainer left
             return
-        self.made = ""
-        states = [state for before in self.states[-1:] for state in getattr(self, f"_{line['op']}")(before, *more)]
-        if self._behind is not None and line["op"] == "step":
-            self.made = self._behind[0]
-            states = [*map(self._saved_behind, states), *states]
-        self.states = states
+        if operation == "background":
+            self._go(lambda way: way.background(*more))
+            self._is_behind = True
+            return
+        names = subsets(self.ways[0].members) if operation == "load_state" else [()]
+        self._running = [partial(_run, operation, [*more, some] if some else more) for some in names]
 
     def _end(self, line: dict[str, Any]) -> None:
-        if line["op"] in ("restore", "load_state"):
+        operation = line["op"]
+        if operation in ("restore", "load_state"):
             assert line["dense"] == self.dense[line["more"][0]], "the dense part is another"
-        if line["op"] == "background":
-            self.states.append(self._saved_behind(self.state))
-            self._behind = None
         if line.get("first"):
             self.found(line["rows"], line["mode"], line["names"])
             return
-        if line["op"] == "open":
-            found = tuple(self.state.now)
-            assert line["mode"] == "resume", f"there are rows of {found}"
-            assert all(_is(*both) for both in zip(found, line["rows"], strict=True)), f"not {found}"
-        self.inside = "between"
-        self.states = self.states[-1:]
-        if self._behind is not None:
-            self.made, self.states = self._behind[0], [self._saved_behind(self.state), self.state]
-            return
+        if operation == "background":
+            self._is_behind = False
+            self._go(lambda way: way.process.background and way.process.finish_together())
+        else:
+            before = self._expanded()
+            self.ways = [made for way in before for run in self._running for made in way.after(run)]
+            self.ways = self._expanded()
+        self._running, self.inside = [], "background" if self._is_behind else "between"
+        assert self.ways, "nothing can be"
+        if operation == "open":
+            assert line["mode"] == "resume", "there are rows of a common step"
+            found = [[*way.process.rows.values()] for way in self.ways]
+            self.ways = [way for way, rows in zip(self.ways, found, strict=True) if _are(rows, line["rows"])]
+            assert self.ways, f"not one of {found}"
         if (names := line.get("names")) is not None:
-            assert self.state.fits(names, self.made or None), "snapshots are missing, or others"
-            before = self.state.targets()
-            self.state.have(names)
-            assert all(a & b for a, b in zip(before, self.state.targets(), strict=True)), "what recovery needs is gone"
-        self.made = ""
+            self.ways = [way for way in self.ways if way.fits(names, operation in REMOVES)]
+            assert self.ways, "snapshots are missing, or others"
+            for way in self.ways:
+                way.have(names)
 
-    def _saved_behind(self, state: State) -> State:
-        assert self._behind is not None
-        made = state.copy()
-        made.save(self._behind[0], state.all, self._behind[1])
-        return made
+    def _go(self, run: Callable[[Replica], object]) -> None:
+        self.ways = [made for way in self.ways for made in way.after(run)]
 
-    def _step(self, before: State, names: str, numbers: list[int]) -> list[State]:
-        trained = [at for at in before.all if NAMES[at] in names]
-        states = [before.written(some) for some in subsets(trained)]
-        for at in trained:
-            states[-1].now[at] = (*before.now[at], numbers[at])
-        return states
+    def _expanded(self) -> list[Replica]:
+        """The save in the background may have come to its end."""
+        more = [made for way in self.ways if way.process.background for made in way.after(_finish)]
+        return [*self.ways, *more] if self._is_behind else self.ways
 
-    def _saves(self, before: State, name: str, members: Any) -> list[State]:
-        """With the name or without it; MARKs may have a number already that is later than that of a load."""
-        self.made = name
-        after, begun = before.copy(), before.copy()
-        after.save(name, members, before.now)
-        for moment in begun.moments:
-            moment.older -= set(members)
-        return [before, begun, after]
+    def killed(self) -> None:
+        """The trainer was killed now."""
+        self._removes |= self.inside in REMOVES
+        found = list[Replica]()
+        for way, number in product(self.ways, range(self.ranks)):
+            way.process.draw = Always(number)
+            runs = self._running or [lambda way: None]
+            within = [made for run in runs for made in way.killed_within(run)]
+            found += within
+            if self._is_behind:
+                found += [made for one in within if one.process.background for made in one.killed_within(_finish)]
+                saved = [made for made in way.after(_finish) if way.process.background]
+                found += [made for one in saved for run in runs for made in one.killed_within(run)]
+        self.ways = found
+        for way in self.ways:
+            way.begin()
+        self.ways = list({way.key(): way for way in self.ways}.values())
+        self._running, self._is_behind = [], False
 
-    def _save(self, before: State, member: str, name: str, kind: str = "") -> list[State]:
-        return self._saves(before, name, [NAMES.index(member)])
+    def found(self, rows: Sequence[Sequence[float]], mode: str, names: Names) -> list[Rows]:
+        """The rows that a restart has found, from the steps and the values of key 0. AssertionError."""
+        options, fitting = list[Any](), list[Replica]()
+        for way in self.ways:
+            if not way.fits(names, self._removes):
+                options.append("snapshots")
+                continue
+            (made,) = way.after(lambda way: way.have(names))
+            is_mode = made.can_resume() == (mode == "resume")
+            made.begin(is_lenient=mode == "mixed")
+            try:
+                vector = made.open()
+            except Refused:
+                vector = []
+            options.append((is_mode, vector))
+            if is_mode and _are(vector, rows):
+                fitting.append(made)
+        assert fitting, f"rows of {rows} by {mode}, with {names}, and not one of {options}"
+        self.ways = list({way.key(): way for way in fitting}.values())
+        self.inside, self._removes = "between", False
+        return [*self.ways[0].process.rows.values()]
 
-    _overwrite = _save
-
-    def _save_all(self, before: State, name: str, kind: str = "") -> list[State]:
-        return self._saves(before, name, before.all)
-
-    _checkpoint = _over = _save_all
-
-    def _background(self, before: State, name: str, kind: str) -> list[State]:
-        self.made, self._behind = name, (name, tuple(before.now))
-        return [self._saved_behind(before), before]
-
-    def _state(self, before: State, name: str) -> list[State]:
-        states = [before]
-        for member in before.all:
-            made, after = states[-1].copy(), states[-1].copy()
-            made.save_for_state(member, noted=False)
-            after.save_for_state(member)
-            states += [made, after]
-        return states
-
-    def _load(self, before: State, member: str, name: str) -> list[State]:
-        at = NAMES.index(member)
-        after = before.copy()
-        after.load_alone(at, before.saved[at][name])
-        return [before, before.cleared([at]), after]
-
-    def _load_all(self, before: State, name: str) -> list[State]:
-        return self._loads(before, tuple(of[name] for of in before.saved))
-
-    def _restore(self, before: State, name: str) -> list[State]:
-        linked = before.copy()
-        for saved, steps in zip(linked.saved, self.kept[name], strict=True):
-            saved.setdefault(name, steps)
-        return [before, *self._loads(linked, self.kept[name])]
-
-    def _loads(self, before: State, vector: Vector) -> list[State]:
-        after = before.copy()
-        after.load(vector, before.all)
-        return [*(before.cleared(some) for some in subsets(before.all)), after]
-
-    def _load_state(self, before: State, name: str) -> list[State]:
-        """Members that have the rows of the state already stay as they are."""
-        vector, after = self.kept[name], before.copy()
-        loaded = [at for at in before.all if before.now[at] != vector[at]]
-        if not loaded:
-            return [before]
-        after.load(vector, loaded)
-        after.moments[-1].unwritten, after.moments[-1].older = set(loaded), set(before.all) - set(loaded)
-        return [*(before.cleared(some) for some in subsets(loaded)), after]
-
-    def _prune(self, before: State, member: str = "") -> list[State]:
-        return [before]
-
-    _prune_all = _prune
-
-    def _command(self, before: State, what: str, name: str) -> list[State]:
-        if what == "load_all":
-            after = before.copy()
-            after.load(tuple(of[name] for of in before.saved), before.all, clean=True)
-            return [before, after]
-        return getattr(self, f"_{what}")(before, name)  # type: ignore[no-any-return]
-
-    _live = _command
-
-    def _reopen(self, before: State, member: str) -> list[State]:
-        return [before, self._closed(before, [NAMES.index(member)])]
-
-    def _open(self, before: State) -> list[State]:
-        states = [self._closed(before, some) for some in subsets(before.all)]
-        states[-1].note()
-        states[-1].first = [True for _ in before.all]
-        return states
-
-    def _closed(self, before: State, members: Any) -> State:
-        after = before.copy()
-        for member in members:
-            after.live[member] = after.now[member]
-            if after.loaded[member] is not None:
-                after.base[member], after.loaded[member] = after.now[member], None
-        for moment in after.moments:
-            moment.unwritten -= set(members)
-        return after
-
-    def found(self, rows: Sequence[Sequence[float]], mode: str, names: Names) -> Vector:
-        """The vector of rows that a restart has found, of the steps and the values of key 0. AssertionError."""
-        options = []
-        for state in reversed(self.states):
-            for unsure in (False, True):
-                target = state.target(unsure)
-                vector = state.accepted() if target is None else target
-                options.append((mode == "mixed", vector))
-                is_mode = (target is None) == (mode == "mixed") or (target is None and self._mixed)
-                if is_mode and all(map(_is, vector, rows)) and state.fits(names, self.made or None):
-                    self._go_on(state, vector, names)
-                    return vector
-        raise AssertionError(f"rows of {rows} by {mode}, with {names}, and not one of {options}")
-
-    def _go_on(self, state: State, vector: Vector, names: Names) -> None:
-        """The rows are those of a vector from here on, and are closed."""
-        after = state.copy()
-        after.have(names)
-        for member, steps in enumerate(vector):
-            if after.live[member] != steps:
-                after.base[member] = steps
-        after.now, after.live, after.loaded = list(vector), list(vector), [None] * len(vector)
-        after.first = [True] * len(vector)
-        for moment in after.moments:
-            moment.unwritten.clear()
-        after.note()
-        self.states, self._behind, self.inside, self.made, self._mixed = [after], None, "between", "", False
+    def closed(self) -> None:
+        """The process that found the rows has closed them."""
+        for way in self.ways:
+            way.close()
+            way.begin()
 
 
-def _is(steps: Steps, row: Sequence[float]) -> bool:
+class Always:
+    """A draw that is known."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def randrange(self, count: int) -> int:
+        return min(self.number, count - 1)
+
+
+def _run(operation: str, more: Sequence[Any], way: Replica) -> None:
+    getattr(way, "open_again" if operation == "open" else operation)(*more)
+
+
+def _finish(way: Replica) -> None:
+    way.process.finish_together()
+
+
+def subsets(members: Iterable[str]) -> list[tuple[str, ...]]:
+    members = list(members)
+    return [some for count in range(len(members) + 1) for some in combinations(members, count)]
+
+
+def _are(vector: Sequence[Rows], rows: Sequence[Sequence[float]]) -> bool:
+    return len(vector) == len(rows) and all(map(_is, vector, rows))
+
+
+def _is(steps: Rows, row: Sequence[float]) -> bool:
     return (len(steps), float(-sum(steps))) == (row[0], float(row[1]))
 
 
 class ModelRounds:
     """Runs rounds below a folder. script: what trainers run first, for tests of the harness."""
+
+    ranks = 1
 
     def __init__(self, folder: Path, script: str = "") -> None:
         self.folder, self.script = folder, script
@@ -248,11 +197,12 @@ class ModelRounds:
         place = self.folder / f"round-{plan.seed}"
         (place / "store" / "model").mkdir(parents=True)
         (place / "aside").mkdir()
-        result, allowed = Result(), Allowed(len(plan.dims))
+        result, allowed = Result(), Allowed(len(plan.dims), self.ranks)
         for number, session in enumerate(plan.sessions):
             (place / "trace").write_text("")  # a trainer may be killed before it begins its own
             self._train(place, plan, session, number)
             lines = allowed.follow(place / "log")
+            allowed.killed()
             result.kills[allowed.inside, "at an instant" if session.kill.inside is None else session.kill.when] += 1
             for line in lines:
                 if line["at"] == "end" and line["op"] in SAVES:
@@ -295,6 +245,7 @@ class ModelRounds:
             assert rows == rows_after(steps, dim)
         for one in model.all:
             one.close()
+        allowed.closed()
         return int(mode == "resume")
 
     def _compare(self, path: Path, plan: ModelRound) -> int:

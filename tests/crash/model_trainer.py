@@ -28,8 +28,8 @@ from tierbed.engine.errors import StoreError
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot, list_snapshots
 
-from .model_expected import Steps
 from .model_plan import NAMES, options_of
+from .record_processes import Rows
 from .trainer import WHEN
 
 KEYS = 40
@@ -41,7 +41,7 @@ def keys_of(number: int) -> NDArray[np.int64]:
     return np.unique(np.append((np.arange(9) * 7 + number * 5) % KEYS, 0))
 
 
-def rows_after(steps: Steps, dim: int) -> dict[int, float]:
+def rows_after(steps: Rows, dim: int) -> dict[int, float]:
     """The value of each written row, all its columns alike."""
     rows: dict[int, float] = {}
     for number in steps:

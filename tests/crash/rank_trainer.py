@@ -105,7 +105,10 @@ class RankTrainer(Trainer):
             self.meet()
         if self.world.size == 1:
             self.settle()
-        self.going = None  # what ranks save in the background is dropped
+        elif self.going is not None:  # ranks drop what they save in the background
+            with self.logged("drop", name=self.going[2]):
+                pass
+        self.going = None
 
     def command(self) -> None:
         """The command line between two runs, by rank 0."""

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m crash.record_model --histories 20000 --seed 1
 
-`record_rule` has the rule, `record_processes` the processes that follow it. `Checker` remembers every moment: the rows
-that all stores had side by side. A recovery has to find one of these, none older than the newest that returned saves
-cover, and exactly the last one after a clean end.
+snapshots/store/record.py has the rule, `record_processes` the processes that follow it. `Checker` remembers every
+moment: the rows that all stores had side by side. A recovery has to find one of these, none older than the newest one
+with a begin of a save or an end of a load that returned saves cover, and exactly the last one after a clean end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 
-from .record_processes import Disk, Kill, Reader, Rows, Shards, Trainer
-from .record_rule import EMPTY, FOREVER, Forward, Record, Refused, Snapshots
+from tierbed.snapshots.store.record import EMPTY, FOREVER, Record, Snapshots
+
+from .record_processes import Disk, Forward, Kill, Reader, Refused, Rows, Shards, Trainer
 
 Backup = tuple[dict[str, str], Shards, Record | Forward]  # a folder: snapshots, live rows, MARK
 
@@ -37,12 +38,13 @@ class Checker:
         self.ranks, self.count, self.trainer = ranks, 0, Trainer(self.disk, draw, 0)
         self.current: dict[str, Rows] = dict.fromkeys(stores, ())  # of closed stores, what an open finds
         self.moments: list[dict[str, Rows] | None] = [dict(self.current)]
+        self.counted = {0}  # the moments that the trainer counts
         self.saved: dict[str, dict[str, int]] = {x: {EMPTY: 0} for x in stores}  # id: the first moment that it covers
         self.pending = dict[str, int]()  # the same of saves in the background
         self.changed = dict.fromkeys(stores, 0)  # the moment of the last change
         self.promised: dict[frozenset[str], int] = {}  # by group the newest moment that returned saves cover
         self.durable = dict.fromkeys(stores, True)  # nothing was written since the last save, load or close
-        self.reader, self.lost, self.log = Reader(self.disk), False, list[tuple[object, ...]]()
+        self.reader, self.lost, self.log = Reader(self.disk), set[str](), list[tuple[object, ...]]()
         self.backups: dict[str, Backup] = {}
         self.past: dict[str, set[Rows]] = {x: {()} for x in stores}  # every store's rows, whatever the others had
         self.first = 0  # the moment at which the trainer began: no record has older ones that it completes
@@ -63,6 +65,11 @@ class Checker:
         if not trainer.broken | trainer.diverged and self.current != self.moments[-1]:
             self.moments.append(dict(self.current))
 
+    def count_moment(self) -> None:
+        """The trainer counts the present moment, unless the rows of some stores are of none."""
+        if not self.trainer.broken | self.trainer.diverged:
+            self.counted.add(len(self.moments) - 1)
+
     def require(self, holds: bool, message: str) -> None:
         if not holds:
             raise Violation(message)
@@ -71,17 +78,30 @@ class Checker:
         self.trainer.open(stores)
         for x in stores:
             rows, right = self.trainer.rows[x], self.current[x]
-            self.require(rows == right, f"open of {x}: {rows}, not {right}")
+            if rows != right:
+                together = {y: self.current[y] for y in self.trainer.at} | {x: rows}
+                goes_back = not self.durable[x] and self.is_moment(together)
+                self.require(goes_back, f"open of {x}: {rows}, not {right}")
+                self.changed[x] = len(self.moments)
+
+    def is_moment(self, rows: dict[str, Rows]) -> bool:
+        """Whether these stores had the rows side by side, and no save of all of them has returned since."""
+        since = self.promised.get(frozenset(rows), 0)
+        return any(m is not None and rows.items() <= m.items() for m in self.moments[since:])
+
+    def lock(self) -> None:
+        self.trainer.lock()
 
     def train_reader(self) -> None:
         """The reader begins to train. It may be refused, and never trains other rows than the store's."""
         reader, self.reader = self.reader, Reader(self.disk)
         self.trainer.open(list(reader.rows), reader)
+        self.trainer.lock()
         for x, rows in reader.rows.items():
             self.require(rows == self.current[x], f"a reader trains {rows} of {x}, not {self.current[x]}")
 
     def read(self, store: str) -> None:
-        is_free = self.disk.leads_to(store) != self.trainer.group
+        is_free = self.disk.leads_to(store) != self.trainer.group or not self.trainer.group
         self.reader.open(store, is_free)
         rows, right = self.reader.rows[store], self.current[store]
         self.require(rows == right, f"a reader of {store} gets {rows}, not {right}")
@@ -94,6 +114,7 @@ class Checker:
 
     def save(self, stores: str, name: str) -> None:
         self.count += 1
+        self.count_moment()
         self.trainer.save(stores, name, f"{name}-{self.count}")
         self.durable.update(dict.fromkeys(stores, True))
         self.promise({x: f"{name}-{self.count}{x}" for x in stores})
@@ -103,7 +124,8 @@ class Checker:
             self.saved[x].setdefault(snapshot, self.changed[x])
         group = frozenset(self.trainer.at)
         saved = {x: [s for s in self.saved[x].items() if self.trainer.exists(x, s[0])] for x in group}
-        for i in range(len(self.moments) - 1, max(self.first, self.promised.get(group, 0)) - 1, -1):
+        first = max(self.first, self.promised.get(group, 0))
+        for i in sorted((i for i in self.counted if i >= first), reverse=True):
             moment = self.moments[i]
             if moment and all(
                 any(first <= i and self.disk.contents[s] == moment[x] for s, first in saved[x]) for x in group
@@ -113,6 +135,7 @@ class Checker:
 
     def background(self, stores: str, name: str) -> None:
         self.count += 1
+        self.count_moment()
         self.trainer.begin_background(stores, name, f"{name}-{self.count}")
         for x in stores:
             self.pending[x] = self.changed[x]
@@ -134,6 +157,7 @@ class Checker:
             self.moments[-1] = None
         else:
             self.durable.update(dict.fromkeys(snapshots, True))
+            self.count_moment()
 
     def prune(self, store: str) -> None:
         self.trainer.prune(store)
@@ -144,9 +168,13 @@ class Checker:
         self.current[store] = self.trainer.rows[store]
         self.trainer.close(store)
         self.durable[store] = store not in self.trainer.broken | self.trainer.diverged
+        if not self.trainer.rows:  # the next open recovers
+            self.settle(None if self.trainer.broken | self.trainer.diverged else dict(self.current))
+            self.trainer.broken.clear()
+            self.trainer.diverged.clear()
 
     def require_excuse(self, refused: Refused) -> None:
-        excused = self.lost or self.log[-1][0] == "train_reader" or self.trainer.broken | self.trainer.diverged
+        excused = bool(self.lost) or self.log[-1][0] == "train_reader" or self.trainer.broken | self.trainer.diverged
         self.require(bool(excused), f"refused: {refused}")
 
     # between two trainers
@@ -205,16 +233,16 @@ class Checker:
         """A user puts back an older copy of the folder. It may lose what saves promised, but not mix moments."""
         if store in self.backups:
             self.put_folder(store, self.backups[store])
-            self.accept_loss()
+            self.accept_loss(store)
             self.check_pairs(self.current, list(self.stores))
 
     def delete_snapshot(self, store: str) -> None:
         if names := self.disk.names[store]:
             names.pop(self.draw.choice(sorted(names)))
-            self.accept_loss()
+            self.accept_loss(store)
 
-    def accept_loss(self) -> None:
-        self.lost = True
+    def accept_loss(self, store: str) -> None:
+        self.lost.add(store)
         self.promised.clear()
         self.saved = {x: {} for x in self.stores}  # an entry may have named the one that is gone
         self.current = self.check(None)
@@ -224,11 +252,15 @@ class Checker:
         trainer, self.disk.budget = self.trainer, FOREVER
         clean = not killed and not trainer.broken | trainer.diverged
         untouched = killed and self.before == (self.disk.writes, True)
-        recovered = self.check(dict(self.current) if clean or untouched else None)
+        self.settle(dict(self.current) if clean or untouched else None)
         self.trainer = Trainer(self.disk, self.draw, trainer.run + 1)
-        self.current, self.durable = recovered, dict.fromkeys(self.stores, True)
-        self.moments.append(dict(recovered))
+
+    def settle(self, right: dict[str, Rows] | None) -> None:
+        """What the next open finds is what counts from here on."""
+        self.current, self.durable = self.check(right), dict.fromkeys(self.stores, True)
+        self.moments.append(dict(self.current))
         self.first = len(self.moments) - 1
+        self.counted.add(self.first)
 
     def check(self, right: dict[str, Rows] | None) -> dict[str, Rows]:
         groups: dict[str, list[str]] = {}
@@ -240,6 +272,8 @@ class Checker:
                 rows[x] = self.disk.rows(x, entry)
         self.require(right is None or rows == right, f"left with {right}, found {rows}")
         for group, first in self.promised.items():
+            if any(self.lost.intersection(members) for members in groups.values() if group.intersection(members)):
+                continue  # all go back further if one has to
             kept = any(m and all(m[x] == rows[x] for x in group) for m in self.moments[first:])
             self.require(kept, f"lost: {self.moments[first]} was saved, found {rows}")
         for members in groups.values():
@@ -302,7 +336,7 @@ class History:
                 checker.end(killed)
                 self.between()
             except Refused as refused:
-                checker.require(checker.lost, f"refused, though no folder was touched: {refused}")
+                checker.require(bool(checker.lost), f"refused, though no folder was touched: {refused}")
                 break
         return self.kills
 

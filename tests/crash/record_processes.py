@@ -1,7 +1,7 @@
-"""Processes that follow the rule of `record_rule`, and the disk that survives them, for the model checker.
+"""Processes that follow the rule of snapshots/store/record.py, and the disk that survives them, for the model checker.
 
-`Disk` has the folders and records. `Trainer` holds the group's lock, `Reader` does not. Rows are the tuple of the
-writes that made them.
+`Disk` has the folders and records. `Trainer` holds the group's lock, as snapshots/store/group.py does, `Reader` does
+not. Rows are the tuple of the writes that made them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .record_rule import (
+from tierbed.snapshots.store.record import (
     EMPTY,
     FOREVER,
     NOTHING,
     Entry,
-    Folder,
-    Forward,
-    Live,
+    Files,
+    Interval,
     Record,
-    Refused,
     Snapshots,
-    Span,
     choose,
     needed,
     newest_moment,
@@ -32,11 +29,22 @@ from .record_rule import (
 
 Rows = tuple[int, ...]
 HALF: Rows = (-1,)  # rows that a write has begun to change
-Shards = list[tuple[Live | None, Rows]]
+Shards = list[tuple[str | None, Rows]]  # the version in its clean marker, and the rows
 
 
 class Kill(Exception):
     """The process is killed before its next durable write."""
+
+
+class Refused(Exception):
+    """An error that the user sees. Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Where a group went. The MARK of a store in a larger group is such a forward, too."""
+
+    key: str
 
 
 # ---- what survives a kill ------------------------------------------------------------------------------------------
@@ -87,8 +95,11 @@ class Disk:
     def snapshots(self, store: str) -> list[str]:
         return [s for name, s in self.names[store].items() if not name.startswith(".tmp-")]
 
-    def folder(self, store: str) -> Folder:
-        return Folder([marker for marker, _ in self.live[store]], self.names[store].values())
+    def folder(self, store: str) -> Files:
+        return Files([marker for marker, _ in self.live[store]], self.names[store].values())
+
+    def discard_live(self, store: str) -> None:
+        self.live[store] = [(None, HALF)] * len(self.live[store])
 
     def rows(self, store: str, entry: Entry) -> Rows:
         if entry.live:
@@ -97,98 +108,134 @@ class Disk:
         return HALF if entry.snapshot is None else self.contents[entry.snapshot]
 
     def target(self, key: str) -> dict[str, Entry]:
-        return choose(self.record(key), {x: self.folder(x) for x in self.members(key)})
+        chosen = choose(self.record(key), {x: self.folder(x) for x in self.members(key)})
+        if chosen is None:
+            raise Refused("no moment has the rows of every store: lists the snapshots of each")
+        return chosen
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """Holds the lock of a group. `at` has an entry for every member from the lock on, open or closed.
+    """Opens stores without a lock, and takes that of their group before it first writes their record.
 
-    `clock` counts changes of rows; a moment is its value between two of them. `spans` says when a store had the rows of
-    a snapshot. A store in `broken` has half-written rows until it is loaded; the shards of a store in `diverged` are at
-    different steps, and no rank knows.
+    `at` has an entry for every member from then on, open or closed. `clock` counts the moments: each begin of a save
+    and end of a load is one, not each step. `spans` says during which of them a store had the rows of a snapshot. A
+    store in `broken` has half-written rows until it is loaded; the shards of a store in `diverged` are at different
+    steps, and no rank knows.
     """
 
     def __init__(self, disk: Disk, draw: random.Random, run: int) -> None:
         self.disk, self.draw, self.run, self.clock, self.group = disk, draw, run, 0, ""
-        self.rows, self.at = dict[str, Rows](), dict[str, Entry]()
-        self.spans, self.since = dict[str, list[Span]](), dict[str, int]()
-        self.background = dict[str, tuple[str, str, Rows, Span]]()  # by store: name, id, rows, span
+        self.rows, self.entries, self.at = dict[str, Rows](), dict[str, Entry](), dict[str, Entry]()
+        self.spans, self.since, self.writes = dict[str, list[Interval]](), dict[str, int](), 0
+        self.background = dict[str, tuple[str, str, Rows, Interval]]()  # by store: name, id, rows, span
         self.broken, self.diverged = set[str](), set[str]()
+        self.noted = set[str]()  # stores of which the record says that they are being written
 
     def open(self, stores: Collection[str], reader: Reader | None = None) -> None:
-        """Take the locks, recover, join; a reader that begins to train passes its stores."""
+        """reader: what opened the stores already."""
         for x in stores:
             self.separate_copy(x)
-        groups = sorted({self.disk.leads_to(x) for x in stores} - {self.group})
-        for key in groups:
-            self.lock(key)
-        keys = [*filter(None, [self.group]), *groups]
-        if len(keys) > 1:
-            self.join(keys)
-        else:
-            self.group = keys[0]
-        for x in stores:
-            if usable(self.at[x], self.disk.folder(x)) == NOTHING:
-                raise Refused(f"{x} was not closed cleanly: close all stores, so that the next open recovers")
-            if reader and not self.is_current(x, reader.entries[x]):
-                raise Refused(f"{x} was recovered meanwhile: open it again")
-            self.rows[x] = reader.rows[x] if reader else self.disk.rows(x, self.at[x])
+            self.entries[x] = reader.entries[x] if reader else self.entry_of(x)
+            self.rows[x] = reader.rows[x] if reader else self.disk.rows(x, self.entries[x])
+            if not self.entries[x].live:
+                self.disk.discard_live(x)
 
-    def is_current(self, store: str, entry: Entry) -> bool:
-        return self.at[store] == entry
+    def entry_of(self, store: str) -> Entry:
+        """What a store opens with. One that was not closed cleanly beside others: the commit, if they are at that."""
+        key = self.disk.leads_to(store)
+        if key != self.group:
+            return self.disk.target(key)[store]
+        entry, commit = usable(self.at[store], self.disk.folder(store)), self.disk.record(key).commit
+        if entry != NOTHING:
+            return entry
+        if all(self.at[x].snapshot == snapshot for x, snapshot in commit.items() if x != store):
+            return Entry(commit[store])
+        raise Refused(f"{store} was not closed cleanly: close all stores, so that the next open recovers")
+
+    def is_current(self, store: str, target: Entry) -> bool:
+        entry = self.entries[store]
+        return bool(
+            (entry.live and entry.live == target.live) or (entry.snapshot and entry.snapshot == target.snapshot)
+        )
 
     def separate_copy(self, path: str) -> None:
         """A folder whose record lists another path for the store is a copy: it becomes a store alone."""
         record = self.disk.record(self.disk.leads_to(path))
         if path not in record.now:
-            entry = choose(record, {path[0]: self.disk.folder(path)})[path[0]]
+            entry = (choose(record, {path[0]: self.disk.folder(path)}) or {})[path[0]]
             snapshots = {path: entry.snapshot or EMPTY}
             self.disk.put(path, Record({path: entry}, snapshots, snapshots))
 
-    def lock(self, key: str) -> None:
-        record, target = self.disk.record(key), self.disk.target(key)
+    def lock(self) -> None:
+        """Take the locks of the groups of all open stores, recover, join."""
+        groups = sorted({self.disk.leads_to(x) for x in self.rows} - {self.group})
+        for key in groups:
+            self.recover(key)
+        keys = [*filter(None, [self.group]), *groups]
+        if len(keys) > 1:
+            self.join(keys)
+        else:
+            self.group = keys[0]
+
+    def targets(self, key: str) -> dict[str, Entry]:
+        return self.disk.target(key)
+
+    def recover(self, key: str) -> None:
+        record, target = self.disk.record(key), self.targets(key)
+        for x in self.rows.keys() & target.keys():
+            if not self.is_current(x, target[x]):
+                raise Refused(f"{x} was recovered meanwhile: open it again")
         whole = {x: entry.snapshot for x, entry in target.items() if entry.snapshot}
         recovered = next_record(record, target, whole if len(whole) == len(target) else None)
+        if record.trained:  # its process was killed
+            recovered = replace(recovered, trained=frozenset(), parents={**record.parents, **whole})
         if recovered != record:
             self.disk.put(key, recovered)
         for x, entry in target.items():
             # Groups that were never trained together fit at any moments, so these rows count from the process's first.
             self.at[x], self.since[x] = entry, 0
-            self.spans[x] = [Span(entry.snapshot, 0)] if entry.snapshot else []
-            self.sweep(x, recovered)
+            self.spans[x] = [Interval(entry.snapshot, 0)] if entry.snapshot else []
 
     def join(self, keys: Sequence[str]) -> None:
         """One record for all, then each old one leads to it. A kill leaves each old group whole, here or there."""
         self.group = f"g{self.run}-{self.clock}-{self.disk.writes}"
-        joined = union([self.disk.record(key) for key in keys], self.at)
+        joined = replace(union([self.disk.record(key) for key in keys], self.at), joining=True)
         self.disk.put(self.group, joined)
         for key in keys:
             self.disk.put(key, Forward(self.group))
-        self.disk.put(self.group, replace(joined, joining=False))
+        self.write_record()
         for x in self.at:  # forwards of forwards; a kill leaves both ways
             self.disk.put(x, Forward(self.group))
         for key in keys:
             if key not in self.at:
                 self.disk.write(lambda key=key: self.disk.files.pop(key))
 
-    def write_record(self) -> None:
-        record = self.disk.record(self.group)
-        spans = {x: [s for s in self.spans[x] if self.exists(x, s.snapshot)] for x in self.at}
-        after = next_record(record, self.at, newest_moment(spans, self.clock))
+    def write_record(self, parents: Snapshots | None = None, trained: str = "", untrained: str = "") -> None:
+        self.forget_removed()
+        record, found = self.disk.record(self.group), newest_moment(self.spans, self.clock)
+        moment, snapshots = found or (0, None)
+        after = next_record(record, self.at, snapshots)
+        now_trained = (after.trained | {*trained.split()}) - {*untrained.split()}
+        after = replace(after, trained=now_trained, parents={**record.parents, **(parents or {})})
         if after != record:
             self.disk.put(self.group, after)
+        if snapshots is not None and after.commit == snapshots:
+            self.spans = {x: [span for span in spans if span.last >= moment] for x, spans in self.spans.items()}
+
+    def forget_removed(self) -> None:
+        for x, spans in self.spans.items():
+            self.spans[x] = [span for span in spans if self.exists(x, span.snapshot)]
 
     def exists(self, store: str, snapshot: str) -> bool:
         return snapshot == EMPTY or snapshot in self.disk.names[store].values()
 
     def clear_live_entry(self, store: str) -> None:
         """Describe the moment before a write, without the live part that the write will change."""
-        if self.disk.record(self.group).now[store].live:
-            self.at[store] = Entry(self.at[store].snapshot)
-            self.write_record()
+        self.at[store] = Entry(self.at[store].snapshot)
+        self.write_record(trained=store)
 
     def clear_markers(self, store: str) -> None:
         for i, (marker, rows) in enumerate(self.disk.live[store]):
@@ -196,19 +243,25 @@ class Trainer:
                 self.disk.write(lambda i=i, rows=rows: self.disk.live[store].__setitem__(i, (None, rows)))
 
     def begin_write(self, store: str) -> None:
-        self.clear_live_entry(store)
-        self.clear_markers(store)
-        self.at[store] = NOTHING
+        if store not in self.noted:
+            self.lock()
+            if store not in self.disk.record(self.group).trained:
+                self.clear_live_entry(store)
+            self.clear_markers(store)
+            self.at[store] = NOTHING
+            self.noted.add(store)
         self.overwrite(store)
 
     def overwrite(self, store: str) -> None:
         """The first row changes: snapshots of the old rows end with the present moment."""
         self.disk.live[store] = [(marker, HALF) for marker, _ in self.disk.live[store]]
-        self.spans[store] = [s._replace(last=min(s.last, self.clock)) for s in self.spans[store]]
-        if store in self.background:
-            name, snapshot, rows, span = self.background[store]
-            self.background[store] = name, snapshot, rows, span._replace(last=min(span.last, self.clock))
+        self.end_spans(store)
         self.since[store] = self.clock + 1
+        self.writes += 1
+
+    def end_spans(self, store: str) -> None:
+        for span in [*self.spans[store], *(self.background[x][3] for x in self.background if x == store)]:
+            span.end(self.clock)
 
     def step(self, stores: Collection[str], write: int, fails: bool = False, diverges: bool = False) -> None:
         """A joint write, also a load of some rows. It may fail within a store, or at a rank that others do not miss."""
@@ -218,7 +271,6 @@ class Trainer:
             self.rows[x] = (*self.rows[x], write)
         self.broken |= set(stores) if fails else set()
         self.diverged |= {self.draw.choice(sorted(stores))} if diverges else set()
-        self.clock += 1
 
     def publish(self, store: str, name: str, snapshot: str, rows: Rows) -> None:
         """Write a temporary folder and rename it, or exchange it with the old snapshot of that name."""
@@ -232,52 +284,67 @@ class Trainer:
 
     def retain_replaced(self, store: str, old: str) -> None:
         """Link the old snapshot under its id first: after the exchange a kill leaves it in a temporary folder."""
-        if old in needed(self.disk.record(self.group), self.at, store):
+        if old in needed(self.disk.record(self.disk.leads_to(store)), store):
             self.disk.write(lambda: self.disk.names[store].__setitem__(f"replaced-{old}", old))
 
-    def count_snapshot(self, store: str, snapshot: str, span: Span) -> None:
+    def count_snapshot(self, store: str, snapshot: str, span: Interval) -> None:
         self.spans[store].append(span)
         if span.last == FOREVER:
             self.at[store] = Entry(snapshot, self.at[store].live)
 
+    def capture(self, store: str) -> None:
+        """A save begins, at a moment of its own."""
+        self.clock += 1
+        self.noted.discard(store)
+
     def save(self, stores: Collection[str], name: str, snapshot: str) -> None:
+        self.lock()
+        for x in stores:
+            self.capture(x)
         for x in stores:
             self.publish(x, name, snapshot + x, self.rows[x])
         for x in stores:
-            self.count_snapshot(x, snapshot + x, Span(snapshot + x, self.since[x]))
-        self.write_record()
+            self.count_snapshot(x, snapshot + x, Interval(snapshot + x, self.since[x]))
+        self.write_record({x: snapshot + x for x in stores})
         for x in stores:
             self.sweep(x, self.disk.record(self.group))
 
     def begin_background(self, stores: Collection[str], name: str, snapshot: str) -> None:
+        self.lock()
         for x in stores:
-            self.background[x] = name, snapshot + x, self.rows[x], Span(snapshot + x, self.since[x])
+            self.capture(x)
+            self.background[x] = name, snapshot + x, self.rows[x], Interval(snapshot + x, self.since[x])
 
     def finish_background(self, store: str) -> None:
         name, snapshot, rows, _ = self.background[store]
         self.publish(store, name, snapshot, rows)
         self.count_snapshot(store, snapshot, self.background.pop(store)[3])
-        self.write_record()
+        self.write_record({store: snapshot})
 
     def load(self, snapshots: Snapshots, fails_in: str = "") -> None:
-        """The rows are verified. The record goes first, so a kill finishes the load; a failure takes it back."""
-        previous = dict(self.at)
+        """The rows are verified. The record goes first, so a kill finishes the load; a failure takes it back.
+
+        If it had replaced some rows, none of the stores may be written before it is loaded.
+        """
+        self.lock()
+        previous, done = dict(self.at), list[str]()
         self.at.update({x: Entry(snapshot) for x, snapshot in snapshots.items()})
-        self.write_record()
+        self.write_record(snapshots)
         for x, snapshot in snapshots.items():
             self.clear_markers(x)
             self.overwrite(x)
-            previous[x] = NOTHING
+            self.noted.discard(x)
             if x == fails_in:
-                self.broken.add(x)
-                self.clock += 1
-                self.take_back(previous)
+                self.broken.update(snapshots if done else {x})
+                for y in self.broken.intersection(snapshots):
+                    self.end_spans(y)
+                self.take_back({y: NOTHING if y in self.broken else entry for y, entry in previous.items()})
                 return
             self.rows[x] = self.disk.contents[snapshot]
-            previous[x] = Entry(snapshot)
-            self.spans[x].append(Span(snapshot, self.since[x]))
-            self.broken.discard(x)
-            self.diverged.discard(x)
+            self.spans[x].append(Interval(snapshot, self.since[x]))
+            done.append(x)
+        self.broken.difference_update(snapshots)
+        self.diverged.difference_update(snapshots)
         self.clock += 1
 
     def take_back(self, at: Mapping[str, Entry]) -> None:
@@ -286,18 +353,31 @@ class Trainer:
 
     def close(self, store: str) -> None:
         """Ranks close one by one, and rank 0 writes the record without waiting for the others."""
-        rows = self.rows.pop(store)
-        if store in self.broken or self.at[store].live:
-            return
-        live, shards = (self.run, self.since[store]), self.disk.live[store]
-        record_after = self.draw.randrange(len(shards))
-        for i in range(len(shards)):
-            late = store in self.diverged and i == len(shards) - 1 > 0
-            shard = ((self.run, live[1] - 1), HALF) if late else (live, rows)
-            self.disk.write(lambda i=i, shard=shard: shards.__setitem__(i, shard))
-            if i == record_after:
-                self.at[store] = Entry(self.at[store].snapshot, live)
-                self.write_record()
+        marker = self.disk.live[store][0][0]
+        record = self.disk.record(self.disk.leads_to(store))
+        is_noted = marker is not None and marker == record.now[store].live
+        if store not in self.broken and not is_noted:
+            self.lock()
+            live, shards = marker or f"{self.run}:{self.writes}", self.disk.live[store]
+            record_after = self.draw.randrange(len(shards))
+            for i in range(len(shards)):
+                late = store in self.diverged and i == len(shards) - 1 > 0
+                shard = (f"{live}-before", HALF) if late else (live, self.rows[store])
+                if shards[i] != shard:
+                    self.disk.write(lambda i=i, shard=shard: shards.__setitem__(i, shard))
+                if i == record_after:
+                    self.at[store] = Entry(self.at[store].snapshot, live)
+                    self.write_record(untrained=store)
+        self.leave(store)
+
+    def leave(self, store: str) -> None:
+        """The store is no longer open."""
+        del self.rows[store]
+        self.noted.discard(store)
+        if not self.rows:  # the lock is free
+            self.group = ""
+            self.at.clear()
+            self.spans.clear()
 
     def sweep(self, store: str, record: Record) -> None:
         """Remove what a killed save left, and replaced snapshots that the record no longer needs."""
@@ -307,10 +387,10 @@ class Trainer:
         self.remove(store, [name for name in names if name.startswith("replaced-")], record)
 
     def prune(self, store: str) -> None:
-        self.remove(store, list(self.disk.names[store]), self.disk.record(self.group))
+        self.remove(store, list(self.disk.names[store]), self.disk.record(self.disk.leads_to(store)))
 
     def remove(self, store: str, names: Iterable[str], record: Record) -> None:
-        keep = needed(record, self.at, store)
+        keep = needed(record, store)
         for name in names:
             if self.disk.names[store][name] not in keep:
                 self.disk.write(lambda name=name: self.disk.names[store].pop(name))
@@ -334,4 +414,4 @@ class Reader:
             raise Refused(f"{store} was not closed cleanly")
         self.entries[store], self.rows[store] = entry, self.disk.rows(store, entry)
         if lock_is_free and not entry.live:  # rows of a snapshot may replace the live rows
-            self.disk.live[store] = [(None, HALF)] * len(self.disk.live[store])
+            self.disk.discard_live(store)

@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 
+from tierbed.snapshots.store import record as rule
+from tierbed.snapshots.store.record import EMPTY, FOREVER, NOTHING, Entry, Record, next_record, union, usable
+
 from . import record_processes as processes
 from .record_model import Checker, History, Violation
-from .record_processes import Kill, Reader, Trainer
-from .record_rule import EMPTY, FOREVER, NOTHING, Entry, Forward, Record, Refused, next_record, union, usable
+from .record_processes import Forward, Kill, Reader, Refused, Trainer
 
 HISTORIES = 2500
 MAX_HISTORIES = 3000  # until a fault is found; the slowest takes 598
 
 
-def newest_or_none(spans: Mapping[str, Any], clock: int) -> Mapping[str, str] | None:
+def newest_or_none(spans: Mapping[str, Any], clock: int) -> tuple[int, Mapping[str, str]] | None:
     """The commit is only the last write's entries, if all have a snapshot."""
-    last = {x: next((s.snapshot for s in store if s.last == FOREVER), None) for x, store in spans.items()}
-    return None if None in last.values() else last
+    last = {x: next((s.snapshot for s in store if s.last == FOREVER), "") for x, store in spans.items()}
+    return (clock, last) if all(last.values()) else None
 
 
 def copy_is_member(trainer: Trainer, path: str) -> None:
@@ -87,7 +89,7 @@ def choose_own(record: Record, folders: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def first_shard_only(entry: Entry, folder: Any) -> Entry:
-    return usable(entry, folder._replace(markers=folder.markers[:1]))
+    return usable(entry, folder._replace(live=folder.live[:1]))
 
 
 def patch(owner: Any, name: str, value: object) -> Callable[[Any], None]:
@@ -110,16 +112,19 @@ FAULTS: dict[str, Callable[[Any], None]] = {
         lambda record, at, moment: next_record(record, at, {x: e.snapshot or record.commit[x] for x, e in at.items()}),
     ),
     "recovery: of each store alone": patch(processes, "choose", choose_own),
-    "prune: what the commit needs": patch(processes, "needed", lambda record, at, x: {record.now[x].snapshot}),
+    "prune: what the commit needs": patch(processes, "needed", lambda record, x: {record.now[x].snapshot}),
     "overwrite: exchange without a link": patch(Trainer, "retain_replaced", exchange_only),
     "background: counts for the present rows": patch(Trainer, "count_snapshot", count_at_present),
     "background: older than the last write is dropped": patch(Trainer, "count_snapshot", count_newer_than_last_write),
+    "background: its moment is that of the last save before it": patch(
+        Trainer, "capture", lambda trainer, store: trainer.noted.discard(store)
+    ),
     "load: a failure takes nothing back": patch(Trainer, "take_back", lambda trainer, at: None),
     "write: no clean marker and no live entry is cleared": both_clears_left_out,
     "close: a store that was not closed cleanly has its old entry": patch(Trainer, "close", forget_at_close),
     "reader: trains what it read": patch(Trainer, "is_current", lambda trainer, store, entry: True),
     "reader: opens its own entry after a kill": patch(Reader, "open", read_own_entry),
-    "ranks: the first shard decides": patch(processes, "usable", first_shard_only),
+    "ranks: the first shard decides": patch(rule, "usable", first_shard_only),
     "folder: a missing one is no member": patch(processes.Disk, "members", lenient_members),
     "folder: a copy is the member": patch(Trainer, "separate_copy", copy_is_member),
     "join: forwards go first": patch(Trainer, "join", forward_first),
@@ -184,9 +189,22 @@ def test_a_kill_in_a_load_beside_a_reopened_store_forgets_or_finishes_it() -> No
 @pytest.mark.parametrize("unsaved", [[], [("step", "c")]], ids=["clean", "written"])
 def test_a_kill_at_each_write_of_a_join_leaves_each_group_whole(unsaved: list[tuple[Any, ...]]) -> None:
     parts = [*TOGETHER, ("close", "a"), ("close", "b"), ("end",), ("open", "c"), ("step", "c"), ("save", "c", "alone")]
-    kills = [checker for write in range(20) if (checker := kill([*parts, *unsaved, ("open", "ab")], write))]
+    kills = [checker for write in range(20) if (checker := kill([*parts, *unsaved, ("open", "ab"), ("lock",)], write))]
     assert len(kills) == 8  # the union, two forwards, the end of the join, three MARKs, the old GROUP file
     assert [checker.current for checker in kills] == [{"a": (1, 3), "b": (1, 3), "c": (5,)}] * 8
+
+
+def test_a_snapshot_that_was_removed_is_of_no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice a save of a in the background ends when the snapshot of b, of the same moment, is gone."""
+    of_one_store = [("background", "a", "slow"), ("save", "b", "once"), ("step", "ab"), ("save", "b", "after")]
+    once_more = [("step", "ab"), *of_one_store, ("prune", "b"), ("finish", "a")]
+    history = [*TOGETHER, *once_more, *once_more, ("step", "ab"), ("save", "a", "last")]
+    checker = kill(history, 0)
+    assert checker
+    assert checker.current == {"a": (1, 3), "b": (1, 3), "c": ()}
+    monkeypatch.setattr(Trainer, "forget_removed", lambda trainer: None)
+    with pytest.raises(Refused, match="no moment"):
+        kill(history, 0)
 
 
 def test_a_folder_from_before_the_join_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

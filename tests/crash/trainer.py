@@ -16,9 +16,13 @@ from typing import Any
 from support.embeddings import contents
 from support.limits import descriptors
 from tierbed import TierbedError, cli
-from tierbed.engine.table.background_save import BackgroundSave
+from tierbed.engine.table.background_save import SaveHandle
 from tierbed.snapshots import Snapshot, list_snapshots
-from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.files.reader import name_of
+from tierbed.snapshots.store.folder_state import FolderState
+from tierbed.snapshots.store.group_file import GroupFile
+from tierbed.snapshots.store.record import EMPTY
+from tierbed.snapshots.store.retention import is_replaced
 
 from .history import History, in_order
 from .plan import WEIGHTS, draw_store
@@ -53,7 +57,7 @@ class Trainer:
         self.store_path = path / "rows"
         self.chance = random.Random(plan["seed"])
         self.saved = 0
-        self.going: tuple[BackgroundSave | None, contextlib.AbstractContextManager[Any]] | None = None
+        self.going: tuple[SaveHandle | None, contextlib.AbstractContextManager[Any], str] | None = None
         self._files = files
         self._shim = ctypes.CDLL(None)
         self._recovered = Recovered()
@@ -102,11 +106,12 @@ class Trainer:
         line = {"name": self.any_name(None), "step": self.step}
         logged = self.logged("background", **line)
         logged.__enter__()
-        self.going = self.embedding.save_snapshot(line["name"], background=True, overwrite=True), logged
+        saving = self.embedding.save_snapshot(line["name"], background=True, overwrite=True)
+        self.going = saving, logged, line["name"]
 
     def settle(self) -> None:
         if self.going is not None:
-            saving, logged = self.going
+            saving, logged, _ = self.going
             assert saving is not None
             saving.wait()
             logged.__exit__(None, None, None)
@@ -174,9 +179,8 @@ class Trainer:
         self.open(self.draw())
 
     def command_save(self) -> None:
-        folder = StoreFolder(self.store_path)
-        with folder:
-            parent = folder.recovery_snapshot
+        file = GroupFile(FolderState(self.store_path))
+        parent = name_of(file.folder.snapshots, file.record.parents.get(file.store, EMPTY))
         kind = self.any_kind(parent)
         parent = parent if kind == "incremental" else None
         name = self.any_name(parent)
@@ -223,7 +227,7 @@ class Trainer:
 
     def any_name(self, parent: str | None) -> str:
         """A new one, or that of a snapshot which one over `parent` may replace."""
-        snapshots = list_snapshots(self.store_path / "snapshots").snapshots
+        snapshots = self.snapshots()
         over = {parent, *(s.manifest.parent.name for s in snapshots if s.manifest.parent)}
         free = [snapshot.name for snapshot in snapshots if snapshot.name not in over]
         return self.chance.choice(free) if free and self.chance.random() < 0.3 else self.new_name()
@@ -236,8 +240,13 @@ class Trainer:
     def any_rule(self) -> dict[str, Any]:
         return {"keep_last": self.chance.randint(1, 3), "keep_every": self.chance.choice([None, 3, 10])}
 
+    def snapshots(self) -> list[Snapshot]:
+        """Those with a name of the user's. Others come and go with the save of rank 0."""
+        found = list_snapshots(self.store_path / "snapshots").snapshots
+        return [snapshot for snapshot in found if not is_replaced(snapshot.folder)]
+
     def any_snapshot(self) -> Snapshot | None:
-        snapshots = list_snapshots(self.store_path / "snapshots").snapshots
+        snapshots = self.snapshots()
         return self.chance.choice(snapshots) if snapshots else None
 
     @contextlib.contextmanager

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from support.cells import rotated
 from support.cuda_tables import on_devices
+from tierbed.engine.ops.batch import Gradients
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.options.lookup import Gradients, Lookup
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.options.table_spec import TableSpec, table_spec
 from tierbed.engine.processors.cpu import CpuProcessor
 from tierbed.engine.processors.cuda import CudaProcessor
+from tierbed.engine.processors.processor import by_owner
 
 pytestmark = pytest.mark.op
 
@@ -107,7 +109,7 @@ def test_nothing_to_sum_and_no_rows(device: Device) -> None:
         grads = [torch.zeros((*lookup.shape, DIM), device=both.device) for lookup in given]
         there = Gradients(both.there_given, grads, [None] * len(given), torch.float32)
         assert both.on_device.sum_gradients(both.batch, there).shape == (0, DIM)
-        assert both.on_device.by_owner(both.batch, 3, 2).counts == [0, 0, 0]
+        assert by_owner(both.on_device.unique_rows(both.batch), 3, 2).counts == [0, 0, 0]
         both.on_device.set_lines(both.batch, torch.zeros((0, DIM), device=both.device), np.zeros(0, np.int64))
 
 
@@ -115,7 +117,8 @@ def test_nothing_to_sum_and_no_rows(device: Device) -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 1024])
 def test_rows_by_owner(device: Device, ranks: int) -> None:
     both = Both(device, lookups()[0])
-    here, there = (p.by_owner(b, ranks, ranks - 1) for p, b in ((both.here, both.host), (both.on_device, both.batch)))
+    pairs = ((both.here, both.host), (both.on_device, both.batch))
+    here, there = (by_owner(p.unique_rows(b), ranks, ranks - 1) for p, b in pairs)
     assert there.counts == here.counts
     order = there.positions
     assert sorted(order.tolist()) == list(range(len(order)))

@@ -116,7 +116,7 @@ def closes(world: World, folder: Path) -> bool:
     embedding = make(options("host", folder), "sgd", tables=1, world=world)
     train(embedding, KEYS)
     (folder / f"ready-{world.rank}").touch()
-    requests = embedding.table_handle()._requests  # type: ignore[union-attr]
+    requests = embedding.table_handle().requests  # type: ignore[union-attr]
     while world.rank == 0 and not requests.is_wanted():
         pass
     embedding.close()

@@ -30,6 +30,7 @@ from tierbed import (
     export_snapshot,
 )
 from tierbed.distributed import World
+from tierbed.embedding.model_snapshots import save_rows
 from tierbed.engine import _core
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.row_format import row_dtype
@@ -212,7 +213,7 @@ def save_over_one_of_the_background(world: World, folder: Path) -> str:
         step(embedding)
         save: Any = embedding.save_snapshot("s", background=True)
         save._threads[0].wait()  # written on all ranks, which have not compared them
-        said = fails(lambda: embedding.table_handle().check_not_saving("saving"), StoreError)
+        said = fails(lambda: embedding.table_handle().snapshots.check_not_saving(), StoreError)
         assert save.wait()
         embedding.save_snapshot("t")
     return said
@@ -379,8 +380,8 @@ def rows_of_a_checkpoint(world: World, folder: Path, store: str | None) -> Rows:
     place = folder / "checkpoint" / "0" / "c"
     with opened(world, None if store is None else folder, store or "host") as embedding:
         step(embedding)
-        kept = embedding.table_handle()
-        kept.save_rows(place)
+        kept = embedding.table_handle().snapshots
+        save_rows([embedding], [place])
         rows = own_rows(embedding)
         step(embedding, 1)
         kept.check_rows(place)

@@ -18,10 +18,14 @@ from support.ranks import answer, run_ranks, started
 from support.shell import Cli
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
+from tierbed.embedding.model_snapshots import save_rows
 from tierbed.embedding.shared_folder import SharedFolder
 from tierbed.engine._core import owners
+from tierbed.snapshots.files.reader import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
+from tierbed.snapshots.store.group_file import GroupFile
+from tierbed.snapshots.store.record import EMPTY, Entry
 
 
 def test_ranks_without_snapshot_path_find_where_the_snapshots_are(tmp_path: Path) -> None:
@@ -111,8 +115,8 @@ def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
         step(embedding, 0)
         embedding.save_snapshot("a")
         embedding.put([7], torch.full((1, 5), 2.0), 0)
-        embedding.table_handle().save_rows(folder / "checkpoint" / "b")
-        embedding.table_handle().discard_rows("b")  # as where the checkpoint fails after that
+        save_rows([embedding], [folder / "checkpoint" / "b"])
+        embedding.table_handle().snapshots.discard_rows("b")  # as where the checkpoint fails after that
 
 
 def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_path: Path) -> None:
@@ -236,14 +240,16 @@ def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
 
     def watched(folder: StoreFolder, **fields: Any) -> None:
         write(folder, **fields)
-        state = FolderState(tmp_path / "rows")  # as a kill here would leave it
-        seen.append((state.recovery_snapshot, state.mark.ranks is not None))
+        file = GroupFile(FolderState(tmp_path / "rows"))  # as a kill here would leave it
+        seen.append(file.target()[file.store])
 
     monkeypatch.setattr(StoreFolder, "change", watched)
     with opened(None, tmp_path, open="fresh") as embedding:
         assert embedding.size() == 0
-    assert ("", True) not in seen
-    assert ("", False) in seen
+    last = Snapshot.open(tmp_path / "rows" / "snapshots" / "s1").manifest.id
+    began = seen.index(Entry(EMPTY))
+    assert {*seen[:began]} <= {Entry(last)}
+    assert {entry.snapshot for entry in seen[began:]} == {EMPTY}
 
 
 def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

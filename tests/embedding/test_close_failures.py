@@ -11,6 +11,7 @@ from support.embeddings import contents, make, train
 from support.limits import file_size_limit
 from support.stores import options
 from tierbed import StoreError
+from tierbed.embedding.model_snapshots import save_rows
 from tierbed.engine.durable import atomic_folder
 from tierbed.snapshots.store.status import store_status
 
@@ -42,7 +43,7 @@ def test_a_load_of_checkpoint_rows_that_fails_last_leaves_the_snapshot_to_go_bac
     place = tmp_path / "checkpoint" / "best-0123"
     with make(options("ssd", tmp_path / "one"), "adagrad", tables=1) as embedding:
         train(embedding, torch.arange(10))
-        embedding.table_handle().save_rows(place)
+        save_rows([embedding], [place])
         rows = contents(embedding).tobytes()
     store = tmp_path / "two" / "rows"
     with make(options("ssd", tmp_path / "two"), "adagrad", tables=1) as embedding:
@@ -54,7 +55,7 @@ def test_a_load_of_checkpoint_rows_that_fails_last_leaves_the_snapshot_to_go_bac
         obstacle = next(live for live in (store / "live", store / "live-2") if not live.exists())
         obstacle.write_text("")
         with pytest.raises(StoreError, match="cannot replace the live rows"):
-            embedding.table_handle().load_rows(place)
+            embedding.table_handle().snapshots.load_rows(place)
         assert embedding.last_snapshot == place.name
     obstacle.unlink()
     with make(options("ssd", tmp_path / "two"), "adagrad", tables=1) as embedding:

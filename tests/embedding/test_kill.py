@@ -154,10 +154,10 @@ def test_kills_at_random_instants_never_serve_mixed_rows(
         )
         names = [event.split() for event in events]
         returned = max((int(count) for what, count in names if what == "saved"), default=0)
-        saved = [int(s.name[1:]) for s in list_snapshots(path / "rows" / "snapshots").snapshots]
-        last = max(saved, default=0)
-        assert returned <= last
         with embedding_at(path, STORES[(3 * number + 1) % 5], (None, "adagrad")[number % 2]) as embedding:
+            last = embedding.metrics()["table"]["step"]
+            assert last in newest(path)
+            assert returned <= last
             holds(embedding, last)
         said = remarks(caplog)
         if names:  # it had trained
@@ -167,6 +167,12 @@ def test_kills_at_random_instants_never_serve_mixed_rows(
     assert sum(trained > 0 for trained, _ in seen) >= kills / 4
     assert sum(last > 0 for _, last in seen) >= kills / 4
     assert len({last for _, last in seen}) >= 3
+
+
+def newest(path: Path) -> list[int]:
+    """The steps of the last two snapshots: a kill may come before the record says the last."""
+    saved = sorted(int(s.name[1:]) for s in list_snapshots(path / "rows" / "snapshots").snapshots)
+    return [0, *saved][-2:]
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(40, marks=pytest.mark.slow)])
@@ -183,8 +189,7 @@ def test_kills_while_it_closes_and_opens_leave_what_was_closed_or_saved(
         with embedding_at(path, store) as embedding:
             count = embedding.metrics()["table"]["step"]
             if remarks(caplog):
-                saved = [int(s.name[1:]) for s in list_snapshots(path / "rows" / "snapshots").snapshots]
-                assert count == max(saved, default=0)
+                assert count in newest(path)
             else:
                 assert closed <= count <= closed + 3
                 clean += 1

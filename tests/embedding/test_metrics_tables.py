@@ -59,7 +59,7 @@ def call(embedding: MultiTableEmbedding, kind: str, rows: list[Row]) -> None:
 
 def counted(embedding: MultiTableEmbedding) -> dict[str, list[int]]:
     """What `metrics` has of the tables, once it is known to sum to the rest."""
-    metrics, store = embedding.metrics(), embedding._table().ready()
+    metrics, store = embedding.metrics(), embedding.table_handle().table.ready()
     tables, top = metrics["tables"], next(iter(store.metrics().values()))  # as the store counts all of them together
     assert list(tables) == list(embedding.spec.labels)
     found = {name: [numbers[name] for numbers in tables.values()] for name in ("rows", "hits", "misses")}
@@ -210,7 +210,7 @@ def test_rows_are_not_read_to_count_them_where_the_store_knows(tmp_path: Path, m
     with make(options("ssd", tmp_path), "adagrad") as embedding:
         assert embedding.size() == 50
         with monkeypatch.context() as patch:
-            patch.setattr(embedding._table(), "scan", None)
+            patch.setattr(embedding.table_handle().table, "scan", None)
             assert counted(embedding)["rows"] == [0, 50, 0]
 
 

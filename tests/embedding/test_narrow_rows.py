@@ -188,5 +188,5 @@ def test_rows_without_state_take_an_optimizer_with_a_state_of_16_bits() -> None:
         assert embedding.get([199], 0).eq(1).all()
         [start] = {float(one) for one in contents(embedding)[-1]["sum"].view(np.uint16).tolist()[:1]}
         assert start == float(torch.tensor(0.1).bfloat16().view(torch.uint16))
-        with pytest.raises(OptimizerError, match="train with that optimizer, or take"):
+        with pytest.raises(OptimizerError, match="train with that optimizer; or to begin without state"):
             attach(embedding, "adam")

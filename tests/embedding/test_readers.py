@@ -18,7 +18,8 @@ from support.embeddings import DIM, attach, make
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, prometheus_text
 from tierbed.distributed.world import World
-from tierbed.embedding.group_snapshots import save_together
+from tierbed.embedding.snapshots import Snapshots
+from tierbed.embedding.together import save_together
 from tierbed.embedding.training_group import train_together
 from tierbed.snapshots.store.selection import ALL
 
@@ -172,10 +173,14 @@ def paused(save: Callable[[Paused], Any]) -> Iterator[Future[Any]]:
         saving.result()
 
 
+def tables_of(*embeddings: MultiTableEmbedding) -> list[Snapshots]:
+    return [rows.table_handle().snapshots for rows in embeddings]
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_scrapes_lookups_and_steps_do_not_wait_for_a_save(tmp_path: Path, store: str) -> None:
     rows = filled(tmp_path, store)
-    with paused(lambda progress: rows._handle.save_snapshot("kept", progress=progress)):  # type: ignore[union-attr]
+    with paused(lambda progress: save_together(World.of_one(), tables_of(rows), "kept", progress=progress)):
         assert 'tierbed_up{embedding="rows"} 1.0' in prometheus_text(rows)
         assert set(rows(SOME).unique().tolist()) == {2.0}
         rows.put(IDS, torch.full((ROWS, DIM), 3.0), 0)
@@ -190,7 +195,7 @@ def test_scrapes_lookups_and_steps_do_not_wait_for_a_save(tmp_path: Path, store:
 def test_a_save_of_a_group_has_rows_of_its_beginning_while_others_go_on(tmp_path: Path) -> None:
     both = [filled(tmp_path, store, name) for store, name in (("host", "a"), ("ssd", "b"))]
     train_together(both)
-    tables = [rows.table_handle() for rows in both]
+    tables = tables_of(*both)
     with paused(lambda progress: save_together(World.of_one(), tables, "kept", progress=progress)):
         for rows in both:
             assert 'tierbed_up{embedding="a"} 1.0' in prometheus_text(*both)
@@ -229,7 +234,7 @@ def test_what_cannot_run_beside_a_save_waits_for_it(tmp_path: Path, store: str, 
         AFTER_A_SAVE[then](rows)
 
     with ThreadPoolExecutor(1) as pool:
-        with paused(lambda progress: rows._handle.save_snapshot("kept", progress=progress)):  # type: ignore[union-attr]
+        with paused(lambda progress: save_together(World.of_one(), tables_of(rows), "kept", progress=progress)):
             waiting = pool.submit(other)
             began.wait()
         waiting.result()
@@ -245,7 +250,7 @@ def test_a_scrape_during_a_load_has_the_numbers_before_it(tmp_path: Path, store:
     handle: Any = rows._handle
 
     def load(progress: Paused) -> None:
-        handle.load_part(handle.snapshot("1"), ALL, True, verified=lambda: progress(0))
+        handle.own.load_part(handle.snapshots.snapshot("1"), ALL, True, verified=lambda: progress(0))
 
     with ThreadPoolExecutor(1) as pool:
         with paused(load):

@@ -26,7 +26,7 @@ from tierbed.embedding.training_group import train_together
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import request_save
-from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.group import Group
 
 TWO = ("host", "host")
 
@@ -58,25 +58,19 @@ def alone(path: Path) -> None:
 
 
 def load_killed(path: Path) -> None:
-    """Killed in a load of all after the first join: the clean markers of a are gone, and its rows are not replaced."""
+    """Killed in a load of all, once the record says it: the rows of neither are replaced."""
     model = Model(path, TWO)
     model.counts()
-    real = StoreFolder.set_recovery_snapshot
-
-    def die(self: StoreFolder, *given: Any) -> None:
-        if self.path.name == "a":
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(self, *given)
-
-    StoreFolder.set_recovery_snapshot = die  # type: ignore[method-assign]
+    table = model.members[0].table_handle().snapshots
+    table.load = lambda snapshot: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
     model.load_snapshot("s3")
 
 
-def test_a_load_killed_before_it_replaced_rows_that_no_snapshot_has_is_no_recovery(tmp_path: Path) -> None:
+def test_a_load_that_was_killed_before_it_replaced_rows_is_finished(tmp_path: Path) -> None:
     in_process(alone, tmp_path)
     with pytest.raises(EOFError):
         killed(load_killed, tmp_path)
-    assert "'a' has snapshot 's5', at step 5, 'b' has live rows at step 9" in killed(at, tmp_path)
+    assert killed(at, tmp_path) == [3, 3]
 
 
 @pytest.mark.parametrize("damage", ["damaged", "missing"])
@@ -103,6 +97,24 @@ def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path: Path
     assert killed(at, tmp_path, "mixed")[1] == 0
 
 
+def fresh(path: Path) -> list[int]:
+    model = Model(path, TWO, open="fresh")
+    found = model.at()
+    model.steps(2)
+    model.save_snapshot("again")
+    model.steps(1)
+    return found
+
+
+def test_all_start_over_where_a_refused_open_has_left_an_empty_folder(tmp_path: Path) -> None:
+    killed(played, tmp_path, TWO, APART)
+    shutil.rmtree(tmp_path / "b")
+    said = killed(moved, tmp_path, tmp_path, "ba")
+    assert f"'{tmp_path}/b' is not of the group that 'a' is trained in" in said
+    assert killed(fresh, tmp_path) == [0, 0]
+    assert killed(at, tmp_path) == [2, 2]
+
+
 def moved(path: Path, other: Path, order: str) -> list[int]:
     members = {
         n: make(options("host", p), "adagrad", name=n, tables=1, seed=0)
@@ -113,9 +125,12 @@ def moved(path: Path, other: Path, order: str) -> list[int]:
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_a_store_that_was_copied_to_another_disk_is_the_one_that_is_trained(tmp_path: Path, order: str) -> None:
+def test_a_copy_of_a_store_takes_its_place_when_that_is_gone(tmp_path: Path, order: str) -> None:
     killed(played, tmp_path / "one", TWO, APART)
     shutil.copytree(tmp_path / "one" / "b", tmp_path / "two" / "b", ignore=shutil.ignore_patterns("SOCKET"))
+    said = killed(moved, tmp_path / "one", tmp_path / "two", order)
+    assert f"'{tmp_path}/two/b' is a copy of '{tmp_path}/one/b'" in said
+    shutil.rmtree(tmp_path / "one" / "b")
     assert killed(moved, tmp_path / "one", tmp_path / "two", order) == [2, 2]
 
 
@@ -123,9 +138,10 @@ def test_what_is_no_snapshot_and_damage_elsewhere_leave_ways_out(tmp_path: Path)
     killed(played, tmp_path, TWO, APART)
     (tmp_path / "a" / "snapshots" / "notes").mkdir()
     assert killed(at, tmp_path) == [2, 2]
-    (tmp_path / "b" / "snapshots" / "s4" / "manifest.msgpack").write_bytes(b"xyz")
+    (tmp_path / "b" / "snapshots" / "s4" / "manifest.msgpack").write_bytes(b"xyz")  # which recovery does not need
+    assert killed(at, tmp_path) == [2, 2]
+    (tmp_path / "b" / "snapshots" / "two" / "manifest.msgpack").write_bytes(b"xyz")
     assert killed(at, tmp_path).startswith("SnapshotError")
-    assert killed(at, tmp_path, "mixed") == [2, 2]
 
 
 BESIDE_FROZEN = {
@@ -174,9 +190,9 @@ LOADED_ALONE = "step 2; save two; step 2; save four; b load two"
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
 @pytest.mark.parametrize(
-    ("then", "found"), [("", [4, 4]), ("; b overwrite two", [4, 2]), ("; step 1", [4, 2]), ("; close", [4, 2])]
+    ("then", "found"), [("", [4, 2]), ("; b overwrite two", [4, 2]), ("; step 1", [4, 2]), ("; close", [4, 2])]
 )
-def test_a_load_of_one_is_forgotten_by_a_kill_before_its_rows_are_written_or_saved(
+def test_a_load_of_one_counts_where_snapshots_have_the_rows_of_the_others(
     tmp_path: Path, store: str, then: str, found: list[int]
 ) -> None:
     assert killed(played, tmp_path, (store, store), LOADED_ALONE + then) is None
@@ -273,8 +289,8 @@ def test_a_kill_after_a_load_of_one_loses_no_step_that_the_other_was_closed_at(t
 def shell_amid_load(path: Path) -> str:
     model = Model(path, TWO)
     model.counts()
-    second = model.members[1].table_handle()
-    load = second.load_from  # type: ignore[attr-defined]
+    second = model.members[1].table_handle().snapshots
+    load = second.load  # type: ignore[attr-defined]
     said = []
 
     def slow(*given: Any, **named: Any) -> Any:
@@ -282,7 +298,7 @@ def shell_amid_load(path: Path) -> str:
         said.append(fails(ask, StoreError))
         return load(*given, **named)
 
-    second.load_from = slow  # type: ignore[attr-defined]
+    second.load = slow  # type: ignore[attr-defined]
     model.load_snapshot("two")
     return said[0]
 
@@ -292,6 +308,27 @@ def test_another_process_gets_no_snapshot_of_a_half_done_load(tmp_path: Path) ->
     assert "did not finish its current step" in killed(shell_amid_load, tmp_path)
     assert not any("shell" in of_store for of_store in names(tmp_path))
     assert killed(at, tmp_path) == [2, 2]
+
+
+def load_unrecorded(path: Path) -> list[int]:
+    write = Group.write
+
+    def full_once(self: Group, *_: object, **__: object) -> None:
+        Group.write = write  # type: ignore[method-assign]
+        raise StoreError("no space left")
+
+    model = Model(path, TWO)
+    found = model.at()
+    Group.write = full_once  # type: ignore[method-assign, assignment]
+    with pytest.raises(StoreError, match="no space left"):
+        model.load_snapshot("two")
+    return found
+
+
+def test_a_load_that_the_record_cannot_say_leaves_rows_and_record_as_they_were(tmp_path: Path) -> None:
+    in_process(played, tmp_path, TWO, "step 2; save two; step 1; close")
+    assert killed(load_unrecorded, tmp_path) == [3, 3]
+    assert killed(at, tmp_path) == [3, 3]
 
 
 def load_of_none(path: Path) -> list[str]:
@@ -317,18 +354,14 @@ def state_of_three(path: Path, part: str) -> list[int] | None:
         model.steps(3)
     elif part == "load":
         model.load_state_dict(torch.load(path / "state"))
-        model.members[0].size()  # the first has the rows of the state, the second is not used yet
-    elif part == "keep":
-        model.load_state_dict(torch.load(path / "state"))
-        model.members[0].size()
-        model.members[1].keep_rows()
+        model.members[0].size()  # the second is not used yet
     else:
         return model.at()
     model.close()
     return None
 
 
-def test_a_state_that_was_loaded_into_some_alone_is_loaded_into_all_by_the_next_run(tmp_path: Path) -> None:
+def test_a_state_is_loaded_into_embeddings_that_are_not_used_yet(tmp_path: Path) -> None:
     for part in ("train", "load"):
         in_process(state_of_three, tmp_path, part)
     assert in_process(state_of_three, tmp_path, "at") == [3, 3]
@@ -420,11 +453,9 @@ def half_of_state(path: Path, snapshots: bool, older: bool) -> list[int]:
 
 
 @pytest.mark.parametrize(("snapshots", "older"), [(True, True), (True, False), (False, True)])
-def test_a_state_that_a_kill_left_loaded_into_one_alone_is_finished_as_it_was(
-    tmp_path: Path, snapshots: bool, older: bool
-) -> None:
+def test_a_state_that_was_loaded_into_one_alone_stays(tmp_path: Path, snapshots: bool, older: bool) -> None:
     assert killed(half_of_state, tmp_path, snapshots, older) == ([2, 2] if older else [3, 2])
-    assert at(tmp_path) == ([2, 3] if older else [3, 3])
+    assert at(tmp_path) == ([2, 2] if older else [3, 2])  # b has a snapshot of its rows as well
 
 
 def half_of_mixed_state(path: Path) -> list[int]:
@@ -440,21 +471,29 @@ def half_of_mixed_state(path: Path) -> list[int]:
     return model.at()
 
 
-def test_a_kill_forgets_half_a_load_of_a_state_whose_moment_nothing_notes(tmp_path: Path) -> None:
+def test_a_state_of_rows_that_were_mixed_stays_in_the_one_it_was_loaded_into(tmp_path: Path) -> None:
     assert killed(half_of_mixed_state, tmp_path) == [2, 1]
-    assert at(tmp_path) == [1, 1]
+    assert at(tmp_path) == [2, 1]
 
 
-def test_rows_that_were_kept_are_not_replaced_by_the_next_run(tmp_path: Path) -> None:
-    for part in ("train", "keep"):
-        in_process(state_of_three, tmp_path, part)
-    assert in_process(state_of_three, tmp_path, "at") == [3, 6]
+def test_a_warning_says_when_saves_of_one_alone_count_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    in_process(played, tmp_path, TWO, "step 2; save two; step 1; close")
+    in_process(played, tmp_path, TWO, "step 1 a; a save s4; close")
+    with caplog.at_level(logging.WARNING, "tierbed"):
+        model = Model(tmp_path, TWO)
+        assert model.at() == [4, 3]
+        model.steps(1)
+        model.steps(1)
+    (said,) = [record.getMessage() for record in caplog.records if "takes back" in record.getMessage()]
+    assert said.startswith("embedding 'b' is trained from here on")
+    assert "saved or loaded of 'a' alone" in said
+    model.close()
 
 
 def test_rows_that_join_and_are_in_no_snapshot_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_process(alone, tmp_path)
     with caplog.at_level(logging.WARNING, "tierbed"):
         model = Model(tmp_path, TWO)
-        model.counts()
+        model.steps(1)
     assert sum("no snapshot has its rows" in record.getMessage() for record in caplog.records) == 2
     model.close()

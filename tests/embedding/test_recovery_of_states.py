@@ -10,7 +10,6 @@ import torch
 
 from support.together import Model, killed
 from tierbed.snapshots import list_snapshots
-from tierbed.snapshots.store.folder import StoreFolder
 
 GROUPS = [("host",), ("ssd",), ("host", "ssd")]
 
@@ -99,15 +98,6 @@ def test_a_state_is_no_parent_and_no_last_snapshot(tmp_path: Path) -> None:
     chains = {one.name: [link.name for link in one.chain] for one in list_snapshots(tmp_path / "a/snapshots").snapshots}
     assert chains["two"] == ["one", "two"]
     assert killed(at, tmp_path, one) == [3]
-
-
-def test_a_save_that_a_kill_stopped_leaves_the_state(tmp_path: Path) -> None:
-    killed(played, tmp_path, ("host",), "step 1; save one; step 1; state; step 1")
-    with StoreFolder(tmp_path / "a") as folder:
-        assert folder.parent_snapshot == "one"
-        folder.expect_recovery_snapshot("two")  # a save begins, and writes nothing
-        folder.expect_recovery_snapshot("one")  # nor does one that would replace the parent
-    assert killed(at, tmp_path, ("host",)) == [2]
 
 
 def test_a_state_whose_snapshot_was_removed_is_passed_over(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A save of several embeddings under one name is made for all or for none: over a name, killed, and after errors."""
+"""A save of several embeddings under one name is used for all or for none: over a name, killed, and after errors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
 from support.together import Model, killed_at
+from tierbed.engine import durable
+from tierbed.engine.durable import put_in_place
 from tierbed.engine.errors import OptionError, SnapshotError
 from tierbed.snapshots import list_snapshots
 
@@ -28,7 +30,7 @@ def saved(path: Path, name: str) -> list[int | None]:
     return [of_store.get(name) for of_store in steps]
 
 
-def save_over(path: Path, stores: tuple[str, ...], kind: str, begin: Callable[[], None]) -> None:
+def save_over(path: Path, stores: tuple[str, ...], kind: str, name: str, begin: Callable[[], None]) -> None:
     model = Model(path, stores)
     model.steps(1)
     model.save_snapshot("latest")
@@ -36,45 +38,58 @@ def save_over(path: Path, stores: tuple[str, ...], kind: str, begin: Callable[[]
         model.save_snapshot("other")
     model.steps(2)
     begin()
-    model.save_snapshot("latest", kind, overwrite=True)
+    model.save_snapshot(name, kind, overwrite=name == "latest")
 
 
 @pytest.mark.parametrize(
-    ("stores", "kind", "sides"),
+    ("stores", "kind", "name", "sides"),
     [
-        (("host", "host"), "full", [False]),
-        *(pytest.param(("ssd", "ssd", "host"), kind, [False, True], marks=SLOW) for kind in ("full", "incremental")),
-        pytest.param(("ssd", "ssd"), "checkpoint", [False, True], marks=SLOW),
+        *((("host", "host"), "full", name, [False]) for name in ("latest", "next")),
+        *(
+            pytest.param(("ssd", "ssd", "host"), kind, "latest", [False, True], marks=SLOW)
+            for kind in ("full", "incremental")
+        ),
+        pytest.param(("ssd", "ssd"), "checkpoint", "latest", [False, True], marks=SLOW),
     ],
 )
-def test_a_save_of_all_over_a_name_that_is_killed_leaves_the_old_ones_or_the_new_ones(
-    tmp_path: Path, stores: tuple[str, ...], kind: str, sides: list[bool]
+def test_a_save_of_all_that_is_killed_is_used_whole_or_not_at_all(
+    tmp_path: Path, stores: tuple[str, ...], kind: str, name: str, sides: list[bool]
 ) -> None:
-    in_process(kills_of_a_save, tmp_path, stores, kind, sides)
+    in_process(kills_of_a_save, tmp_path, stores, kind, name, sides)
 
 
-def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, sides: list[bool]) -> None:
+def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, name: str, sides: list[bool]) -> None:
     """Kill it before each rename, after each, or both, as `sides` have it."""
-    found = set()
+    found, members = set(), len(stores)
+    before = [1] * members if name == "latest" else [None] * members
     for number in range(1, 100):
         for after in sides:
             path = folder / f"{number}-{after}" / "store"
-            said = killed_at(path, "rename", number, save_over, path, stores, kind, after=after)
+            said = killed_at(path, "rename", number, save_over, path, stores, kind, name, after=after)
             if number % 2:  # a command takes the locks first, else a trainer
                 assert command("snapshot", "prune", path, "--keep-last", 9) == 0
-                assert saved(path, "latest") in ([1] * len(stores), [3] * len(stores))
+            of_name = saved(path, name)
+            done = of_name.count(3)
+            assert of_name == [3] * done + before[done:]
             model = Model(path, stores)
             steps = model.at()
-            assert steps in ([1] * len(stores), [3] * len(stores))
-            assert saved(path, "latest") == steps
+            assert steps in ([1] * members, [3] * members)  # all have their names, and the record does not say it
+            assert done == members or steps[0] == 1
+            assert saved(path, name) == of_name
             assert not list(path.glob("*/snapshots/.tmp-*"))
+            if 0 < done < members:
+                with pytest.raises(SnapshotError, match=r"not saved together|there is no snapshot"):
+                    model.load_snapshot(name)
+            if steps[0] == 1:
+                model.save_snapshot(name, overwrite=name == "latest")
+                assert saved(path, name) == steps
             model.close()
             shutil.rmtree(path)
-            found.add(steps[0])
+            found.add((done, steps[0]))
         if said == "done":
             break
-    assert number > 2 * len(stores)
-    assert (found, steps[0]) == ({1, 3}, 3)
+    assert number > members
+    assert found >= {(0, 1), (1, 1), (members, 3)}
 
 
 def test_rocksdb_checkpoints_of_all_need_rocksdb_in_all(tmp_path: Path) -> None:
@@ -135,3 +150,32 @@ def test_a_save_of_all_for_which_one_disk_has_no_room_leaves_no_snapshot(
     disk_path: Path, tmp_path: Path, small: str
 ) -> None:
     in_process(on_a_small_disk, disk_path, tmp_path, small)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rename_that_fails_leaves_the_snapshots_before_it_and_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(1)
+    model.save_snapshot("one")
+    model.steps(1)
+    with monkeypatch.context() as patched:
+
+        def fails_in_b(temporary: Path, path: Path, overwrite: bool = False) -> None:
+            if path.parent.parent.name == "b":
+                raise OSError("the device fails")
+            put_in_place(temporary, path, overwrite)
+
+        patched.setattr(durable, "put_in_place", fails_in_b)
+        said = r"'two' was not written to '.*b/snapshots'.*saved in '.*a/snapshots', and not in '.*b/snapshots'"
+        with pytest.raises(SnapshotError, match=said):
+            save_and_wait(model, "two", background)
+    assert saved(tmp_path, "two") == [2, None]
+    assert not list(tmp_path.glob("*/snapshots/.tmp-*"))
+    with pytest.raises(SnapshotError, match="there is no snapshot 'two'"):
+        model.load_snapshot("two")
+    model.steps(1)
+    model.save_snapshot("two", overwrite=True)
+    assert saved(tmp_path, "two") == [3, 3]
+    model.close()

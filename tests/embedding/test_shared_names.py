@@ -15,7 +15,7 @@ from torch import nn
 from support.embeddings import attach, contents, make, train
 from support.stores import options
 from tierbed import MultiTableEmbedding
-from tierbed.embedding.table_handle import LocalTableHandle
+from tierbed.embedding.local_table import LocalTable
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from tierbed.snapshots import list_snapshots
 
@@ -63,15 +63,15 @@ def of_file(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often the handle copied all rows, and how often it replaced them; it does both as before."""
-    counted = {"tensors": 0, "load_rows_of": 0}
+    counted = {"tensors": 0, "load_tensors": 0}
     for name in counted:
-        real = getattr(LocalTableHandle, name)
+        real = getattr(LocalTable, name)
 
         def count(self: Any, *given: Any, name: str = name, real: Any = real) -> Any:
             counted[name] += 1
             return real(self, *given)
 
-        monkeypatch.setattr(LocalTableHandle, name, count)
+        monkeypatch.setattr(LocalTable, name, count)
     return counted
 
 
@@ -85,10 +85,10 @@ def test_all_names_have_one_copy_which_loads_once(build: Callable[[], nn.ModuleD
     assert len(copies) > 1
     assert len({copy.untyped_storage().data_ptr() for copy in copies}) == calls["tensors"] == 1
     for given in (state, of_file(state), {name: copy.deepcopy(value) for name, value in state.items()}):
-        calls["load_rows_of"] = 0
+        calls["load_tensors"] = 0
         again = build()
         assert again.load_state_dict(given, strict=True) == ([], [])
-        assert calls["load_rows_of"] == 1
+        assert calls["load_tensors"] == 1
         assert contents(embedding_of(again)).tobytes() == expected
         write(again, range(9), 3.0)
         again.load_state_dict(given)  # is another load, though of the same tensors

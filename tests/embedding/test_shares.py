@@ -15,8 +15,11 @@ from support.embeddings import TABLES
 from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import StoreError
+from tierbed.distributed.world import World
+from tierbed.embedding.local_table import LocalTable
 from tierbed.embedding.recovery import FolderContents, OpenPlan, RankShard
-from tierbed.embedding.table_handle import LocalTableHandle
+from tierbed.embedding.snapshots import Snapshots
+from tierbed.embedding.together import save_together
 from tierbed.engine import _core
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.lookup import Lookup
@@ -35,17 +38,17 @@ def open_shard(
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **settings)  # type: ignore[arg-type]
     spec = table_spec("rows", [5], torch.int64, TABLES, None, 0)
     rule = row_optimizer(optimizer, optimizer.param_groups[0])
-    return LocalTableHandle(spec, store_options, rule, torch.device("cpu"), share, decide)
+    return LocalTable(spec, store_options, rule, torch.device("cpu"), share, decide)
 
 
-def write(handle: LocalTableHandle, keys: int) -> None:
-    handle.begin_write()
+def write(handle: LocalTable, keys: int) -> None:
+    handle.table.before_write(handle.table.step)
     handle.count_write()
     ids = torch.arange(keys)
     handle.table.put(Lookup(ids, torch.zeros(keys, dtype=torch.int64)), np.ones((keys, 5), np.float32))
 
 
-def rows_of(handle: LocalTableHandle) -> NDArray[np.uint64]:
+def rows_of(handle: LocalTable) -> NDArray[np.uint64]:
     keys = [rows["key"].copy() for _, rows in handle.table.scan()]
     return np.sort(np.concatenate([np.empty(0, np.uint64), *keys]))
 
@@ -86,7 +89,7 @@ def test_a_write_without_rows_of_the_share_takes_its_mark_as_well(tmp_path: Path
     write(share, 3)
     share.close()
     share = open_shard(options(store, tmp_path), decide)
-    share.begin_write()
+    share.table.before_write(share.table.step)
     share.count_write()
     folder = share._persistence.folder
     assert folder.clean_marker is None
@@ -99,7 +102,8 @@ def test_rows_are_those_of_the_decision_also_where_the_live_rows_are_whole(tmp_p
     with_all = open_shard(options(store, tmp_path / "all"), share=None)
     ids = torch.arange(40)
     with_all.table.put(Lookup(ids, torch.zeros(40, dtype=torch.int64)), np.ones((40, 5), np.float32))
-    with_all.save_snapshot("a", "full", False)
+    tables = [Snapshots(with_all, World.of_one(), with_all.store.snapshots, with_all.store)]
+    save_together(World.of_one(), tables, "a")
     with_all.close()
     snapshot = Snapshot.open(tmp_path / "all" / "rows" / "snapshots" / "a")
     mine = HashShard(1, 3)

@@ -15,14 +15,17 @@ from support.places import GOLDEN
 from support.ranks import run_ranks
 from tierbed.distributed import World
 from tierbed.engine.durable import seal, unseal
-from tierbed.snapshots.files.format import FILES, MANIFEST
+from tierbed.snapshots.files.format import FILES, FOLDER_FIELDS, LIVE, MANIFEST
 
 STORES = GOLDEN / "stores-2"
 closed_and_killed = pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
 
 
 def files(path: Path) -> dict[str, bytes]:
-    """All files of a store but its locks, without what differs in each run: ids of snapshots and runs, times, rows."""
+    """All files of a store but its locks, without what differs in each run: ids of snapshots and runs, times, rows.
+
+    Of MARK the clean marker.
+    """
     found = {str(place.relative_to(path)): place for place in path.rglob("*") if place.is_file()}
     return {
         name: seal(_without_ids(unseal(place.read_bytes()))) if place.name in (MANIFEST, "MARK") else place.read_bytes()
@@ -35,7 +38,7 @@ def _without_ids(manifest: dict[str, Any]) -> dict[str, Any]:
     described = manifest.get("description", manifest)
     described.pop("run", None)
     if described is manifest:  # of MARK
-        return {field: value for field, value in manifest.items() if field != FILES}
+        return {field: value for field, value in manifest.items() if field not in (FILES, LIVE, *FOLDER_FIELDS)}
     parent = manifest["parent"]
     return {**manifest, "id": "", "created": 0, "parent": parent and {**parent, "id": ""}}
 

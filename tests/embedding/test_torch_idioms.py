@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tierbed as tb
+from tierbed.embedding import shadow
 from tierbed.optim import CatchUpAdam, CatchUpAdamW
 
 IDS = torch.arange(10)
@@ -220,3 +223,220 @@ def test_a_setting_that_changes_under_waiting_rows_says_so(name: str, caplog: py
         optimizer.param_groups[0][name] = (0.8, 0.9) if name == "betas" else 0.01 * (at + 1)
         step(model, optimizer)
     assert caplog.text.count(f"{name} of CatchUpAdam changed: steps that a row has missed") == (name != "lr")
+
+
+ROWS_STAY = "load_state_dict() got back what state_dict() returned, so its rows stay"
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    ("change", "is_warned"),
+    [
+        (lambda own, old: {k: v for k, v in old.items() if k in own and v.shape == own[k].shape}, True),
+        (lambda own, old: {k: v for k, v in old.items() if k in own}, False),
+        (lambda own, old: copy.deepcopy(own), False),
+    ],
+    ids=["by shape", "by key", "copied"],
+)
+def test_a_partial_load_by_shape_says_that_rows_stay(
+    used: bool, change: Any, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, model = Model(nn.Embedding).state_dict(), Model()
+    if used:
+        step(model, eager(model))
+    own = model.state_dict()
+    own.update(change(own, old))
+    model.load_state_dict(own)
+    assert caplog.text.count(ROWS_STAY) == is_warned
+
+
+def test_a_state_that_brings_rows_back_loads_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    optimizer = eager(model)
+    step(model, optimizer)
+    best, rows = model.state_dict(), model.items.weight.clone()
+    step(model, optimizer)
+    model.load_state_dict(best, assign=True)
+    assert torch.equal(model.items.weight, rows)
+    model.load_state_dict(tb.to_dense_state_dict(model), assign=True)
+    assert torch.equal(model.items.weight, rows)
+    step(model, optimizer)
+    assert not torch.equal(model.items.weight, rows)
+    assert ROWS_STAY not in caplog.text
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "norm": torch.no_grad()(lambda p: p.norm()),
+    "largest": torch.no_grad()(lambda p: p.abs().max()),
+    "data": lambda p: p.data.norm(),
+    "detach": lambda p: p.detach().square().sum(),
+    "vector": torch.no_grad()(lambda p: nn.utils.parameters_to_vector([p])),
+    "numpy": lambda p: p.detach().cpu().numpy(),
+    "item": lambda p: p.item(),
+    "histogram": lambda p: torch.histc(p.data),
+    "finite": lambda p: torch.isfinite(p).all(),
+    "another's": lambda p: torch.equal(p, next(Model().parameters())),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_of_the_parameter_says_once_that_it_finds_no_row(
+    read: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shadow, "_noted", set())
+    model = Model()
+    for _ in range(3):
+        read(next(model.parameters()))
+    assert caplog.text.count("reads a zero in place of its rows") == len(shadow._noted) > 0
+
+
+CHECKS: dict[str, Callable[[Any, Any], Any]] = {
+    "isnan": lambda p, before: torch.isnan(p).any(),
+    "isinf": lambda p, before: p.data.isinf().any(),
+    "equal": lambda p, before: torch.equal(p, before),
+    "allclose": lambda p, before: torch.allclose(p, before),
+    "isclose": lambda p, before: p.isclose(before),
+    "==": lambda p, before: (p == before).all(),
+    "!=": lambda p, before: (before != p).any(),
+    "a torch model's": lambda p, before: nn.Embedding(10, 4).weight.data.copy_(p.data),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_a_check_of_the_parameter_does_not_answer_for_the_rows(check: Callable[[Any, Any], Any]) -> None:
+    model = Model()
+    parameter = next(model.parameters())
+    before = parameter.detach().clone()
+    with pytest.raises(tb.GraphError, match=r"'unnamed-\d+'.*result would not be theirs; read emb.weight"):
+        check(parameter, before)
+
+
+def test_training_and_comparing_states_read_no_parameter(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shadow, "_noted", set())
+    model = Model()
+    optimizer = eager(model)
+    step(model, optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    state, again = copy.deepcopy(model.state_dict()), model.state_dict()
+    assert all(torch.equal(again[key], state[key]) and state[key].isfinite().all() for key in state)
+    optimizer.load_state_dict(optimizer.state_dict())
+    print(model, *model.parameters(), optimizer, [torch.zeros_like(p) for p in model.parameters()])
+    assert not shadow._noted
+
+
+class Initialised(tb.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Loaded(tb.Embedding):
+    def reset_parameters(self) -> None:
+        self.load_dense(torch.ones(self.num_embeddings, self.embedding_dim))
+
+
+class Extended(tb.Embedding):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+
+
+def test_the_constructor_calls_a_reset_parameters_of_a_subclass(tmp_path: Any) -> None:
+    with pytest.raises(tb.InputError, match=r"load_dense\(weight\).*initializer="):
+        Initialised(10, 4)
+    assert (Loaded(10, 4).weight == 1).all()
+    assert (Loaded.from_pretrained(torch.zeros(10, 4)).weight == 0).all()
+    store = tb.make_host_mem_store_options(persistent_path=str(tmp_path))
+    with Extended(10, 4, store=store, name="rows") as first:
+        first.put(IDS, torch.ones(10, 4))
+    with Extended(10, 4, store=store, name="rows") as second:
+        assert (second.weight == 1).all()
+        second.reset_parameters()
+        assert not (second.weight == 1).any()
+
+
+@pytest.mark.parametrize("kind", [tb.Embedding, tb.EmbeddingBag])
+@pytest.mark.parametrize(("name", "value"), [("max_norm", 0.1), ("scale_grad_by_freq", True)])
+def test_what_the_constructor_refuses_cannot_be_set_later(kind: Any, name: str, value: Any) -> None:
+    module = kind(10, 4)
+    setattr(module, name, type(value)(0))
+    with pytest.raises(tb.OptionError, match=f"{name}={value}: "):
+        setattr(module, name, value)
+
+
+@pytest.mark.parametrize("name", ["state", "param_groups"])
+def test_what_rows_do_not_follow_cannot_be_assigned_to_an_optimizer(name: str) -> None:
+    optimizer = eager(Model())
+    with pytest.raises(tb.OptimizerError, match=f"{name} = of an EagerOptimizer: no row would follow it"):
+        setattr(optimizer, name, copy.copy(getattr(optimizer, name)))
+
+
+def of_two_models() -> None:
+    models = Model(), Model()
+    for model in models:
+        eager(model)
+    eager(nn.ModuleList(models))
+
+
+def of_gradient(use: Callable[[Any], Any]) -> Callable[[Model, Any], Any]:
+    def call(model: Model, optimizer: Any) -> None:
+        model(IDS).sum().backward()
+        use(model)
+
+    return call
+
+
+MESSAGES: dict[str, tuple[Callable[[Model, Any], Any], str]] = {
+    "two models": (lambda m, o: of_two_models(), r"named 'items'.*make both again.*to_dense_state_dict"),
+    "no place": (
+        lambda m, o: tb.EagerOptimizer(CatchUpAdam(m.out.parameters()), Model()),
+        "does not hold embedding 'items'",
+    ),
+    "array": (lambda m, o: m.items.load_dense(np.zeros((10, 4), "f")), "got ndarray; give torch.from_numpy"),
+    "arrays": (lambda m, o: m.items.load_dense({0: np.zeros((10, 4), "f")}), "got ndarray; .*torch.from_numpy"),
+    "id": (lambda m, o: m.items(IDS + 1), r"or with make_table_options\(bad_ids='drop'\)"),
+    "data": (of_gradient(lambda m: m.items.shadow.grad.data), r"\.data of the gradient"),
+    "zeros": (of_gradient(lambda m: m.zero_grad(set_to_none=False)), r"zero_grad\(set_to_none=False\) of the gradient"),
+    "foreach": (
+        of_gradient(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=True)),
+        "a clip with foreach=True of the gradient",
+    ),
+    "norm_type": (
+        of_gradient(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, norm_type=1)),
+        "a norm_type other than 2",
+    ),
+    "average": (lambda m, o: 0.9 * m.items.shadow, r"average what tierbed\.to_dense_state_dict\(model\) returns"),
+    "state": (
+        lambda m, o: 0.9 * m.state_dict()["items.rows.embedding"],
+        r"average what tierbed\.to_dense_state_dict\(model\) returns",
+    ),
+    "amsgrad": (lambda m, o: CatchUpAdamW(m.parameters(), amsgrad=True), "CatchUpAdamW: amsgrad=True is not supported"),
+}
+
+
+@pytest.mark.parametrize(("call", "remedy"), MESSAGES.values(), ids=MESSAGES)
+def test_an_error_names_what_was_written_and_a_remedy_that_works(call: Callable[[Any, Any], Any], remedy: str) -> None:
+    model = Model()
+    with pytest.raises(tb.TierbedError, match=remedy):
+        call(model, eager(model, amsgrad=False, foreach=True))
+
+
+def test_a_state_without_the_rows_of_a_table_in_memory_says_so() -> None:
+    model, new = Model(), Model()
+    step(model, eager(model))
+    new.load_state_dict({key: value for key, value in model.state_dict().items() if "rows." not in key})
+    with pytest.raises(tb.SnapshotError, match=r"has no rows\.\* entries: load a state with all of its keys"):
+        new(IDS)
+
+
+def test_rows_go_on_under_another_class_of_optimizer_by_the_remedy_of_its_error() -> None:
+    model = Model()
+    step(model, eager(model))
+    with pytest.raises(tb.OptimizerError, match=r"reset_parameters\(\).*model\.load_state_dict\(rows\)"):
+        eager(model, kind=torch.optim.SGD)
+    rows = tb.to_dense_state_dict(model)
+    model.items.reset_parameters()
+    optimizer = eager(model, kind=torch.optim.SGD)
+    model.load_state_dict(rows)
+    assert torch.equal(model.items.weight, rows["items.weight"])
+    step(model, optimizer)

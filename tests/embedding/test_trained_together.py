@@ -17,6 +17,7 @@ from support.together import Model, killed, killed_at, played
 from tierbed.engine.errors import ClosedError, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.folder_state import FolderState
+from tierbed.snapshots.store.group_file import GroupFile
 
 SLOW = pytest.mark.slow
 TWO = [("ssd", "host"), *(pytest.param(stores, marks=SLOW) for stores in (("host", "host"), ("ssd", "ssd")))]
@@ -78,8 +79,9 @@ def test_later_saves_of_one_do_not_move_what_all_go_back_to(
     model = Model(tmp_path, stores)
     assert model.at() == [4, 4]
     said = remarks(caplog)
-    assert len(said) == 1
-    assert "'a' rolls back to snapshot 'all', at step 4, and steps 5 to 10 are lost; 'b' rolls back" in said[0]
+    assert len(said) == 2
+    for one in said:
+        assert "restored its last snapshot 'all', of step 4; what was written since, steps 5 to " in one
     model.steps(2)
     for _ in range(3):  # over the name that the last run gave: at every instant both have rows of one step
         for member in model.members:
@@ -139,7 +141,7 @@ def nothing() -> None:
         ),
     ],
 )
-def test_a_save_of_all_is_whole_or_not_there_wherever_it_is_killed(
+def test_a_save_of_all_is_used_whole_or_not_at_all_wherever_it_is_killed(
     tmp_path: Path, stores: tuple[str, ...], kind: str, calls: tuple[str, ...]
 ) -> None:
     in_process(kills_of_a_save, tmp_path, stores, kind, calls)
@@ -154,13 +156,15 @@ def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, calls: tup
             found = model.at()
             kept = names(path, *"abc"[: len(stores)])
             assert found in ([1] * len(stores), [3] * len(stores))
-            assert all(("final" in one) == (found[0] == 3) for one in kept), kept
+            has_final = ["final" in one for one in kept]
+            assert has_final == sorted(has_final, reverse=True)  # a kill between two renames leaves the first
+            assert found[0] == 1 or all(has_final)
             model.close()
             shutil.rmtree(path.parent)
             if said == "done":
                 assert found[0] == 3
                 break
-        assert number > 2 * len(stores)
+        assert number > len(stores)
 
 
 def copied(made: Path, path: Path) -> Path:
@@ -194,12 +198,7 @@ def kills_of_a_load(folder: Path, stores: tuple[str, ...]) -> None:
     for number in range(1, 60):
         path = copied(folder / "made", folder / f"{number}" / "store")
         said = killed_at(path, "rename", number, load_all, path, stores)
-        noted = [
-            at is not None and at.all is not None
-            for at in (FolderState(path / name).recovery_folder.mark.at for name in "ab")
-        ]
-        if any(noted) and expected == [1, 1]:
-            assert not all(noted)
+        if all(says(path / name, "final") for name in "ab") and expected == [1, 1]:
             expected = [3, 3]
             for second in range(1, 60):
                 again = copied(path, folder / f"{number}-{second}" / "store")
@@ -207,11 +206,16 @@ def kills_of_a_load(folder: Path, stores: tuple[str, ...]) -> None:
                 assert killed(opened_first, again, stores, "ab") == expected
                 if late == "done":
                     break
-            assert second > 3
         assert killed(opened_first, path, stores, ("ab", "ba")[number % 2]) == expected
         if said == "done":
             break
     assert expected == [3, 3]
+
+
+def says(store: Path, name: str) -> bool:
+    """Whether the record says that a store has the rows of a snapshot."""
+    file = GroupFile(FolderState(store))
+    return file.record.now[file.store].snapshot == Snapshot.open(store / "snapshots" / name).manifest.id
 
 
 def use_one(path: Path, stores: tuple[str, ...], name: str, begin: Callable[[], None]) -> None:
@@ -305,7 +309,7 @@ def test_a_snapshot_that_is_replaced_while_all_are_loaded_is_not_loaded(tmp_path
     model.save_snapshot("one")
     model.steps(2)
     model.members[0].save_snapshot("later")
-    last = model.members[1].table_handle()
+    last = model.members[1].table_handle().snapshots
     check, place = last.check_snapshot, tmp_path / "a" / "snapshots"
 
     def replaced_meanwhile(snapshot: Snapshot) -> None:
@@ -336,13 +340,15 @@ def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path: P
     model.steps(1)
     model.save_snapshot("one")
     model.steps(1)
-    marks = model.members[1].table_handle().checked_store().path / "MARK"
-    marks.rename(marks.with_name("kept"))
-    marks.mkdir()  # so that its marker cannot be written
-    with pytest.raises(StoreError):
+    table = model.members[1].table_handle().snapshots
+
+    def fails(snapshot: Snapshot) -> None:
+        raise StoreError("the disk is full")
+
+    table.load = fails  # type: ignore[method-assign]
+    with pytest.raises(StoreError, match="the disk is full"):
         model.load_snapshot("one")
-    marks.rmdir()
-    marks.with_name("kept").rename(marks)
+    del table.load
     for call in (
         lambda: model.save_snapshot("two"),
         lambda: model.steps(1),
@@ -446,12 +452,18 @@ def test_a_save_after_states_of_an_earlier_run_is_the_latest(tmp_path: Path) -> 
     assert killed(at, tmp_path, ("host", "host")) == [7, 7]
 
 
-def test_a_closed_member_is_used_while_another_process_trains_the_others(tmp_path: Path) -> None:
+def test_a_closed_member_is_read_while_another_process_trains_the_others(tmp_path: Path) -> None:
     in_process(states_and_closed, tmp_path)
     running = Model(tmp_path, ("host", "host"))
     running.steps(1, "b")
-    assert killed(one_step_of_a, tmp_path) == 5
+    assert killed(step_of_a, tmp_path) == 4
+    assert "trains embeddings of the group 'a', 'b'" in killed(one_step_of_a, tmp_path)
     running.close()
+    assert killed(one_step_of_a, tmp_path) == 5
+
+
+def step_of_a(path: Path) -> int:
+    return int(Model(path, ("host", "host")).members[0].metrics()["table"]["step"])
 
 
 def one_step_of_a(path: Path) -> int:
@@ -492,7 +504,7 @@ def test_an_embedding_that_is_made_again_beside_a_live_one_has_rows_of_its_momen
     if trained == "b":
         assert model.at() == [2, 2]
         return
-    with pytest.raises(StoreError, match="'b' has snapshot 'two', at step 2, 'a' is open"):
+    with pytest.raises(StoreError, match=r"b' was not closed cleanly, .*close 'a', so that the next open recovers"):
         model.at()
     model.members[0].close()
     assert Model(tmp_path, ("host", "host")).at() == [2, 2]

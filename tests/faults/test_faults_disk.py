@@ -103,7 +103,7 @@ def full_at_open(path: Path, store: str) -> None:
         with disk.full():
             if new:
                 with pytest.raises(StoreError) as error:
-                    twins.tested.size()
+                    train(twins.tested, range(9))
                 twins.names_path_and_remedy(str(error.value))
             else:
                 twins.reads_as_before()
@@ -185,7 +185,7 @@ def open_without_room(path: Path) -> None:
     die_with_a_snapshot_and_a_full_disk(path, "ssd")
     (path / "rows" / "live").rename(path / "elsewhere")  # removing it would make room
     with disk.full():
-        with pytest.raises(StoreError, match=r"Free space on the disk and open .* may be deleted but 's'") as error:
+        with pytest.raises(StoreError, match=r"Free space on the disk and open .* snapshot prune` removes") as error:
             make(options("ssd", path, rocksdb_options=SMALL), "adam", tables=1).size()
         assert "next call" not in str(error.value)
     shutil.rmtree(path / "elsewhere")

@@ -35,7 +35,7 @@ def closed_twice(path: Path, store: str) -> tuple[bytes, bytes]:
     with make(options(store, path), "adam", tables=1) as embedding:
         for _ in range(3):
             train(embedding, KEYS)
-            embedding._table().flush()
+            embedding.table_handle().table.flush()
         return saved, contents(embedding).tobytes()
 
 
@@ -177,7 +177,7 @@ def test_no_length_of_rocksdbs_list_of_files_gives_other_rows(tmp_path: Path) ->
     with make(options("ssd", tmp_path / "sound", shards=1), "adam", tables=1) as embedding:
         for lot in range(3):
             train(embedding, range(lot * 20, lot * 20 + 40))
-            embedding._table().flush()
+            embedding.table_handle().table.flush()
         expected = rows_by_key(embedding)
     size = of_shard(tmp_path / "sound", "MANIFEST-*").stat().st_size
     refused = 0

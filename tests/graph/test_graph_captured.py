@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +108,9 @@ def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.
 
     def save() -> None:
         for name in ("one", "two"):  # the second is of what changed since the first
-            recorded.rows.table_handle().save_between_steps(name, "incremental", lambda _: None, lambda: False)
+            parts = {"name": name, "kind": "incremental", "overwrite": False, "stores": ()}
+            made = SimpleNamespace(**parts, progress=lambda _: None, is_given_up=lambda: False)
+            recorded.rows.table_handle().requests.save_between_steps(made)
 
     visitor = Thread(target=save)
     torch.manual_seed(5)

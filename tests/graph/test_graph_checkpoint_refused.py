@@ -55,7 +55,7 @@ def test_damage_in_the_last_embedding_leaves_the_first_and_the_store_folders(tmp
     steps(stored, IDS[:1])
     fails(stored, tmp_path / "checkpoint", "bucket-.* is damaged")
     with pytest.raises(SnapshotError, match=r"bucket-.* is damaged"):
-        stored.other.table_handle().load_rows(bucket.parent)  # also where it was not checked
+        stored.other.table_handle().snapshots.load_rows(bucket.parent)  # also where it was not checked
     assert snapshots(tmp_path / "store") == []
     bucket.write_bytes(whole)
     stored.load(tmp_path / "checkpoint")

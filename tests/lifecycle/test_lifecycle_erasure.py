@@ -47,14 +47,14 @@ def trained(embedding: MultiTableEmbedding, kind: str) -> set[bytes]:
     needles: set[bytes] = set()
     if kind == "incremental":
         train(embedding, OTHERS)
-        embedding.save_snapshot(f"first-{embedding._table().step}")
+        embedding.save_snapshot(f"first-{embedding.table_handle().table.step}")
     for _ in range(3):
         train(embedding, OTHERS)
-        embedding._table().flush()
+        embedding.table_handle().table.flush()
         train(embedding, SECRETS)
-        embedding._table().flush()  # a file whose first and last key are secret
+        embedding.table_handle().table.flush()  # a file whose first and last key are secret
         needles |= needles_of(embedding)
-        embedding.save_snapshot(f"with-{embedding._table().step}", kind=kind)
+        embedding.save_snapshot(f"with-{embedding.table_handle().table.step}", kind=kind)
     return needles
 
 

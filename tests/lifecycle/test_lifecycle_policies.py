@@ -145,7 +145,7 @@ def test_ages_are_counted_up_to_the_largest_step() -> None:
     """`distance_lfu` squares them: 2^31 steps are as exact as one."""
     embedding, model = make(options("device", eviction="distance_lfu", capacity=8), "sgd"), Model("distance_lfu", 8)
     for step in (1, 2, 3, 2**31 - 1, 2**31, 2**32 - 3):
-        embedding._table().step = model.step = step
+        embedding.table_handle().table.step = model.step = step
         rows = [(0, key) for key in range(step % 11, step % 11 + 5)]
         model.train(rows)
         train(embedding, *ids(rows))

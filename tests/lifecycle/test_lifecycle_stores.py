@@ -199,7 +199,7 @@ def test_a_row_that_left_and_comes_back_begins_anew(tmp_path: Path, store: str) 
         assert torch.equal(embedding.get(np.arange(20), 0), initial)
         assert torch.equal(train(embedding, range(20)), initial)
         with make(options("device"), "adagrad", name="new") as fresh:
-            fresh._table().step = embedding._table().step - 1
+            fresh.table_handle().table.step = embedding.table_handle().table.step - 1
             train(fresh, range(20))
             assert contents(embedding).tobytes() == contents(fresh).tobytes()
 

@@ -126,7 +126,7 @@ def hyper(rule: Rule, step: int, limits: tuple[float, ...]) -> list[float]:
     if rule.optimizer is torch.optim.RMSprop:
         del settings["momentum"]
     group |= {name: value for name, value in settings.items() if name in group}
-    values = rule.hyper(group, step)
+    values = {**group, **rule.hyper(group, step)}
     return [*(float(values[name]) for name in rule.kernel.all_hypers), *limits]
 
 

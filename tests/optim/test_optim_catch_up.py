@@ -19,6 +19,7 @@ from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, CatchUpAdamW
 from tierbed.engine.optim.catch_up_adam import ALL, CATCH_UP_ADAM, terms
 from tierbed.engine.optim.past_rates import MAX_KNOTS, is_past, with_past
+from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.optimizer
@@ -171,6 +172,32 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
     assert max(abs(past.at(step) - rate(step)) for step in range(1, 1501)) < 1e-7
 
 
+@pytest.mark.parametrize(
+    ("schedule", "off"),
+    [
+        (lambda at: 0.5 + 0.5 * np.cos(at / 2000 * np.pi), 0),
+        (lambda at: 0.5 ** (at // 100), 0),
+        (lambda at: 0.5 + 0.5 * np.cos(at % 7 / 7 * np.pi), 0.5),
+        (lambda at: 0.5 + 0.5 * np.cos(at % 100 / 100 * np.pi), 1e-3),
+    ],
+    ids=["cosine", "by the epoch", "restarts", "rare restarts"],
+)
+def test_a_schedule_whose_rates_cannot_be_kept_is_named(
+    schedule: Callable[[int], float], off: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = CatchUpAdam([torch.zeros(1)], lr=1.0)
+    rows = row_optimizer(optimizer, optimizer.param_groups[0])
+    numbers: list[float] = []
+    for at in range(2000):
+        optimizer.param_groups[0]["lr"] = float(schedule(at))
+        numbers = rows.hyper(at + 1, before=numbers)
+    past = PastRates(CATCH_UP_ADAM, numbers)
+    worst = max(abs(past.at(at + 1) - schedule(at)) for at in range(2000))
+    logged = [one.args[1] for one in caplog.records]
+    assert bool(logged) == (worst > 1e-3) == bool(off)
+    assert not off or (worst > off and max(logged) > worst / 20 and len(logged) < 4)
+
+
 def test_learning_rates_of_steps_that_a_gpu_has_undone_are_forgotten() -> None:
     numbers, of_rate = [0.0] * (len(CATCH_UP_ADAM.all_hypers) + 2), CATCH_UP_ADAM.all_hypers.index("lr")
 
@@ -305,7 +332,7 @@ def test_numbers_of_the_rule_before_are_not_taken_for_those_of_catch_up_adam(tmp
             optimizer = CatchUpAdam(embedding.parameters(), lr=0.01)
             embedding.attach(optimizer, optimizer.param_groups[0])
             embedding.put([3], torch.ones(1, DIM))
-            description = embedding._table().describe()
+            description = embedding.table_handle().table.describe()
             assert (description["optimizer"], description["hyper"], description["step"]) == ("catch_up_adam", [], 1)
     with make(options(store, tmp_path), tables=1, padding_idx=0) as reader:
         assert (reader.get(IDS[3:4]) == 1).all()

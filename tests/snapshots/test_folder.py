@@ -133,13 +133,12 @@ def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(t
         assert store.clean_marker is None
 
 
-def test_live_rows_are_replaced_together_with_what_they_go_back_to(tmp_path: Path) -> None:
+def test_live_rows_are_replaced_together_with_what_else_the_mark_says(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
-        for base, expected in (("one", "one"), (None, "one"), ("two", "two")):
+        for fields, expected in (({"store": "one"}, "one"), ({}, "one"), ({"store": "two"}, "two")):
             store.incoming.mkdir()
-            (store.snapshots / expected).mkdir(parents=True, exist_ok=True)
-            store.replace_live(store.incoming, MARK, base)
-            assert (store.recovery_snapshot, store.clean_marker) == (expected, MARK)
+            store.replace_live(store.incoming, MARK, **fields)
+            assert (FolderState(tmp_path).mark.store, store.clean_marker) == (expected, MARK)
 
 
 def test_no_bit_of_a_sealed_record_can_flip_unnoticed() -> None:
@@ -165,7 +164,7 @@ def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Pat
             lambda: store.write_clean_marker(MARK),
             store.clear_clean_marker,
             store.discard_live,
-            lambda: store.expect_recovery_snapshot("s"),
+            lambda: store.change(store="id"),
             lambda: store.replace_live(store.incoming, MARK),
         ]
         for act in acts:

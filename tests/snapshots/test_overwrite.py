@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,17 @@ import pytest
 from support.asked import STORE, Training
 from support.embeddings import contents, make, train
 from support.forked import in_process
+from support.records import last_snapshot
 from support.shell import command
 from support.stores import STORES, options
+from support.together import Model
 from support.warm import SHIMMED
-from tierbed import MultiTableEmbedding, OptionError, SnapshotError
+from tierbed import MultiTableEmbedding, OptionError, SnapshotError, StoreError
+from tierbed.distributed.world import World
+from tierbed.embedding.together import save_together
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control.client import request_save
-from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.group import Group
 
 
 def open_embedding(path: Path, store: str = "device") -> MultiTableEmbedding:
@@ -108,12 +113,12 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back
         def stop(rows: int) -> None:
             raise OSError(errno.ENOSPC, "no space left")
 
-        handle = embedding.table_handle()
+        tables = [embedding.table_handle().snapshots]
         with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
-            handle.save_snapshot("final", overwrite=True, progress=stop)
+            save_together(World.of_one(), tables, "final", overwrite=True, progress=stop)
         assert embedding.last_snapshot == "monday"
         assert (step_of(tmp_path, "final"), names(tmp_path)) == (1, {"final", "monday"})
-        assert embedding.prune_snapshots(1) == []  # "final" may be replaced at any instant
+        assert embedding.prune_snapshots(2) == []
         embedding.save_snapshot("final", overwrite=True)
         assert (embedding.last_snapshot, step_of(tmp_path, "final")) == ("final", 3)
 
@@ -123,19 +128,71 @@ def test_the_snapshot_that_is_replaced_is_no_base_before_it_is(tmp_path: Path) -
         train(embedding, range(5))
         embedding.save_snapshot("final")
         embedding.save_snapshot("monday")
-    with StoreFolder(tmp_path / "rows") as folder:
-        folder.expect_recovery_snapshot("final")  # and the process was killed
-        assert (folder.recovery_snapshot, folder.replaced) == ("monday", {"final"})
-    with StoreFolder(tmp_path / "rows") as folder:
-        assert (folder.recovery_snapshot, folder.replaced) == ("monday", set())
-        manifest = folder.snapshots / "final" / "manifest.msgpack"
-        manifest.write_bytes(b"damaged")
-        folder.expect_recovery_snapshot("final")
-        assert folder.recovery_snapshot == "monday"
+    with open_embedding(tmp_path / "another") as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final")
+    final = tmp_path / "rows" / "snapshots" / "final"
+    shutil.rmtree(final)
+    (tmp_path / "another" / "rows" / "snapshots" / "final").rename(final)  # and the process was killed
+    assert last_snapshot(tmp_path / "rows") == "monday"
+    (final / "manifest.msgpack").write_bytes(b"damaged")
+    assert last_snapshot(tmp_path / "rows") == "monday"
     with open_embedding(tmp_path) as embedding:  # what is damaged may be replaced
         train(embedding, range(3))
         embedding.save_snapshot("final", overwrite=True)
         assert (embedding.last_snapshot, step_of(tmp_path, "final")) == ("final", 2)
+
+
+def overwrite(embedding: MultiTableEmbedding, name: str, background: bool) -> None:
+    saving = embedding.save_snapshot(name, background=background, overwrite=True)
+    if saving is not None:
+        saving.wait()
+
+
+def test_a_save_that_the_record_cannot_name_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Group, *_: object, **__: object) -> None:
+        raise StoreError("no space left")
+
+    with open_embedding(tmp_path) as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final")
+        train(embedding, range(3))
+        for background in (False, True):
+            for name in ("final", "new"):
+                with monkeypatch.context() as patch:
+                    patch.setattr(Group, "write", full)
+                    with pytest.raises(StoreError, match="no space"):
+                        overwrite(embedding, name, background)
+                assert step_of(tmp_path, "final") == 1
+                assert {one for one in names(tmp_path) if not one.startswith("replaced-")} == {"final"}
+        assert (embedding.last_snapshot, last_snapshot(tmp_path / "rows")) == ("final", "final")
+        embedding.save_snapshot("final", overwrite=True)
+        assert (step_of(tmp_path, "final"), names(tmp_path)) == (2, {"final"})
+
+
+def replaced(path: Path) -> dict[str, int]:
+    """How many snapshots of each store are kept for recovery under another name."""
+    return {name: len(list(path.glob(f"{name}/snapshots/replaced-*"))) for name in "ab"}
+
+
+def test_of_stores_trained_together_what_was_replaced_is_kept_until_the_record_has_moved_on(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(1)
+    model.save_snapshot("best")
+    for _ in range(3):
+        model.steps(1)
+        model.members[0].save_snapshot("best", overwrite=True)
+        assert replaced(tmp_path) == {"a": 1, "b": 0}  # b has no later snapshot
+        model.members[1].save_snapshot("best", overwrite=True)
+        assert replaced(tmp_path) == {"a": 1, "b": 0}  # which nothing needs since
+    model.members[0].prune_snapshots(9)
+    assert replaced(tmp_path) == {"a": 0, "b": 0}
+    for number in range(3):
+        model.steps(1)
+        model.members[number % 2].save_snapshot("best", overwrite=True)
+    model.save_snapshot("best", overwrite=True)
+    assert replaced(tmp_path) == {"a": 0, "b": 0}
+    model.close()
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:

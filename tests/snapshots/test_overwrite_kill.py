@@ -16,11 +16,11 @@ from crash.power import Disk
 
 from support.embeddings import contents, make, train
 from support.killed import Warm
+from support.records import last_snapshot
 from support.stores import options
 from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding
 from tierbed.snapshots import Snapshot, list_snapshots
-from tierbed.snapshots.store.folder import StoreFolder
 
 CALLS = ("rename", "sync", "unlink", "mkdir")
 OLD, BASE, NEW = 2, 3, 4  # steps of the snapshot that is replaced, of the one saved last, and of the one that replaces
@@ -107,11 +107,13 @@ def check(path: Path, store: str, expected: dict[int, bytes], returned: bool) ->
         assert b"".join(rows.tobytes() for _, rows in snapshot.chunks()) == expected[snapshot.description["step"]]
     final = int(Snapshot.open(snapshots / "final").description["step"])
     assert final == NEW if returned else final in (OLD, NEW)
-    with StoreFolder(path / "rows") as folder:
-        assert folder.recovery_snapshot == ("final" if final == NEW else "other")
+    base = last_snapshot(path / "rows")
+    assert base == "final" if returned else base in ("other", "final" if final == NEW else "other")
     with open_embedding(path, store) as embedding:
-        assert contents(embedding).tobytes() == expected[NEW if final == NEW else BASE]
+        assert contents(embedding).tobytes() == expected[NEW if base == "final" else BASE]
         train(embedding, IDS, grad=GRAD)
-        embedding.save_snapshot("final" if final == OLD else "after", overwrite=True)
+        embedding.save_snapshot(
+            "after" if base == "final" else "final", overwrite=final == OLD
+        )  # else it does not count
         assert not [place.name for place in snapshots.iterdir() if place.name.startswith(".")]
     return final

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from support.embeddings import DIM, contents, make, train
 from support.examples import examples
+from support.records import last_snapshot
 from support.small_snapshots import TYPES, description, form_of, make_rows, save
 from support.stores import STORES, options
 from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError
@@ -112,10 +113,10 @@ def test_rows_of_each_type_become_those_of_each(tmp_path: Path, before: Types, a
     write_snapshot(tmp_path / "t", description(6, after), [(9, found)])
     differs = compare(snapshot, Snapshot.open(tmp_path / "t"))
     assert differs.fields.keys() == ({"dtype", "state_dtypes", "width"} & differs.fields.keys())
-    assert differs.added == differs.gone == {}
+    assert differs.counts["added"] == differs.counts["gone"] == {}
     exact = all(type in ("float32", of) for of, type in zip(before, after, strict=True))
     if exact:
-        assert (sum(differs.changed.values()), differs.same) == (0, 200)
+        assert (differs.counts["changed"].total(), differs.same) == (0, 200)
 
 
 def hostile(folder: Path) -> Snapshot:
@@ -201,7 +202,7 @@ def test_an_embedding_of_another_dtype_loads_a_snapshot_where_it_is_told_to(
         for name, dtype in zip(("embedding", "sum"), types, strict=True):
             was = form.numbers(rows, name)
             wanted = was if dtype is torch.float32 else by_torch(was, names[dtype])
-            same_numbers(embedding._table().form.numbers(narrow, name), wanted)
+            same_numbers(embedding.table_handle().table.form.numbers(narrow, name), wanted)
         embedding.save_snapshot("narrow")
         train(embedding, [1, 2])
         assert embedding.load_snapshot("narrow", convert=True).rows == 100  # nothing to convert
@@ -248,7 +249,7 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
             load_into_store(closed, snapshot)
         live, report = load_into_store(closed, snapshot, selection=Selection(convert=True))
         assert (live.form.dtype, report.rows) == (form_like(DTYPES[0]).dtype, 20)
-    assert closed.recovery_folder.recovery_snapshot == "narrow"
+    assert last_snapshot(closed.path) == "narrow"
     live, _ = load_into_store(
         closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(state=False, convert=True)
     )

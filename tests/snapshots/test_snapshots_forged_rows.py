@@ -60,7 +60,7 @@ def at(embedding: MultiTableEmbedding, sound: dict[Types, Path]) -> Path:
     """A copy of the snapshots of such rows where the embedding finds them."""
     path = embedding.store_options.persistent_path
     assert path is not None
-    rows, state = embedding._table().form.fields
+    rows, state = embedding.table_handle().table.form.fields
     return copied(sound[rows.type, state.type], Path(path))
 
 

@@ -107,12 +107,14 @@ def load(path: Path, store: str, sizes: list[int]) -> None:
         embedding.save_snapshot("first")
         for _ in range(3):
             grow(embedding)
+        embedding.save_snapshot("second")
+        grow(embedding)
         before, rows, failures = contents_of(path), contents(embedding).tobytes(), 0
         for left in sizes:
             if tried(disk, left, lambda: embedding.load_snapshot("first")):
                 failures += 1
                 assert contents(embedding).tobytes() == rows
-                assert embedding.last_snapshot == "first"
+                assert embedding.last_snapshot == "second"
             else:
                 assert contents(embedding).tobytes() == before["first"]
                 break

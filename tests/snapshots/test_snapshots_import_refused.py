@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import struct
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -16,7 +19,7 @@ from support.embeddings import DIM, make
 from support.exchange import FILES, VALUES, columns_of, write_columns
 from support.small_snapshots import description
 from support.stores import options
-from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError
+from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
@@ -58,6 +61,62 @@ def test_damaged_and_foreign_files(tmp_path: Path, format: str) -> None:
             import_snapshot(tmp_path / "t", "s", path, tensor="w" if format == "pt" else None)
     with pytest.raises(SnapshotError, match=rf"no\.{format}' cannot be read"):
         import_snapshot(tmp_path / "t", "s", tmp_path / f"no.{format}", tensor="w" if format == "pt" else None)
+    assert not (tmp_path / "t" / "snapshots" / "s").exists()
+
+
+def npy(header: str, numbers: bytes = bytes(64)) -> bytes:
+    return b"\x93NUMPY\x01\0" + struct.pack("<H", len(header)) + header.encode() + numbers
+
+
+def saved(save: Any, *arrays: Any, **named: Any) -> bytes:
+    file = BytesIO()
+    save(file, *arrays, **named)
+    return file.getvalue()
+
+
+WHOLE = saved(np.save, np.arange(4))
+FORM = "{'descr': %s, 'fortran_order': False, 'shape': %s}\n"
+NO_ARRAYS = {
+    "an archive": saved(np.savez, key=np.arange(4)),
+    "an empty archive": b"PK\x05\x06" + bytes(18),
+    "an empty file": b"",
+    "the start of a header": WHOLE[:20],
+    "a file that was cut off": WHOLE[:-1],
+    "a pickle": pickle.dumps([1]),
+    "Python objects": saved(np.save, np.array([1, None], object)),
+    "text": b"1, 2, 3, 4, and more of it",
+    "an unknown version": b"\x93NUMPY\x09" + WHOLE[7:],
+    "an open bracket": npy("{'descr': (((\n"),
+    "a header without names": npy("{1: 2, 'shape': 3}\n"),
+    "deep brackets": npy("-" * 3000 + "1\n"),
+    "an empty dtype": npy(FORM % ("()", "(4,)")),
+    "a foreign dtype": npy(FORM % ("{'a': 1}", "(4,)")),
+    "a negative length": npy(FORM % ("'<i8'", "(-4,)")),
+    "more rows than there are": npy(FORM % ("'<i8'", f"({1 << 70},)")),
+}
+
+
+@pytest.mark.parametrize("what", NO_ARRAYS)
+def test_a_file_of_numpy_that_is_no_array_of_numbers(tmp_path: Path, what: str) -> None:
+    """The error names the argument, the file and the remedy, whatever NumPy's readers raise."""
+    path = tmp_path / "x.npy"
+    path.write_bytes(NO_ARRAYS[what])
+    calls: dict[str, dict[str, Any]] = {
+        "source": {"source": path},
+        "keys": {"keys": path},
+        "table_ids": {"keys": np.arange(40), "table_ids": path},
+        r"states\['m'\]": {"states": {"m": path}},
+    }
+    for argument, call in calls.items():
+        with pytest.raises(SnapshotError, match=rf"^{argument}='{path}' cannot be read: .*; give a \.npy file that"):
+            import_snapshot(tmp_path / "t", "s", **{"source": VALUES, **call})
+    path = path.with_suffix(".npz")
+    for column in ("key", "embedding"):
+        with ZipFile(path, "w") as archive:
+            for name, array in {"key": np.arange(4), "embedding": VALUES[:4]}.items():
+                archive.writestr(f"{name}.npy", NO_ARRAYS[what] if name == column else saved(np.save, array))
+        with pytest.raises(TierbedError, match=f"^source='{path}'(:| cannot be read:| has) .*[;,:] "):
+            import_snapshot(tmp_path / "t", "s", path)
     assert not (tmp_path / "t" / "snapshots" / "s").exists()
 
 

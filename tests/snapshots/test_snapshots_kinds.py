@@ -10,7 +10,7 @@ import torch
 
 from support.embeddings import DIM, ask_to_leave, attach, contents, make, train
 from support.kinds import TYPES, grow, kinds_of, open_at
-from support.small_snapshots import save
+from support.records import last_snapshot
 from support.stores import STORES, options
 from tierbed.engine.errors import InputError, OptionError, SnapshotError
 from tierbed.snapshots import Snapshot
@@ -109,7 +109,7 @@ def test_rows_that_a_broken_off_erase_left_are_in_no_count(tmp_path: Path) -> No
     with open_at(tmp_path, "device") as embedding:
         embedding.put(range(9), torch.ones(9, DIM), 0)
         embedding.save_snapshot("a")
-        ask_to_leave(embedding._table(), [3, 4], "expired")
+        ask_to_leave(embedding.table_handle().table, [3, 4], "expired")
         embedding.save_snapshot("b", "incremental")
         assert embedding.size() == 7
         embedding.load_snapshot("b")
@@ -238,13 +238,20 @@ def test_background_is_for_what_takes_long_and_names_what_is_wrong(tmp_path: Pat
 
 
 def test_what_a_killed_save_named_is_not_gone_back_to(tmp_path: Path) -> None:
-    with StoreFolder(tmp_path / "rows") as folder:
-        save(folder.snapshots / "a", width=2 * DIM)
-        folder.set_recovery_snapshot("a")
-        folder.expect_recovery_snapshot("b")  # and the process was killed
-    with StoreFolder(tmp_path / "rows") as folder:
-        save(folder.snapshots / "b", width=2 * DIM)
-        assert folder.recovery_snapshot == "a"
+    with open_at(tmp_path, "host") as embedding:
+        grow(embedding, 0)
+        embedding.save_snapshot("a")
+        state = contents(embedding).tobytes()
+    with open_at(tmp_path / "another", "host") as embedding:
+        grow(embedding, 1)
+        embedding.save_snapshot("b")
+    for store in (tmp_path, tmp_path / "another"):
+        with StoreFolder(store / "rows") as folder:
+            folder.clear_clean_marker()  # the process was killed
+    (tmp_path / "another" / "rows" / "snapshots" / "b").rename(tmp_path / "rows" / "snapshots" / "b")
+    assert last_snapshot(tmp_path / "rows") == "a"
+    with open_at(tmp_path, "host") as embedding:
+        assert contents(embedding).tobytes() == state
 
 
 def test_a_store_that_was_filled_from_elsewhere_begins_without_a_warning(

@@ -26,7 +26,7 @@ from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
 from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, shard_number
 from tierbed.snapshots.files.merging import merge_sorted
-from tierbed.snapshots.files.writer import children_of, new_snapshot, write_shard
+from tierbed.snapshots.files.writer import children_of, new_snapshot, write_rows
 from tierbed.snapshots.inspection.row import snapshot_row
 
 COUNTS = {0: 10, 5: 1, 17: 20, 63: 5}
@@ -262,7 +262,7 @@ ROWS = make_buckets(6, {3: 50, 5: 50})
 WRONG: dict[str, tuple[list[Chunk], str]] = {
     "another part": ([(3, HashShard(0, 2).rows(ROWS[3]))], "bucket 3 cannot be written: it has rows of another part"),
     "backwards": ([(bucket, HashShard(1, 2).rows(ROWS[bucket])) for bucket in (5, 3)], "buckets must ascend"),
-    "no folder": ([(3, HashShard(1, 2).rows(ROWS[3]))], "shard 1 of 2 of a snapshot was not written"),
+    "no folder": ([(3, HashShard(1, 2).rows(ROWS[3]))], "snapshot 's' was not written"),
 }
 
 
@@ -273,10 +273,9 @@ def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, cas
 
     def write() -> None:
         with new_snapshot(tmp_path / "s", description()) as place:
-            write_shard(place, description(), HashShard(0, 2), [(3, HashShard(0, 2).rows(ROWS[3]))])
-            write_shard(
-                tmp_path / "elsewhere" if case == "no folder" else place, description(), HashShard(1, 2), chunks
-            )
+            write_rows(place, description(), [(3, HashShard(0, 2).rows(ROWS[3]))], None, HashShard(0, 2))
+            elsewhere = tmp_path / "elsewhere" if case == "no folder" else place
+            write_rows(elsewhere, description(), chunks, None, HashShard(1, 2))
 
     with pytest.raises(SnapshotError, match=problem):
         write()

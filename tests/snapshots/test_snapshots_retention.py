@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.embeddings import make, train
+from support.records import note_snapshot
 from support.small_snapshots import description, flip_bit, make_rows
 from support.stores import options
 from tierbed.engine.errors import OptionError, SnapshotError
@@ -79,8 +80,8 @@ def test_whatever_is_left_at_any_instant_can_be_read(
     with StoreFolder(tmp_path_factory.mktemp("store")) as store:
         earlier = [parent if parent is not None and parent < n else None for n, parent in enumerate(parents)]
         snapshots = fill(store.snapshots, earlier)
-        store.set_recovery_snapshot(f"s{base % len(parents)}")
-        plan = plan_prune(snapshots, keep_last, keep_every, [store.recovery_snapshot])
+        note_snapshot(store, f"s{base % len(parents)}")
+        plan = plan_prune(snapshots, keep_last, keep_every, [f"s{base % len(parents)}"])
         rename = os.rename
         with pytest.MonkeyPatch.context() as patch:
             left = [after]

@@ -9,10 +9,11 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator
 from functools import partial
+from time import sleep
 
 import pytest
 
-from tierbed.snapshots.files.pipeline import TaskThread, read_ahead
+from tierbed.snapshots.files.pipeline import TaskThread, do_all, read_ahead
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,25 @@ def test_tasks_are_done_in_order_and_none_after_one_that_failed() -> None:
     assert done == [0, 1, 2, *range(100)]
     with pytest.raises(KeyError):
         run_tasks(done, failing=-1, fail_at_end=True)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_all_tasks_are_done_whether_they_are_slow_or_not(slow: bool) -> None:
+    done: list[int] = []
+
+    def task(number: int) -> None:
+        sleep(0.002 * slow)
+        done.append(number)
+
+    do_all([])
+    do_all([partial(task, number) for number in range(20)])
+    assert sorted(done) == [*range(20)]
+
+    def fail() -> None:
+        raise OSError("as planned")
+
+    with pytest.raises(OSError, match="as planned"):
+        do_all([partial(task, 1), fail, partial(task, 2)])
 
 
 def take_one(closed: list[int]) -> None:

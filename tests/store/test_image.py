@@ -60,7 +60,7 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, store: str) -> None:
         ids, tables = torch.arange(100), torch.zeros(100, dtype=torch.int64)
         pinned = embedding.pin([Lookup(ids, tables)])  # some are new
         expected = contents(embedding).tobytes()
-        image = embedding._table().observers.image()
+        image = embedding.table_handle().table.observers.image()
         pinned.update([torch.ones(100, DIM)])
         assert contents(embedding).tobytes() != expected
         assert joined(image.chunks()) == expected
@@ -74,7 +74,7 @@ def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> No
         for lookup in lookups:
             embedding.prefetch(lookup.ids, lookup.table_ids)
         expected = contents(embedding).tobytes()
-        chunks = embedding._table().observers.image().chunks()
+        chunks = embedding.table_handle().table.observers.image().chunks()
         read = []
         for lookup in lookups:
             train(embedding, lookup.ids, lookup.table_ids)

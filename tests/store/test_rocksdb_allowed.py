@@ -39,7 +39,7 @@ def rows_after(path: Path, store: str, setting: Setting, read_mode: str = "buffe
                 ids = (torch.arange(600) * (step + 7 * run + 1)) % 5003
                 train(embedding, ids, ids % 2)
                 if store == "ssd":
-                    embedding._table().flush()
+                    embedding.table_handle().table.flush()
             embedding.delete(range(run, 5003, 9), table_ids=1)
             if store == "ssd":
                 embedding.save_snapshot(f"linked-{run}", kind="checkpoint")

@@ -191,7 +191,7 @@ def test_rows_do_not_depend_on_how_rocksdb_runs(tmp_path: Path) -> None:
         with make(options("ssd", tmp_path, **setting), "adam", name=f"rows{number}") as embedding:
             for step in range(6):
                 train(embedding, torch.arange(step * 50, step * 50 + 200))
-                embedding._table().stack.bottom.flush()
+                embedding.table_handle().table.stack.bottom.flush()
             seen.add(contents(embedding).tobytes())
     assert len(seen) == 1
 
@@ -225,7 +225,7 @@ def test_rows_made_with_other_options_move_to_a_wider_row(tmp_path: Path) -> Non
     with make(options("ssd", tmp_path, rocksdb_options=given)) as embedding:
         for _ in range(3):
             embedding.put(range(500), torch.ones(500, DIM), table_ids=0)
-            embedding._table().flush()
+            embedding.table_handle().table.flush()
         embedding.compact()
         attach(embedding, "adam")
         train(embedding, range(500))
@@ -236,7 +236,7 @@ def test_compaction_gives_the_space_of_replaced_rows_back(tmp_path: Path) -> Non
     with make(options("ssd", tmp_path, rocksdb_options={"disable_auto_compactions": True}), "sgd") as embedding:
         for _ in range(5):
             train(embedding, range(2000))
-            embedding._table().flush()
+            embedding.table_handle().table.flush()
         before, rows = embedding.metrics()["ssd"]["sst_bytes"], contents(embedding)
         embedding.compact()
         assert embedding.metrics()["ssd"]["sst_bytes"] < before / 3

@@ -75,7 +75,7 @@ Calls = list[tuple[str, list[Row]]]
 def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int, place: Any = "cpu") -> None:
     """Rows change, are saved, and change again, in a table with these store options; chunks are of that many rows."""
     with make(how, "adagrad").to(place) as embedding, in_small_chunks(chunk):
-        table = embedding._table()
+        table = embedding.table_handle().table
 
         def go(steps: Calls) -> set[Row]:
             """The rows that may have changed."""

@@ -63,7 +63,7 @@ def load_beside_training(path: Path, store: str, start: str, epochs: int) -> dic
         batches, ended = batches_of(loader_of(embedding, start))
         codes += ended
     worker.join()
-    embedding._table().flush()
+    embedding.table_handle().table.flush()
     before = files(path)
     codes += batches_of(loader_of(embedding, start))[1]
     untouched = files(path) == before

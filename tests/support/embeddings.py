@@ -14,6 +14,7 @@ import tierbed
 from support.optimizers import OPTIMIZERS
 from tierbed import MultiTableEmbedding
 from tierbed.engine.options.lookup import Lookup
+from tierbed.engine.table.row_step import row_step
 from tierbed.engine.table.table import OpenTable
 
 DIM = 5
@@ -61,6 +62,16 @@ def train(
     grad: Any = None,
 ) -> Tensor:
     """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
+    return row_step([(embedding, embedding.row_optimizer)], "a test", pin_and_update, embedding, ids, tables, grad)
+
+
+def pin_and_update(
+    embedding: MultiTableEmbedding,
+    ids: Tensor | Sequence[int],
+    tables: Tensor | Sequence[int] | int = 0,
+    grad: Any = None,
+) -> Tensor:
+    """What `train` does, outside of a `row_step`: signals are not deferred."""
     place = next(embedding.parameters()).device
     ids = torch.as_tensor(ids, dtype=embedding.spec.key_type).to(place)
     tables = torch.as_tensor(tables).to(place).broadcast_to(ids.shape)
@@ -76,7 +87,7 @@ def train(
 
 def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
     """Every row with optimizer state and lifecycle record, in the order of a scan."""
-    table = embedding._table()
+    table = embedding.table_handle().table
     return np.concatenate([np.empty(0, table.form.dtype), *(rows.copy() for _, rows in table.scan())])
 
 

@@ -62,7 +62,7 @@ def check_image(how: Any, other: Any, gaps: list[int], before: int, place: Any =
         for number in range(before):
             change(embedding, number)
         expected = contents(embedding).tobytes()
-        image = embedding._table().observers.image()
+        image = embedding.table_handle().table.observers.image()
         steps = iter(range(before, 20))
 
         def read() -> Chunks:
@@ -84,4 +84,4 @@ def check_image(how: Any, other: Any, gaps: list[int], before: int, place: Any =
 
 
 def table_of(embedding: MultiTableEmbedding) -> OpenTable:
-    return embedding._table()
+    return embedding.table_handle().table

@@ -15,7 +15,7 @@ from tierbed.snapshots.files.writer import (
     finish,
     new_snapshot,
     write_changes,
-    write_shard,
+    write_rows,
 )
 
 from .small_snapshots import Chunk
@@ -29,7 +29,9 @@ def save_in_parts(
     with new_snapshot(folder, description, overwrite) as place:
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
-            files.append(write_shard(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in kept]))
+            files.append(
+                write_rows(place, description, [(bucket, part.rows(rows)) for bucket, rows in kept], None, part)
+            )
         count = sum(len(rows) for _, rows in kept)
         return finish(place, description, count, files=_merged(files), parts=parts)
 
@@ -44,7 +46,7 @@ def save_changes_in_parts(
         files = []
         for part in (HashShard(number, parts) for number in range(parts)):
             own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
-            files.append(write_shard(place, description, part, own, write=write_changes))
+            files.append(write_changes(place, description, own, None, part))
         return finish(place, description, rows, files=_merged(files), parent=parent, parts=parts)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support.background_saves import Writer, no_thread_is_left, until, waits_of
-from support.embeddings import DIM, contents, make, train
+from support.embeddings import DIM, contents, make, pin_and_update, train
 from support.forked import in_process
 from support.images import change, in_memory, small_chunks, table_of
 from support.scripts import run_script
@@ -76,7 +76,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
         "    threading.main_thread().join()\n"
         "    print(sum(len(rows) for _, rows in chunks))\n"
         "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
-        "embedding._table().observers.save_in_background('it', write)\n"
+        "embedding.table_handle().table.observers.save_in_background('it', write)\n"
     )
     assert run_script(script, whole=True).stdout == "999\n"
 
@@ -158,7 +158,7 @@ def test_ctrl_c_while_a_step_waits_leaves_the_rows(tmp_path: Path, store: str) -
         train(embedding, range(20))
         rows = contents(embedding).tobytes()
         with interrupted_when(lambda: waits_of(embedding) > 0):
-            train(embedding, range(30))
+            pin_and_update(embedding, range(30))
         assert contents(embedding).tobytes() == rows
         writer.let_go()
         assert save.wait()

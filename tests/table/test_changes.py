@@ -173,7 +173,7 @@ def test_noted_changes_make_the_rows_of_now_of_those_before(
 @stores
 def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path, admission=2), "sgd") as embedding:
-        table = embedding._table()
+        table = embedding.table_handle().table
         train(embedding, range(50))
         train(embedding, range(50))
         table.observers.track_changes(FIRST)
@@ -188,7 +188,7 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
 
 def test_chunks_of_changes_are_bounded() -> None:
     with make(options("device"), "sgd") as embedding, in_small_chunks(4):
-        table = embedding._table()
+        table = embedding.table_handle().table
         table.observers.track_changes(FIRST)
         train(embedding, range(2000))
         found = table.observers.changed(FIRST)
@@ -200,7 +200,7 @@ def test_chunks_of_changes_are_bounded() -> None:
 
 def test_what_is_tracked_begins_anew() -> None:
     with make(options("device"), "sgd") as embedding:
-        table = embedding._table()
+        table = embedding.table_handle().table
         assert table.observers.changed(FIRST) is None
         table.observers.track_changes(FIRST)
         train(embedding, range(9))
@@ -214,7 +214,7 @@ def test_what_is_tracked_begins_anew() -> None:
 
 def test_changes_of_a_closed_table_are_not_read() -> None:
     embedding = make(options("device"), "sgd")
-    table = embedding._table()
+    table = embedding.table_handle().table
     table.observers.track_changes(FIRST)
     train(embedding, range(9))
     found = table.observers.changed(FIRST)

@@ -38,7 +38,7 @@ def test_deleted_rows_are_like_rows_that_were_never_seen(tmp_path: Path, store: 
         assert embedding.metrics()["table"]["deleted"] == 2
         assert torch.equal(embedding.get([3, 50], 1), initial[[3, 50]])
         assert rows_by_key(embedding) == {row: values for row, values in kept.items() if row[1] not in (3, 50)}
-        never._table().step = 2
+        never.table_handle().table.step = 2
         assert torch.equal(train(embedding, [3, 50], 1), train(never, [3, 50], 1))
         rows = contents(embedding)
         assert rows[np.isin(rows["key"], [3, 50])].tobytes() == contents(never).tobytes()
@@ -196,7 +196,7 @@ def test_ids_that_are_no_rows_are_passed_over() -> None:
 def test_ctrl_c_while_rows_leave_loses_no_table() -> None:
     with make(options("host"), "sgd") as embedding:
         embedding.put(range(9), torch.ones(9, embedding.dim), 0)
-        table = embedding._table()
+        table = embedding.table_handle().table
         ask_to_leave(table, [3, 4])
         table.before_write = lambda step: signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -212,7 +212,7 @@ def test_a_memory_error_before_rows_leave_is_tried_again() -> None:
 
     with make(options("host"), "sgd") as embedding:
         embedding.put(range(9), torch.ones(9, embedding.dim), 0)
-        table = embedding._table()
+        table = embedding.table_handle().table
         ask_to_leave(table, [3, 4])
         before, table.before_write = table.before_write, full
         with pytest.raises(MemoryError):
@@ -225,7 +225,7 @@ def test_a_memory_error_before_rows_leave_is_tried_again() -> None:
 def test_a_table_that_was_closed_goes_at_once() -> None:
     embedding = make(options("host"), "sgd")
     train(embedding, range(5))
-    table = weakref.ref(embedding._table())
+    table = weakref.ref(embedding.table_handle().table)
     gc.disable()
     try:
         embedding.close()

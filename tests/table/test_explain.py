@@ -79,7 +79,7 @@ def counted(embedding: MultiTableEmbedding) -> dict[tuple[str, str], float]:
 
 def settled(embedding: MultiTableEmbedding) -> None:
     """Nothing is under way in the background."""
-    embedding._table().flush()
+    embedding.table_handle().table.flush()
 
 
 @pytest.mark.parametrize("store", ["device", "host", "cached_host"])

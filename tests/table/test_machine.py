@@ -211,7 +211,7 @@ def trained_with_reads(store: str, path: Path, reads: int) -> list[dict[str, flo
         random = np.random.default_rng(1)
 
         def counts() -> dict[str, float]:
-            embedding._table().flush()  # what goes down in the background is down
+            embedding.table_handle().table.flush()  # what goes down in the background is down
             metrics = embedding.metrics()
             caches = [tier for tier in ("device", "host") if tier in metrics]
             return {f"{tier}.{name}": metrics[tier].get(name, 0) for tier in caches for name in names}
