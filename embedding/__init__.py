@@ -1,1 +1,1 @@
-"""What users hold: the embedding modules, their training and metrics, and what their rows are between runs."""
+"""Embeddings: from the modules that users hold down to the tables that this process has open."""

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ..embedding.ddp_guard import refuse_around
-from ..embedding.model_snapshots import ModelSnapshots
-from ..embedding.saved_rows import EXTRA, are_apart, rows_apart
+from ..embedding.optim.ddp_guard import refuse_around
+from ..embedding.state_dict.model_snapshots import ModelSnapshots
+from ..embedding.state_dict.saved_rows import EXTRA, are_apart, rows_apart
 from ..engine.checks import as_int, checked_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive

@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..embedding.eager import EagerOptimizer
-from ..embedding.gradients import ShadowGrad
-from ..embedding.names import name_embeddings
-from ..embedding.saved_rows import SavedRows, rows_apart
-from ..embedding.training_group import train_together
+from ..embedding.autograd.gradients import ShadowGrad
+from ..embedding.optim.eager import EagerOptimizer
+from ..embedding.state_dict.saved_rows import SavedRows, rows_apart
+from ..embedding.tables.names import name_embeddings
+from ..embedding.tables.training_group import train_together
 from ..engine.errors import GraphError, InputError
 from ..snapshots.store.selection import Selection
 from .graph import Graph

@@ -1,5 +1,5 @@
-from ..embedding.embedding import MultiTableEmbedding as MultiTableEmbedding
-from ..embedding.embedding import MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding
+from ..embedding.modules.embedding import MultiTableEmbedding as MultiTableEmbedding
+from ..embedding.modules.embedding import MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding
 from ..engine.optim import Ftrl as Ftrl
 from ..engine.options.initializers import make_column_options as make_column_options
 from ..engine.options.initializers import make_constant_initializer as make_constant_initializer

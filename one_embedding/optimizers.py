@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from ..embedding.eager import EagerOptimizer
-from ..embedding.embedding import MultiTableMultiColumnEmbedding
+from ..embedding.modules.embedding import MultiTableMultiColumnEmbedding
+from ..embedding.optim.eager import EagerOptimizer
 from ..engine.errors import OptimizerError
 from ..engine.optim import CatchUpAdam
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...embedding.lookup_op import embedding_of
+from ...embedding.autograd.lookup_op import embedding_of
 from ...engine.errors import OptimizerError, OptionError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer

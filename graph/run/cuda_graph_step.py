@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...embedding.saved_rows import SavedRows
+from ...embedding.state_dict.saved_rows import SavedRows
 from ...engine.errors import GraphError, OptionError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup

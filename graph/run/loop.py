@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ...distributed.handshake import Handshake
 from ...distributed.world import World
-from ...embedding.saved_rows import SavedRows
+from ...embedding.state_dict.saved_rows import SavedRows
 from ...engine.checks import as_int
 from ...engine.errors import ClosedError, InputError, SnapshotError, StoreError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase

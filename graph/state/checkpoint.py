@@ -45,10 +45,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from ...distributed.world import World
-from ...embedding.dense_part import note_run
-from ...embedding.model_snapshots import load_rows, save_rows
-from ...embedding.names import bare_name
-from ...embedding.saved_rows import EXTRA, SavedRows
+from ...embedding.optim.dense_part import note_run
+from ...embedding.state_dict.model_snapshots import load_rows, save_rows
+from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
+from ...embedding.tables.names import bare_name
 from ...engine.checks import is_folder_name
 from ...engine.durable import (
     UnsyncedError,

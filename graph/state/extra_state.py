@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...embedding.eager import EagerOptimizer
-from ...embedding.rows_reference import RowsReference
-from ...embedding.saved_rows import EXTRA, SavedRows
+from ...embedding.optim.eager import EagerOptimizer
+from ...embedding.saving.rows_reference import RowsReference
+from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
 from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.step_epilogue import StepEpilogue

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ...embedding.dense_part import DensePart, note_versions
-from ...embedding.eager import IN_BACKWARD, EagerOptimizer
-from ...embedding.names import name_embeddings
-from ...embedding.saved_rows import SavedRows
-from ...embedding.training_group import train_together
+from ...embedding.optim.dense_part import DensePart, note_versions
+from ...embedding.optim.eager import IN_BACKWARD, EagerOptimizer
+from ...embedding.state_dict.saved_rows import SavedRows
+from ...embedding.tables.names import name_embeddings
+from ...embedding.tables.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy

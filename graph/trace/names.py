@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...embedding.names import WRAPPERS
+from ...embedding.tables.names import WRAPPERS
 from ...engine.errors import InputError
 from ...engine.ops.rows_contract import NoTorchScript
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...embedding.ddp_guard import refuse_ranks
+from ...embedding.optim.ddp_guard import refuse_ranks
 from ...engine.errors import GraphError
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments, as the user gave them

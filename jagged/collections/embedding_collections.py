@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...distributed.world import World
-from ...embedding.embedding import MultiTableEmbedding
+from ...embedding.modules.embedding import MultiTableEmbedding
 from ...engine.checks import checked_arguments, int_option
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup

@@ -13,14 +13,14 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...embedding.dense_rows import dense_rows, dense_states, dense_tensors, put_in_state
-from ...embedding.eager import follow_in_backward
-from ...embedding.embedding import MultiTableEmbedding
-from ...embedding.model_snapshots import ModelSnapshots
-from ...embedding.read_only import ReadOnlyCopy
-from ...embedding.rows_in_tensors import RowTensors
-from ...embedding.saved_rows import SavedRows
-from ...embedding.training_group import train_together
+from ...embedding.modules.dense_rows import dense_rows, dense_states, dense_tensors, put_in_state
+from ...embedding.modules.embedding import MultiTableEmbedding
+from ...embedding.optim.eager import follow_in_backward
+from ...embedding.state_dict.model_snapshots import ModelSnapshots
+from ...embedding.state_dict.read_only import ReadOnlyCopy
+from ...embedding.state_dict.saved_rows import SavedRows
+from ...embedding.tables.rows_in_tensors import RowTensors
+from ...embedding.tables.training_group import train_together
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.rows_contract import NoTorchScript

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...embedding.eager import IN_BACKWARD
-from ...embedding.embedding import MultiTableMultiColumnEmbedding
+from ...embedding.modules.embedding import MultiTableMultiColumnEmbedding
+from ...embedding.optim.eager import IN_BACKWARD
 from ...engine.errors import InputError, OptionError
 from ..tbe.call_arguments import CONSTRUCTOR, idle, refuse
 from ..tbe.enums import OptimType

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...distributed.world import World
-from ...embedding.ddp_guard import LEAVES_ROWS
-from ...embedding.eager import IN_BACKWARD
-from ...embedding.embedding import MultiTableMultiColumnEmbedding
-from ...embedding.names import name_embeddings
+from ...embedding.modules.embedding import MultiTableMultiColumnEmbedding
+from ...embedding.optim.ddp_guard import LEAVES_ROWS
+from ...embedding.optim.eager import IN_BACKWARD
+from ...embedding.tables.names import name_embeddings
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
 from .fused_settings import check_sharding, fuse

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...embedding.ddp_guard import refuse_lookup
-from ...embedding.gradients import is_reached
+from ...embedding.autograd.gradients import is_reached
+from ...embedding.optim.ddp_guard import refuse_lookup
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...embedding.dense_rows import CHUNK
-from ...embedding.names import next_seed
-from ...embedding.read_only import ReadOnlyCopy
+from ...embedding.modules.dense_rows import CHUNK
+from ...embedding.state_dict.read_only import ReadOnlyCopy
+from ...embedding.tables.names import next_seed
 from ...engine.checks import as_number, checked_arguments, int_option
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.optim.row_optimizer import RowOptimizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...embedding.embedding import MultiTableEmbedding
+from ...embedding.modules.embedding import MultiTableEmbedding
 from ...engine._core import WAYS
 from ...engine.cache.memory_split import MB
 from ...engine.checks import as_int, as_number

@@ -21,8 +21,8 @@ from torch import nn
 
 from support.stores import ONE_SET_MB, options
 from tierbed import MultiTableEmbedding, cli, load_checkpoint, make_constant_initializer, save_checkpoint
-from tierbed.embedding.model_snapshots import ModelSnapshots
-from tierbed.embedding.training_group import train_together
+from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
+from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.durable import fsync_dir, fsync_file
 from tierbed.engine.errors import StoreError
 from tierbed.engine.options.lookup import Lookup

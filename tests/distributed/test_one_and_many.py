@@ -21,7 +21,7 @@ from support.together import Model, killed_at
 from support.warm import SHIMMED
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
-from tierbed.embedding.shared_folder import SharedFolder
+from tierbed.embedding.tables.shared_folder import SharedFolder
 from tierbed.snapshots.store.folder import StoreFolder
 
 STORES = ("ssd", "host")

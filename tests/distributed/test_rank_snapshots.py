@@ -30,7 +30,7 @@ from tierbed import (
     export_snapshot,
 )
 from tierbed.distributed import World
-from tierbed.embedding.model_snapshots import save_rows
+from tierbed.embedding.state_dict.model_snapshots import save_rows
 from tierbed.engine import _core
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.row_format import row_dtype

@@ -18,8 +18,8 @@ from support.ranks import answer, run_ranks, started
 from support.shell import Cli
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
-from tierbed.embedding.model_snapshots import save_rows
-from tierbed.embedding.shared_folder import SharedFolder
+from tierbed.embedding.state_dict.model_snapshots import save_rows
+from tierbed.embedding.tables.shared_folder import SharedFolder
 from tierbed.engine._core import owners
 from tierbed.snapshots.files.reader import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder

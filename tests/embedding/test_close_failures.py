@@ -11,7 +11,7 @@ from support.embeddings import contents, make, train
 from support.limits import file_size_limit
 from support.stores import options
 from tierbed import StoreError
-from tierbed.embedding.model_snapshots import save_rows
+from tierbed.embedding.state_dict.model_snapshots import save_rows
 from tierbed.engine.durable import atomic_folder
 from tierbed.snapshots.store.status import store_status
 

@@ -27,7 +27,7 @@ from tierbed import (
     MultiTableMultiColumnEmbedding,
     OptimizerError,
 )
-from tierbed.embedding.rows_in_tensors import FIELDS
+from tierbed.embedding.tables.rows_in_tensors import FIELDS
 from tierbed.engine.options.initializers import as_arrays, make_column_options, make_table_options
 from tierbed.engine.options.lookup import Lookup
 

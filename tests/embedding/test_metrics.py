@@ -30,7 +30,7 @@ from tierbed import (
     prometheus_text,
     write_tensorboard,
 )
-from tierbed.embedding.metrics import METRICS, TABLE_METRICS
+from tierbed.embedding.modules.metrics import METRICS, TABLE_METRICS
 
 DOCUMENTED = DOCS / "metrics.md"
 

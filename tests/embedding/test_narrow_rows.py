@@ -14,7 +14,7 @@ from support.embeddings import attach, contents, make, train
 from support.optimizers import OPTIMIZERS
 from support.stores import STORES, options
 from tierbed import Graph, InputError, MultiTableEmbedding, OptimizerError, SnapshotError, StoreError
-from tierbed.embedding.eager import EagerOptimizer
+from tierbed.embedding.optim.eager import EagerOptimizer
 
 NARROW = [torch.bfloat16, torch.float16]
 STATES = [torch.float32, torch.bfloat16]

@@ -16,7 +16,7 @@ import tierbed
 from support.embeddings import DIM, contents, make
 from support.stores import STORES, options
 from tierbed import GraphError, InputError, MultiTableEmbedding, OptionError
-from tierbed.embedding import lookup_op as ops
+from tierbed.embedding.autograd import lookup_op as ops
 from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.op

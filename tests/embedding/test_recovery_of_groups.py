@@ -22,7 +22,7 @@ from support.ranks import fails
 from support.stores import options
 from support.together import Model, killed, played
 from support.two_towers import stores
-from tierbed.embedding.training_group import train_together
+from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import request_save

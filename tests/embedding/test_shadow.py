@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from support.graphs import DIM, embedding, graph_of
 from tierbed import EagerOptimizer, GraphError, InputError, OptimizerError, TierbedError
-from tierbed.embedding.shadow import Shadow
+from tierbed.embedding.autograd.shadow import Shadow
 
 IDS = torch.tensor([3, 4, 3])
 

@@ -15,7 +15,7 @@ from torch import nn
 from support.embeddings import attach, contents, make, train
 from support.stores import options
 from tierbed import MultiTableEmbedding
-from tierbed.embedding.local_table import LocalTable
+from tierbed.embedding.tables.local_table import LocalTable
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from tierbed.snapshots import list_snapshots
 

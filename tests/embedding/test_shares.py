@@ -16,10 +16,10 @@ from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import StoreError
 from tierbed.distributed.world import World
-from tierbed.embedding.local_table import LocalTable
-from tierbed.embedding.recovery import FolderContents, OpenPlan, RankShard
-from tierbed.embedding.snapshots import Snapshots
-from tierbed.embedding.together import save_together
+from tierbed.embedding.saving.table_save.snapshots import Snapshots
+from tierbed.embedding.saving.table_save.together import save_together
+from tierbed.embedding.tables.local_table import LocalTable
+from tierbed.embedding.tables.recovery import FolderContents, OpenPlan, RankShard
 from tierbed.engine import _core
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.lookup import Lookup

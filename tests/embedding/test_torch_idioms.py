@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tierbed as tb
-from tierbed.embedding import shadow
+from tierbed.embedding.autograd import shadow
 from tierbed.optim import CatchUpAdam, CatchUpAdamW
 
 IDS = torch.arange(10)

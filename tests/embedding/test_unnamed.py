@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tierbed
 from support.ranks import run_ranks
 from tierbed.distributed import World
-from tierbed.embedding import names
+from tierbed.embedding.tables import names
 from tierbed.jagged import (
     ComputeDevice,
     EmbeddingBagCollection,

@@ -19,7 +19,7 @@ from support.stores import options
 from support.two_towers import IDS as LOOP_IDS
 from support.two_towers import TwoTowers
 from tierbed import Graph, GraphError, SnapshotError, load_checkpoint, save_checkpoint
-from tierbed.embedding.saved_rows import rows_apart
+from tierbed.embedding.state_dict.saved_rows import rows_apart
 from tierbed.engine.durable import seal, unseal
 
 DELETE, DOUBLE = object(), object()

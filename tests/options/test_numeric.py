@@ -17,7 +17,7 @@ from support.embeddings import make
 from support.graphs import Rating, graph_of, mlp
 from support.stores import options
 from tierbed import plan
-from tierbed.embedding.embedding import MultiTableEmbedding
+from tierbed.embedding.modules.embedding import MultiTableEmbedding
 from tierbed.engine.errors import OptionError, TierbedError
 from tierbed.engine.options.lookup import check_row
 from tierbed.engine.options.table_spec import check_columns

@@ -14,7 +14,7 @@ from support.embeddings import DIM, contents, make
 from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
-from tierbed.embedding.saved_rows import rows_apart
+from tierbed.embedding.state_dict.saved_rows import rows_apart
 
 PADDING = 3
 CAPTURED = "# captured as a CUDA graph"

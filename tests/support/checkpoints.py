@@ -12,7 +12,7 @@ from support.embeddings import contents, make
 from support.graphs import id_batches
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
-from tierbed.embedding.saved_rows import rows_apart
+from tierbed.embedding.state_dict.saved_rows import rows_apart
 
 IDS = id_batches(16, 2, steps=12)
 

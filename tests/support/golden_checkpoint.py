@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from support.embeddings import contents, make
 from support.stores import options
 from tierbed import Graph
-from tierbed.embedding.saved_rows import rows_apart
+from tierbed.embedding.state_dict.saved_rows import rows_apart
 
 
 class Golden(Graph):

@@ -11,8 +11,8 @@ from torch import nn
 
 from support.stores import options
 from tierbed import MultiTableEmbedding, make_constant_initializer
-from tierbed.embedding.model_snapshots import ModelSnapshots
-from tierbed.embedding.training_group import train_together
+from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
+from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 
 KEYS = torch.arange(4)

@@ -17,8 +17,8 @@ from support.killed import holds, step
 from support.stores import options
 from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding
-from tierbed.embedding.model_snapshots import ModelSnapshots
-from tierbed.embedding.training_group import train_together
+from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
+from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.errors import TierbedError
 
 NAMES = "abc"

@@ -1,0 +1,1 @@
+"""Lookups that autograd records: the shadow parameter, gradients, the op."""

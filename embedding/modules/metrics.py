@@ -1,0 +1,245 @@
+"""The metrics of embeddings: their meaning, and their export to Prometheus and TensorBoard."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any, NamedTuple
+
+from ...engine.errors import ClosedError, InputError, OptionError, TierbedError
+from ...engine.table.table_report import LOCK_SECONDS
+from .embedding import MultiTableMultiColumnEmbedding
+
+
+class Metric(NamedTuple):
+    """The description of one number of `metrics()`.
+
+    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: its name in Prometheus; "" is the
+    same name.
+    """
+
+    kind: str
+    meaning: str
+    exported: str = ""
+
+
+_counter, _gauge = partial(Metric, "counter"), partial(Metric, "gauge")
+
+
+def _latencies(name: str, calls: str) -> dict[str, Metric]:
+    shares = {f"{name}_seconds_p{share}": _gauge(f"{share} % of {calls} took no longer") for share in (50, 90, 99)}
+    return {**shares, f"{name}_seconds_max": _gauge(f"the longest of the {calls}")}
+
+
+METRICS: dict[str, Metric] = {
+    # of the table
+    "rows": _gauge("written rows of all tables: `size()`"),
+    "step": _gauge("training steps that updated this embedding; stored in snapshots"),
+    "dropped": _counter("illegal ids of lookups and `get` that were dropped, if `bad_ids` is `drop`"),
+    "refused": _counter("new rows that `admission` refused, each time"),
+    "evicted": _counter("rows deleted because of `capacity`"),
+    "expired": _counter("rows deleted because of `ttl_steps`"),
+    "deleted": _counter("rows deleted by `delete`"),
+    "ledger_bytes": _gauge("host memory of the ledger of `eviction`, `admission` and `ttl_steps`"),
+    "total_bytes": _gauge("memory of all tiers and the ledger, overflow areas included", "total_memory_bytes"),
+    **{
+        f"{purpose}_{name}": _counter(f"rows of {calls} {meaning}")
+        for purpose, calls in (("train", "training steps and `put`"), ("evaluate", "lookups that only read"))
+        for name, meaning in (
+            ("hits", "that the top tier had"),
+            ("misses", "that a tier below it had"),
+            ("unknown", "that were never written, so no tier had them"),
+        )
+    },
+    "prefetch_hits": _counter("steps whose batch was announced by `prefetch`"),
+    "prefetch_misses": _counter("steps with another batch than the next announced one"),
+    "prefetch_dropped": _counter("announced batches that were dropped, since too many waited"),
+    # of an embedding with a world, in addition to its tiers
+    "ids_sent": _counter("distinct ids of steps and lookups requested from other ranks"),
+    "ids_received": _counter("distinct ids requested by other ranks"),
+    "rows_sent": _counter("rows sent to other ranks"),
+    "rows_received": _counter("rows received from other ranks"),
+    "bytes_sent": _counter("bytes of ids, rows and gradients sent to other ranks"),
+    "bytes_received": _counter("bytes of ids, rows and gradients received from other ranks"),
+    # of every tier
+    "hits": _counter("rows requested from this tier that it had"),
+    "misses": _counter("rows requested from this tier that it did not have"),
+    "insertions": _counter("rows inserted here; of `ssd`, `rows_written`"),
+    "bytes_in": _counter("bytes of rows copied here: from below to a cache, from above to the last tier", "in_bytes"),
+    "bytes_out": _counter("bytes of rows copied from here, in the other direction", "out_bytes"),
+    "resident_rows": _gauge("rows that are here now; of `ssd` an estimate, high until compaction"),
+    "bytes": _gauge(
+        "memory and metadata, 4 bytes of each id of `ids=n` included; without `overflow_bytes`, `window_bytes`",
+        "memory_bytes",
+    ),
+    **_latencies("fetch", "fetches"),
+    **_latencies("write", "writes"),
+    # of caches
+    "capacity": _gauge("rows that there is memory for", "capacity_rows"),
+    "fill": _gauge("`resident_rows` / `capacity`", "fill_ratio"),
+    "index_bytes": _gauge("of `bytes`, those of the index"),
+    "evictions_clean": _counter("rows evicted clean (no write-back)"),
+    "evictions_dirty": _counter("rows evicted dirty (written back)"),
+    "too_small": _gauge("1 if the cache misses more than half of the rows, since it evicts rows that are needed again"),
+    "overflows": _counter("rows that did not fit their set, since batches need all rows there"),
+    "overflow_rows": _gauge("rows in the overflow area now"),
+    "overflow_peak_rows": _gauge("the maximum of rows in the overflow area"),
+    "overflow_capacity": _gauge(
+        "rows in the overflow area beyond which prefetch and dirty rows wait", "overflow_capacity_rows"
+    ),
+    "overflow_evictions": _counter("rows evicted from the overflow area, not in the other counts"),
+    "overflow_bytes": _gauge("memory of the overflow area"),
+    "window_bytes": _gauge("memory that lists the rows of announced batches, until they are resident"),
+    "prefetch_waits": _counter("prefetched batches that waited for memory in the overflow area"),
+    # of RocksDB
+    "rows_written": _counter("rows written"),
+    "rows_erased": _counter("rows erased, whether they existed or not"),
+    "read_threads": _gauge("threads of the next read: as many as the disk can serve, or the limit"),
+    "memtable_bytes": _gauge("written rows in memory that are not in files yet"),
+    "index_filter_bytes": _gauge("indexes and filters of files in memory, outside of the block cache"),
+    "block_cache_bytes": _gauge("blocks of files in RocksDB's own cache"),
+    "block_cache_hits": _counter("blocks found in RocksDB's own cache"),
+    "block_cache_misses": _counter("blocks read from files"),
+    "bloom_useful": _counter("reads of a file that its filter avoided"),
+    "sst_bytes": _gauge("size of the files"),
+    "live_data_bytes": _gauge("size of the files without replaced versions of rows: an estimate"),
+    "flush_bytes": _counter("bytes written to files from memory"),
+    "compaction_bytes": _counter("bytes written to files by compactions"),
+    "compaction_read_bytes": _counter("bytes read from files by compactions"),
+    "pending_compaction_bytes": _gauge("bytes that compactions have yet to rewrite: an estimate"),
+    "running_flushes": _gauge("running flushes"),
+    "running_compactions": _gauge("running compactions"),
+    "background_errors": _counter("flushes and compactions that failed"),
+    "stall_seconds": _counter("how long writes waited for flushes and compactions"),
+    "write_amplification": _gauge("bytes written to files / bytes of rows written"),
+}
+
+TABLE_METRICS: dict[str, Metric] = {
+    "rows": _gauge("written rows of this table", "table_rows"),
+    "hits": _counter("rows of this table requested from the top tier that it had", "table_hits"),
+    "misses": _counter("rows of this table requested from the top tier that it did not have", "table_misses"),
+    "dropped": _counter("illegal ids of lookups that this table dropped", "table_dropped"),
+}
+
+_QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
+
+
+class MetricsCollector:
+    """Collects the metrics of embeddings for a `prometheus_client` registry, at the time of each request.
+
+    Call `prometheus_client.REGISTRY.register(MetricsCollector(embedding))`, and serve them by `start_http_server`.
+    """
+
+    def __init__(self, *embeddings: MultiTableMultiColumnEmbedding) -> None:
+        """Raises OptionError if `prometheus_client` is not installed, InputError for no embedding or equal names."""
+        _prometheus()
+        _check(embeddings)
+        self._embeddings = embeddings
+
+    def describe(self) -> list[Any]:
+        """An empty list: registering reads no store."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """One family for each metric, labelled by `embedding` and `tier`.
+
+        Latencies have the label `quantile` as well, 1 for the longest. Metrics of a table are labelled by `embedding`
+        and `table`. `tierbed_up` of each embedding is 1, or 0 if it has no metrics: unused, closed, or failed, with a
+        warning.
+        """
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+
+        def add(name: str, metric: Metric, value: float, **labels: str) -> None:
+            name = metric.exported or name
+            if name not in families:
+                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                families[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
+            families[name].add_metric(list(labels.values()), value)
+
+        end = monotonic() + LOCK_SECONDS  # for all embeddings together
+        for embedding in self._embeddings:
+            metrics = _read(embedding, max(end - monotonic(), 0))
+            own = {"embedding": embedding.name}
+            add("up", _gauge("whether the embedding has metrics"), bool(metrics), **own)
+            for table, numbers in metrics.pop("tables", {}).items():
+                for name, value in numbers.items():
+                    add(name, TABLE_METRICS[name], value, **own, table=table)
+            for tier, numbers in metrics.items():
+                for name, value in numbers.items():
+                    of, _, quantile = name.rpartition("_")
+                    if of.endswith("seconds") and quantile in _QUANTILES:
+                        share = _gauge("a share of the calls took no longer, in seconds")
+                        add(of, share, value, **own, tier=tier, quantile=_QUANTILES[quantile])
+                    else:
+                        add(name, METRICS[name], value, **own, tier=tier)
+        yield from families.values()
+
+
+def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
+    """The metrics of open embeddings in Prometheus' text format, for a textfile collector or your own server.
+
+    `tierbed_up` shows which embeddings have metrics. Raises as `MetricsCollector` does.
+    """
+    prometheus = _prometheus()
+    registry = prometheus.CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector(*embeddings))
+    return str(prometheus.generate_latest(registry).decode())
+
+
+def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
+    """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
+
+    Tags are `<embedding>/<tier>/<metric>`, and for a table `<embedding>/tables/<table>/<metric>`. step: on the x axis;
+    by default the embedding's step. An embedding that was not used yet adds nothing; one that fails gives a warning.
+    Raises ClosedError for an embedding that was closed, and InputError for anything that is not a writer, for no
+    embedding, and for embeddings with equal names.
+    """
+    if not hasattr(writer, "add_scalar"):
+        raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
+    _check(embeddings)
+    for embedding in embeddings:
+        if embedding.is_closed:
+            raise ClosedError(f"embedding {embedding.name!r} was closed; write its metrics before close")
+    for embedding in embeddings:
+        parts = _read(embedding)
+        parts |= {f"tables/{table}": numbers for table, numbers in parts.pop("tables", {}).items()}
+        for part, numbers in parts.items():
+            for name, value in numbers.items():
+                at = parts["table"]["step"] if step is None else step
+                writer.add_scalar(f"{embedding.name}/{part}/{name}", value, at)
+
+
+def _check(embeddings: Sequence[Any]) -> None:
+    for embedding in embeddings:
+        if not isinstance(embedding, MultiTableMultiColumnEmbedding):
+            raise InputError(f"embeddings: got {type(embedding).__name__}; give each embedding as a separate argument")
+    for name, count in Counter(embedding.name for embedding in embeddings).items():
+        if count > 1:
+            raise InputError(
+                f"embeddings: {count} have the name {name!r}, so their series would be the same; give them different "
+                "names"
+            )
+
+
+def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
+    """The metrics of an embedding; {} if it is unused, closed or, with a warning, failed. Opens and loads no store."""
+    try:
+        return embedding.metrics_within(seconds) if embedding.is_open and not embedding.is_awaiting else {}
+    except ClosedError:  # closed meanwhile
+        return {}
+    except TierbedError as error:
+        warnings.warn(f"no metrics of embedding {embedding.name!r}: {error}", RuntimeWarning, stacklevel=3)
+        return {}
+
+
+def _prometheus() -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise OptionError("Prometheus metrics need prometheus_client: pip install 'tierbed[metrics]'") from error
+    return prometheus_client

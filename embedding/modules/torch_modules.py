@@ -1,0 +1,351 @@
+"""`Embedding` and `EmbeddingBag`, with the signatures, the attributes and the `weight` of torch's modules."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from ...distributed.world import World
+from ...engine.checks import as_int
+from ...engine.errors import InputError, OptionError
+from ...engine.ops.rows_contract import REMEDY
+from ...engine.options.initializers import make_normal_initializer, make_table_options
+from ...engine.options.lookup import Lookup
+from ...engine.options.store_options import load_store_options, make_host_mem_store_options, read_store_options
+from ...engine.table.table import OpenTable
+from ..autograd import lookup_op as ops
+from ..state_dict.read_only import ReadOnlyCopy
+from ..state_dict.saved_rows import rows_apart
+from ..tables.rows_in_tensors import RowTensors
+from .dense_rows import dense_rows
+from .embedding import MultiTableEmbedding
+
+Store = Mapping[str, Any] | str | os.PathLike[str] | None
+# what sets up a parameter, and would be of one result here
+_OF_PARAMETERS = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+MAX_WEIGHT = 1 << 26  # numbers of a `weight`, 256 MiB of float32
+
+
+class Weight(ReadOnlyCopy):
+    """The rows of a table as a tensor. Autograd reaches the rows through it; writing to it raises InputError.
+
+    Torch's weight is a parameter that stays current. This is a result: after a step, computing with it or with a view
+    of it raises, too.
+    """
+
+    def __init__(self, tensor: Tensor, remedy: str, table: OpenTable, step: int) -> None:
+        super().__init__(tensor, remedy)
+        self.table, self.step = table, step
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_grad = getattr(func, "__self__", None) is Tensor.grad and detect_fake_mode() is None  # Dynamo reads it
+        if (is_grad or func.__name__ in _OF_PARAMETERS) and isinstance(args[0], Weight):
+            raise InputError(args[0].remedy)
+        result = super().__torch_function__(func, types, args, kwargs)
+        for one in pytree.tree_leaves((args, kwargs)) if isinstance(result, Tensor | np.ndarray) else ():
+            if isinstance(one, Weight) and (one.table.step != one.step or one.table.is_replaced):
+                raise InputError(
+                    f"weight of embedding {one.table.spec.name!r} was read before a training step or a load, and has "
+                    "the rows of then; read the attribute in each forward pass, and clone() what is to stay"
+                )
+        return result
+
+
+class TorchTable(MultiTableEmbedding):
+    """One table, with the arguments of torch.nn.Embedding and those of `MultiTableEmbedding`."""
+
+    parameter_name = "weight"  # so that code which chooses parameters by name finds it
+    num_embeddings: int | None
+    embedding_dim: int
+    _is_made = False  # in the constructor, where reset_parameters leaves rows of an earlier run
+
+    def __init__(
+        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+        _weight: Tensor | None = None, _freeze: bool = False, device: Any = None, dtype: torch.dtype | None = None,
+        *, store: Store = None, name: str | None = None, initializer: Mapping[str, Any] | None = None,
+        seed: int | None = None, world: World | None = None,
+    ) -> None:  # fmt: skip
+        if num_embeddings is not None and (num_embeddings := as_int(num_embeddings, minimum=1)) is None:
+            raise OptionError("num_embeddings: give a whole number from 1, or None for a table that takes any id")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        how = make_normal_initializer(0.0, 1.0) if initializer is None else initializer
+        table, options = make_table_options(how, ids=num_embeddings), _store_options(store, name)
+        super().__init__(
+            name, embedding_dim, dtype, torch.int64, [table], options, seed=seed, output_dtype=dtype, world=world
+        )
+        self.num_embeddings, self.embedding_dim = num_embeddings, self.spec.dim
+        self.norm_type, self.sparse = norm_type, sparse
+        self.max_norm, self.scale_grad_by_freq = max_norm or None, bool(scale_grad_by_freq)
+        self.padding_idx = _padding(padding_idx, num_embeddings)
+        if self.padding_idx is not None:
+            self.set_spec(zero_key=self.padding_idx % 2**64)
+        if device is not None:
+            self.to(device)
+        if _weight is not None:
+            self.load_dense(_weight)
+        elif type(self).reset_parameters is not TorchTable.reset_parameters:  # torch's constructor calls it
+            self.reset_parameters()
+        if _freeze:
+            self.requires_grad_(False)
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and getattr(value, "shape", None) != (1, 1):  # load_state_dict(assign=True) sets a shadow
+            raise InputError(self._remedy())
+        if name in _REMEDIES and value:
+            raise OptionError(f"{name}={value!r}: {_REMEDIES[name]}")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":
+            raise InputError(self._remedy())
+        super().__delattr__(name)
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows [num_embeddings, embedding_dim], through which autograd reaches them: a lookup of all ids.
+
+        Each read of this attribute looks up all rows; use `emb(ids)` for those of some ids. Writing to the tensor, and
+        assigning the attribute, raise InputError; torch.compile drops such writes. InputError also for a table of any
+        ids, and for more than 2**26 numbers.
+        """
+        rows = self.num_embeddings
+        if rows is None:
+            raise InputError(f"weight of embedding {self.name!r}: it takes any id; look up the ids that you need")
+        if rows * self.embedding_dim > MAX_WEIGHT:
+            raise InputError(
+                f"weight of embedding {self.name!r}: {rows} rows of {self.embedding_dim} numbers are more than "
+                f"{MAX_WEIGHT:,}; call emb(torch.arange(n)) for the rows that you need"
+            )
+        ids = torch.arange(rows, device=self.device)
+        rows_now = self.look_up(Lookup(ids), None)
+        if not ops.runs_at_once(ids):
+            if not torch.compiler.is_dynamo_compiling() and isinstance(rows_now, FakeTensor):
+                setattr(rows_now.untyped_storage(), REMEDY, self._remedy())
+            return rows_now
+        table = self.table_handle().local_table
+        return Weight(rows_now, self._remedy(), table, table.step)
+
+    def _remedy(self) -> str:
+        return (
+            f"weight of embedding {self.name!r} is the result of a lookup: a write into it, an attribute that is "
+            "set, or a hook would change no row, and its gradient is with the rows. Call load_dense(weight) to replace "
+            "rows, give initializer= for other initial ones, requires_grad_(False) of the module to freeze them, and "
+            "register hooks on what a lookup returns"
+        )
+
+    def load_dense(self, weights: Any, states: Any = None, step: int | None = None) -> None:
+        """As `MultiTableEmbedding.load_dense`, which takes the tensor [num_embeddings, embedding_dim] itself, too."""
+        by_table = {0: weights} if isinstance(weights, Tensor) else weights
+        super().load_dense(by_table, {0: states} if states and 0 not in states else states, step)
+
+    def reset_parameters(self) -> None:
+        """Forget all rows and their optimizer state: rows begin again with their initial values."""
+        if self._handle is not None or (self._is_made and self.store_options.persistent_path is not None):
+            self.load_tensors(RowTensors.none(self.spec).tensors)
+
+    def to_dense_state_dict(self) -> dict[str, Tensor]:
+        """The state of torch's module: {"weight": [num_embeddings, embedding_dim]}, a copy. InputError for any ids."""
+        if self.num_embeddings is None:
+            raise InputError(f"embedding {self.name!r} takes any id, so it is no dense tensor; use chunks()")
+        return {"weight": dense_rows(self, 0, self.num_embeddings, self.output_dtype)}
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, store={self.store_options.store}"
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, *arguments: Any, **options: Any) -> Self:
+        """A module with these rows [num_embeddings, embedding_dim], as of torch; the other arguments are as of `cls`.
+
+        InputError for anything but a tensor of two dimensions.
+        """
+        if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
+            raise InputError("embeddings: give a tensor [num_embeddings, embedding_dim]")
+        made = cls(*embeddings.shape, *arguments, _weight=embeddings, **options)  # type: ignore[misc]
+        return made.requires_grad_(not freeze)
+
+
+class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
+    """torch.nn.Embedding over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
+
+    Args:
+        num_embeddings: how many ids there are, from 0; None for a table that takes any id and grows.
+        embedding_dim: the numbers of a row.
+        padding_idx: the id whose row gets no gradient from lookups. The row begins as zeros, and may be loaded with
+            other values, as torch's.
+        sparse: changes nothing: gradients are of the rows that were looked up.
+        device: where lookups run: "cpu", "cuda" or "meta".
+        dtype: of rows and results: torch.float32, float16 or bfloat16; None is torch's default dtype.
+        store: a `make_*_store_options`, or the dict that it prints; or the path of a TOML file with a table [name],
+            or with one table. None keeps rows in host memory.
+        name: names the folder in the store; None takes the module's path in the model.
+        initializer: how rows begin; None is normal(0, 1), as torch's.
+        seed: of initial rows, as `MultiTableEmbedding`. torch.manual_seed does not change them.
+        world: a `World` over whose ranks the rows are spread.
+
+    Raises:
+        OptionError: also for `max_norm` and `scale_grad_by_freq`, which are not supported.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """Rows of ids, input.shape + (embedding_dim,).
+
+        input: integers of any shape. Raises InputError.
+        """
+        rows = MultiTableEmbedding.forward(self, input)  # super() takes longer
+        if self.padding_idx is None or not rows.requires_grad:
+            return rows
+        is_padding = input.to(torch.int64) == self.padding_idx  # in a narrow dtype torch compares the low bits
+        return torch.where(is_padding.unsqueeze(-1), rows.detach(), rows)
+
+
+class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
+    """torch.nn.EmbeddingBag over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
+
+    Args:
+        mode: "sum" or "mean".
+        include_last_offset: whether offsets have one number more, the end of the last bag.
+        padding_idx: the id that is left out of bags. Its row begins as zeros.
+
+    The other arguments are those of `Embedding`.
+
+    Raises:
+        OptionError: also for mode="max", `max_norm` and `scale_grad_by_freq`, which are not supported.
+    """
+
+    def __init__(
+        self, num_embeddings: int | None, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
+        include_last_offset: bool = False, padding_idx: int | None = None, device: Any = None,
+        dtype: torch.dtype | None = None, *, store: Store = None, name: str | None = None,
+        initializer: Mapping[str, Any] | None = None, seed: int | None = None, world: World | None = None,
+    ) -> None:  # fmt: skip
+        if mode not in ("sum", "mean"):
+            raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for the largest of each column, call max of rows")
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            False, device, dtype, store=store, name=name, initializer=initializer, seed=seed, world=world,
+        )  # fmt: skip
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Sums or means of bags of rows, [bags, embedding_dim]. An empty bag is zeros.
+
+        Args:
+            input: integers [n], the ids of all bags one after another, with offsets; or [bags, L].
+            offsets: int64 or int32 [bags], where each bag begins; [bags + 1] with `include_last_offset`.
+            per_sample_weights: floats of the shape of input, by which rows are multiplied, for mode="sum".
+
+        Raises:
+            InputError: for other shapes and dtypes, and ids that are out of range.
+        """
+        offsets, weights, pooling = self._ends(input, offsets), per_sample_weights, self.mode
+        if weights is not None:
+            if self.mode != "sum":
+                raise InputError(f"per_sample_weights: mode={self.mode!r} takes none; make it with mode='sum'")
+            if not isinstance(weights, Tensor) or weights.shape != input.shape or not weights.is_floating_point():
+                raise InputError(f"per_sample_weights: give a tensor of floats {tuple(input.shape)}, as input is")
+            weights = weights.to(torch.float32)
+        if self.padding_idx is None:
+            return MultiTableEmbedding.forward(self, input, None, offsets, pooling, weights)
+        is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # as in Embedding
+        weights = is_row if weights is None else weights * is_row
+        sums = MultiTableEmbedding.forward(self, input, None, offsets, "sum", weights)
+        return sums if self.mode == "sum" else sums / _counts(is_row, offsets).to(sums.dtype)
+
+    def _ends(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """The offsets with the end of the last bag. InputError."""
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2):
+            got = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
+            raise InputError(f"input of embedding {self.name!r}: {got}; give a tensor [n] with offsets, or [bags, L]")
+        if input.dim() == 2:
+            if offsets is not None:
+                raise InputError("offsets: input [bags, L] has a bag in each row; leave offsets out")
+            return None
+        if not isinstance(offsets, Tensor) or offsets.dim() != 1:
+            raise InputError("offsets: input [n] has bags one after another; give a 1-D tensor, where each bag begins")
+        return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
+
+    def prefetch(self, input: Tensor, offsets: Tensor | None = None) -> None:  # type: ignore[override]
+        """Announce the lookup of a later training step, as `MultiTableEmbedding.prefetch`."""
+        pooling = self.mode if self.padding_idx is None else "sum"  # as forward looks up
+        super().prefetch(input, None, self._ends(input, offsets), pooling)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
+    """The state of `model` as its form with torch's modules has it: each Embedding and EmbeddingBag is its `weight`.
+
+    Raises:
+        InputError: a table takes any id.
+    """
+    modules = model.named_modules(remove_duplicate=False)
+    tables = {f"{path}." if path else "": one for path, one in modules if isinstance(one, TorchTable)}
+    with rows_apart():
+        state = model.state_dict()
+    dense: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        prefix = next((prefix for prefix in tables if key.startswith(prefix)), None)
+        if prefix is None:
+            dense[key] = value
+        elif f"{prefix}weight" not in dense:
+            dense[f"{prefix}weight"] = tables[prefix].to_dense_state_dict()["weight"]
+    return dense
+
+
+_REMEDIES = {
+    "max_norm": "rows are scaled after updates, by max_row_norm in their optimizer's param group; leave max_norm out",
+    "scale_grad_by_freq": "gradients are not divided by counts of ids in a batch; leave it out",
+}
+
+
+def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
+    """The options of `store=`: options, a dict of them, or the path of a TOML file with a table [name]."""
+    if store is None:
+        return make_host_mem_store_options()
+    if not isinstance(store, (str, os.PathLike)):
+        return store
+    if name is None:
+        tables = list(read_store_options(store))
+        if len(tables) != 1:
+            raise OptionError(
+                f"store={os.fspath(store)!r} has the tables {', '.join(tables)}; give name=, that of one of them"
+            )
+        name = tables[0]
+    return load_store_options(Path(store), name)
+
+
+def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
+    """padding_idx from 0, as torch's modules have it. OptionError."""
+    if padding_idx is None:
+        return None
+    low, high = (-(2**63), 2**63 - 1) if num_embeddings is None else (-num_embeddings, num_embeddings - 1)
+    padding = as_int(padding_idx, low, high)
+    if padding is None:
+        raise OptionError(f"padding_idx={padding_idx!r}: give a whole number from {low} to {high}, or None")
+    return padding if num_embeddings is None else padding % num_embeddings
+
+
+def _counts(is_row: Tensor, offsets: Tensor | None) -> Tensor:
+    """The ids of each bag that are no padding [bags, 1], at least 1."""
+    if offsets is None:
+        return is_row.sum(-1, keepdim=True).clamp(min=1)
+    ends = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.to(torch.int64).cumsum(0)])
+    return (ends[offsets[1:].long()] - ends[offsets[:-1].long()]).clamp(min=1).unsqueeze(-1)

@@ -1,0 +1,223 @@
+"""What other processes request of open rows: saves, prunes and rows, between two steps.
+
+Of ranks, rank 0 receives a request, and all of them serve it at their next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Event, Lock
+from time import sleep
+from typing import Any, TypeVar
+
+from ...distributed.world import World
+from ...engine.errors import GroupError, TierbedError
+from ...engine.table.table import OpenTable
+from ...snapshots.control.server import RequestedSave
+from ...snapshots.files.format import Manifest
+from ...snapshots.files.reader import Snapshot
+from ...snapshots.inspection.row import plain_row, read_row, row_key_of
+from ..tables.local_table import LocalTable
+from .rows_reference import check_not_awaiting
+from .together import save_together
+
+Handle = Any  # a `TableHandle`, whose file imports this one
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.05  # between two checks whether the client still waits
+
+
+def row_of(own: LocalTable, label: int | str, key: int) -> dict[str, Any]:
+    """A row of this process as plain values; {} for none. label: the id or the name of its table."""
+    table = own.table
+    with table.lock:
+        table.check()
+        description = table.describe()
+        row = read_row(table.ready(), table.form, *row_key_of(description, label, key))
+    return {} if row is None else plain_row(row[0], description)
+
+
+class LocalRequests:
+    """Serves requests for rows that this process has alone, in the thread of the server."""
+
+    def __init__(self, handle: Handle, find: Callable[[str], Handle]) -> None:
+        """find: returns the handle of a store, by its real path."""
+        self._handle, self._find = handle, find
+
+    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+        others = [self._find(store) for store in save.stores]
+        saved = others if len(others) > 1 else [self._handle]
+
+        def save_now() -> Manifest:
+            for one in others or saved:
+                check_not_awaiting(one.name, one.awaited)
+            save.progress(0)
+            tables = [one.snapshots for one in saved]
+            save_together(self._handle.world, tables, save.name, save.kind, save.overwrite, progress=save.progress)
+            return tables[0].snapshot(save.name).manifest
+
+        return self._visit(save_now, save.is_given_up, others)
+
+    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
+        snapshots = self._handle.snapshots
+        return snapshots.prune_here(keep_last, keep_every), snapshots.names()
+
+    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+        return self._visit(lambda: row_of(self._handle.own, table, key), give_up)
+
+    def status(self) -> dict[str, Any]:
+        table = self._handle.table
+        return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
+
+    def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
+        """The result of a call between two steps, of all tables that are trained together with this and `others`."""
+        while True:
+            table = self._handle.table
+            with table.step_gate.between_steps(lambda: self._visited(others), give_up) as entered:
+                if not entered:
+                    return None
+                if table.stack is not None:
+                    return call()
+            sleep(_POLL_SECONDS)  # the table was closed, and another is about to replace it
+
+    def _visited(self, others: Sequence[Handle]) -> list[OpenTable]:
+        groups = {id(one.group): one.group for one in (self._handle, *others) if one.group is not None}.values()
+        handles = [self._handle, *others, *(one for group in groups for one in group.handles())]
+        return list({id(one.own.table): one.own.table for one in handles}.values())
+
+
+class RankRequests:
+    """The requests that a `Service` of rank 0 receives for all ranks. The other ranks have one that stays empty.
+
+    A thread of the server leaves a request, which the ranks serve in the thread of their steps: rank 0 sets a flag in
+    the headers of the next collective.
+    """
+
+    def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
+        """find: returns the handle of a store, by its real path."""
+        self._world, self._handle, self._find = world, handle, find
+        self._request: _SaveRequest | None = None
+        self._take_lock, self._request_lock = Lock(), Lock()
+
+    def is_wanted(self) -> bool:
+        """Whether rank 0 has a request, and the rows are at a step boundary."""
+        request = self._request
+        if request is None or any(one.own.table.in_step for one in request.tables):
+            return False
+        return all(one.group is None or not one.group.is_amid_step for one in request.tables)
+
+    def serve(self) -> None:
+        """Do what was requested of rank 0. Called by all ranks if `is_wanted` was true on one. GroupError."""
+        op = f"a request of another process to embedding {self._handle.name!r}"
+        request = self._take(begin=True)
+        call: list[Any] | None = self._world.call_on_rank_0(op, lambda: None if request is None else request.call)
+        if call is None:
+            return
+        error: BaseException | None = None
+        try:
+            self._do(op, call, request)
+        except BaseException as caught:
+            error = caught
+            if self._world.failure is not None or not isinstance(error, TierbedError):
+                raise
+        finally:
+            if request is not None:
+                request.end(error)
+
+    def _do(self, op: str, call: list[Any], request: _SaveRequest | None) -> None:
+        match call:
+            case ["save", name, kind, overwrite, []]:
+                progress = None if request is None else request.progress
+                save_together(self._world, [self._handle.snapshots], name, kind, overwrite, progress=progress)
+            case ["save", name, kind, overwrite, stores]:
+                tables = self._world.call_on_all_ranks(op, lambda: [self._find(store).snapshots for store in stores])
+                progress = None if request is None else request.progress
+                save_together(self._world, tables, name, kind, overwrite, progress=progress)
+            case ["get", table, key]:
+                rows = self._world.all_gather_object(op, lambda: row_of(self._handle.own, table, key))
+                if request is not None:
+                    request.answer(next((row for row in rows if row), {}))
+
+    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+        several = list(save.stores) if len(save.stores) > 1 else []
+        tables = [self._find(store) for store in several] or [self._handle]
+        for one in tables:
+            check_not_awaiting(one.name, one.awaited)
+        call = ["save", save.name, save.kind, save.overwrite, several]
+        if self._served(_SaveRequest(call, tables, save.is_given_up, save.progress)) is None:
+            return None
+        return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
+
+    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
+        snapshots = self._handle.snapshots
+        return snapshots.prune_here(keep_last, keep_every), snapshots.names()
+
+    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+        """Return a row, from the rank that has it, at the next step, as `SaveTarget.row_between_steps` says."""
+        request = self._served(_SaveRequest(["get", table, key], [self._handle], give_up))
+        return None if request is None else request.row
+
+    def status(self) -> dict[str, Any]:
+        """The name, the step and the rows of rank 0, for another process."""
+        table = self._handle.own.table
+        return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
+
+    def _served(self, request: _SaveRequest) -> _SaveRequest | None:
+        """The request, once the ranks have served it; None if they had not begun when the client gave up."""
+        while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one at a time
+            if request.give_up():
+                return None
+        try:
+            self._request = request
+            while not request.done.wait(_POLL_SECONDS):
+                if request.give_up():
+                    self._take()  # unless the ranks have
+        finally:
+            self._request_lock.release()
+        if request.error is not None:
+            raise request.error
+        return request if request.is_begun else None
+
+    def _take(self, begin: bool = False) -> _SaveRequest | None:
+        """The request, if a client waits for one; with `begin`, to serve it. Else it is done."""
+        with self._take_lock:
+            request, self._request = self._request, None
+            if request is None:
+                return None
+            return request if request.begin(begin) else None
+
+
+class _SaveRequest:
+    """A request. `is_begun`: whether the ranks serve it. `done` is set when it has ended."""
+
+    def __init__(
+        self,
+        call: list[Any],
+        tables: Sequence[Any],
+        give_up: Callable[[], bool],
+        progress: Callable[[int], None] = lambda rows: None,
+    ) -> None:
+        """call: for all ranks. tables: those that must be between two steps."""
+        self.call, self.tables, self.give_up, self.progress = call, tables, give_up, progress
+        self.is_begun = False
+        self.done = Event()
+        self.error: TierbedError | None = None
+        self.row: dict[str, Any] = {}
+
+    def begin(self, is_served: bool) -> bool:
+        """Let the ranks serve it, unless the client has given up: then it is done. Returns whether they do."""
+        self.is_begun = is_served and not self.give_up()
+        if not self.is_begun:
+            self.done.set()
+        return self.is_begun
+
+    def answer(self, row: dict[str, Any]) -> None:
+        self.row = row
+
+    def end(self, error: BaseException | None) -> None:
+        """The ranks have served it, or failed."""
+        if isinstance(error, TierbedError):
+            self.error = error
+        elif error is not None:
+            self.error = GroupError(f"the ranks did not do {self.call}: {error!r}")
+        self.done.set()

@@ -1,0 +1,232 @@
+"""The handle of an embedding to rows that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from ...distributed.sharded_table import ShardedTable
+from ...distributed.world import World, catch
+from ...engine.errors import SnapshotError
+from ...engine.optim.row_optimizer import RowOptimizer
+from ...engine.options.store_options import StoreOptions
+from ...engine.options.table_spec import TableSpec
+from ...engine.row_format import RowForm
+from ...engine.table.table import OpenTable
+from ...engine.version import __version__
+from ...snapshots.files.format import HashShard
+from ...snapshots.store.folder_state import remove_other_shares
+from ..tables.local_table import LocalTable
+from ..tables.rank_recovery import RecoveryDecision
+from ..tables.recovery import RankShard
+from ..tables.rows_in_tensors import NOT_WHOLE, RowTensors
+from ..tables.shared_folder import SharedFolder
+from ..tables.training_group import TrainingGroup
+from .rows_reference import RowsReference
+from .save_requests import RankRequests
+from .snapshots import Snapshots
+from .table_handle import claimed_folder, open_handle, register
+
+
+class ShardedTableHandle:
+    """The open rows of an embedding that ranks share. `own` are those of this rank, with its own tiers and folder.
+
+    home: the store folder of all of them; None for rows in memory. Every rank makes each call, or it is about the rows
+    of this rank. Raises what `LocalTable` raises, on every rank, and GroupError.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        spec: TableSpec,
+        options: StoreOptions,
+        optimizer: RowOptimizer | None,
+        device: torch.device,
+        group: TrainingGroup | None = None,
+        for_load: bool = False,
+        awaited: Sequence[RowsReference] = (),
+    ) -> None:
+        self.world, self.awaited = world, awaited
+        self.home: SharedFolder | None = None
+        op = f"opening embedding {spec.name!r}"
+        described, error = catch(lambda: _described(world, spec, options, optimizer))
+        world.handshake(op, error, described)
+
+        def take() -> str | None:
+            folder = claimed_folder(spec, options)
+            self.home = SharedFolder(world.rank, spec.name, options)
+            return folder
+
+        folder = world.call_on_all_ranks(f"{op}: folder", take) if options.persistent_path is not None else None
+        home = self.home
+        with ExitStack() as undo:
+            rows = None
+            if home is not None:
+                undo.callback(home.release)
+                rows = RecoveryDecision(world, op, home, options.open, for_load, group)
+                undo.callback(rows.leave)
+            shard = RankShard(world.rank, world.size, world.on_host)
+            decide = None if rows is None else rows.decide
+            own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
+            if own is not None:
+                undo.callback(own.close)
+            if rows is not None:
+                rows.finish(error)
+            world.handshake(f"{op}: done", error)
+            if rows is not None and home is not None and not rows.is_live:
+                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
+                remove_other_shares(home.path, world.size)  # not while a restart would search for them
+            if rows is not None and rows.member is not None:
+                own.share(rows.member)
+            undo.pop_all()
+        self.own: LocalTable = own
+        register(folder, self)
+        store = None if home is None or home.folder is None else home.snapshot_store
+        place = None if home is None else home.snapshots
+        self.snapshots = Snapshots(own, world, place, store, HashShard(world.rank, world.size), self.close)
+        self.requests = RankRequests(world, self, open_handle)
+        capacity = options.capacity if options.eviction == "none" else None
+        self._table = ShardedTable(
+            world,
+            lambda: self.own.table,
+            lambda: self.own.own_open,
+            self.own.count_write,
+            capacity,
+            self.snapshots.at_step,
+            self.requests,
+        )
+        own.serve(self.requests, None if home is None else home.folder)
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def group(self) -> TrainingGroup | None:
+        """The embeddings that it is trained together with."""
+        return self.own.group
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+    @property
+    def table(self) -> ShardedTable:
+        """What reads and trains the rows of all ranks."""
+        return self._table
+
+    @property
+    def local_table(self) -> OpenTable:
+        """The open table with the rows of this rank. ClosedError."""
+        return self.own.table
+
+    def rename(self, name: str) -> None:
+        """Be called by another name from here on, with rows that are in memory."""
+        self.own.rename(name)
+        self._table.rename(name)
+
+    def keep_rows(self) -> None:
+        """Keep the rows, whatever state was loaded into others."""
+
+    def tensors(self) -> RowTensors:
+        """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
+        op = f"state_dict() of embedding {self.name!r}"
+        own: RowTensors = self.world.call_on_all_ranks(op, self.own.tensors)
+        mine = b"".join(rows.tobytes() for _, rows in own.chunks())
+        dtype = RowForm.described(own.description).dtype
+        parts = [np.frombuffer(part, dtype) for part in self.world.exchange_bytes(op, mine, readers=1)]
+        return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, parts)), parts)
+
+    def load_state(self, tensors: Mapping[str, Any]) -> None:
+        """Replace all rows: each rank takes its part. Every rank calls it, with the same rows."""
+        op = f"load_state_dict() of embedding {self.name!r}"
+
+        def parsed() -> RowTensors:
+            if self.home is not None:
+                raise SnapshotError(
+                    f"embedding {self.name!r} has a persistent_path, and the state holds the rows themselves, which "
+                    "ranks load into an embedding without one alone; load them there, and save a snapshot"
+                )
+            return RowTensors.parse(tensors)
+
+        given: RowTensors = self.world.call_on_all_ranks(op, parsed)
+        checksum = 0
+        for _, rows in given.chunks():
+            checksum = crc32(rows.tobytes(), checksum)
+        self.world.handshake(op, same={"rows": len(given), "their checksum": checksum})
+        part = HashShard(self.world.rank, self.world.size)
+        mine = [part.rows(rows) for _, rows in given.chunks()]
+        own = RowTensors.filled(given.description, sum(map(len, mine)), mine)
+        try:
+            self.world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_tensors(own))
+        except BaseException:
+            self.close()  # some ranks may have the rows of the state, and others those before
+            raise
+
+    def use_optimizer(self, optimizer: RowOptimizer) -> None:
+        """As `LocalTable.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
+        op = f"optimizer of embedding {self.name!r}"
+        self.world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows accepts any
+        with self.world.collective_block(op):
+            _, error = catch(lambda: self.own.use_optimizer(optimizer))
+            if not all(self.world.handshake(f"{op}: open", note=self.own.is_open).notes):
+                self.close()
+            self.world.handshake(f"{op}: done", error)
+
+    def forget_announced(self) -> None:
+        """As `LocalTable.forget_announced`. Other ranks learn of it at the next step."""
+        self._table.id_prefetcher.forget()
+        self.own.forget_announced()
+
+    def release(self) -> None:
+        """Drop the pin that a failed step left."""
+        self._table.release()
+
+    def close(self) -> None:
+        """As `LocalTable.close`, for the rows of this rank. Waits for no other rank."""
+        self.snapshots.drop_saving()
+        try:
+            self.own.close()
+        finally:
+            if not self.own.is_open:
+                self._release_folder()
+
+    def finish(self) -> None:
+        """Close at the end of the embedding or the process, as `LocalTable.finish`. Waits for no other rank."""
+        self.snapshots.drop_saving()
+        self.own.finish()
+        self._release_folder()
+
+    def _release_folder(self) -> None:
+        if self.own.member is not None:
+            self.own.member.leave()
+        if self.home is not None:
+            self.home.release()
+
+
+def _described(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
+    """What must be the same on all ranks, by the name that the user knows."""
+    state = None if optimizer is None else spec.state_of(optimizer)
+    rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]
+    return {
+        "version of tierbed": __version__,
+        "name": spec.name,
+        "embedding_dims": list(spec.columns),
+        "key_type": str(spec.key_type),
+        "dtype": spec.dtype,
+        "state_dtype": spec.state_dtype,
+        "tables": spec.plain_tables(),
+        "names of tables": list(spec.table_names),
+        "seed": spec.seed,
+        "padding_idx": spec.padding_idx,
+        "optimizer": rule,
+        "rows of the world": str(world.rows),
+        "grads of the world": str(world.grads),
+        **{option: options[option] for option in ("open", "capacity", "eviction", "admission", "ttl_steps")},
+        "persistent_path": options.persistent_path is not None,
+    }

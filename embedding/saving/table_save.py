@@ -1,0 +1,301 @@
+"""Saves of tables, of one or several, of one process or of ranks.
+
+Each rank writes its rows into temporary folders. Once all are durable, rank 0 gives each snapshot its name, and one
+write of the record makes all of them count. If a rank fails, all of them are removed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from threading import Event, Lock
+from time import monotonic
+from typing import Any
+
+from ...distributed.world import World, catch
+from ...engine.durable import temporary_path
+from ...engine.errors import StoreError
+from ...engine.row_format import Chunks
+from ...engine.store.image import MAX_BEFORE_IMAGE_BYTES
+from ...engine.table.background_save import BackgroundSave, ForegroundSave
+from ...engine.table.table import OpenTable
+from ...engine.threads import POLL_SECONDS
+from ...snapshots.files.format import HashShard, RowFile
+from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.writer import NewSnapshots, ProgressCallback, finish
+from ...snapshots.store.group import Capture, saved
+from ...snapshots.store.retention import drop_replaced
+from ...snapshots.store.save import Part, SaveSource, write_part
+
+log = logging.getLogger("tierbed")
+
+
+class TableSave:
+    """A snapshot of one table that has begun on all ranks, of the rows as they are now. Each rank writes its rows.
+
+    folder: where it will be. parent: this rank's shard of it, for an incremental one. shard: None for all rows.
+    capture: of the rows as they are now, if they are of a store, on rank 0. is_of_state: whether a `state_dict()` makes
+    it, so that no other is based on it. when_saved: called with the id.
+    """
+
+    def __init__(
+        self,
+        table: OpenTable,
+        capture: Capture | None,
+        folder: Path,
+        kind: str,
+        source: SaveSource,
+        parent: Snapshot | None,
+        shard: HashShard | None,
+        is_of_state: bool = False,
+        when_saved: Callable[[str], None] = lambda id: None,
+    ) -> None:
+        self.table, self.capture = table, capture
+        self._folder, self._kind, self._source, self._parent, self._shard = folder, kind, source, parent, shard
+        self.is_of_state, self._when_saved = is_of_state, when_saved
+        self._image: ForegroundSave | None = None
+        self._part = Part(0, {})
+
+    def begin_image(self, ending: ExitStack) -> bool:
+        """Let this thread read an image of the rows as they are now, while others go on. False if it has to scan them.
+
+        ending: what ends the save for other threads.
+        """
+        if self._shard is None and self._kind == "full" and not self.table.processor.defers_errors:  # a GPU's memory
+            self._image = self.table.observers.save_here(f"snapshot {self._folder.name!r}")
+            ending.callback(self._image.end)
+        return self._image is not None
+
+    def begin_in_background(self, write: Callable[[Chunks], None], max_bytes: int) -> BackgroundSave:
+        """Let a thread pass the rows as they are now to `write`."""
+        return self.table.observers.save_in_background(f"snapshot {self._folder.name!r}", write, max_bytes)
+
+    def write(self, progress: ProgressCallback | None = None, chunks: Chunks | None = None) -> None:
+        """Write the rows of this rank. chunks: these rows, from an image."""
+        if self._image is not None and chunks is None:
+            self._image.read(lambda rows: self.write(progress, rows))
+            return
+        if self._kind == "checkpoint":
+            self.table.flush()
+        self._part = write_part(self._folder, self._kind, self._source, self._parent, progress, self._shard, chunks)
+
+    def written(self) -> list[Any]:
+        """What this rank has written, for `finish` on rank 0."""
+        files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
+        return [self._part.rows, files]
+
+    def finish(self, parts: Sequence[list[Any]]) -> str:
+        """On rank 0, write the manifest: the snapshot is complete but for its name. parts: `written` of all ranks."""
+        entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
+        made = finish(
+            temporary_path(self._folder),
+            self._source.description,
+            sum(rows for rows, _ in parts),
+            files={name: RowFile(*entry) for name, entry in entries},
+            rocksdb=self._part.rocksdb,
+            parent=self._parent,
+            parts=None if self._shard is None else len(parts),
+            id=self._source.id,
+        )
+        return made.id
+
+    def end(self, id: str, from_image: bool) -> None:
+        """The snapshot has its name: note what changes from here on if that is asked for, and the rows' version."""
+        with self.table.lock:
+            observers = self.table.observers
+            if from_image or self._image is not None:
+                observers.changes_saved(id)
+            elif self._kind == "incremental" or observers.changes is not None:
+                observers.track_changes(id)
+            self._when_saved(id)
+            if self.capture is not None and self._shard is None:
+                drop_replaced(self.capture.member.store.snapshot_store)
+
+
+def write_and_commit(
+    world: World,
+    op: str,
+    saves: Sequence[TableSave],
+    new: NewSnapshots,
+    locks: ExitStack,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Write all that have begun and give them their names.
+
+    locks: of the tables, which are released before if an image has the rows of each.
+    """
+    with ExitStack() as ending:
+        have_images = [save.begin_image(ending) for save in saves]
+        if all(have_images):
+            locks.close()
+
+        def write() -> None:
+            for save in saves:
+                save.write(progress)
+
+        ids = commit(world, op, saves, new, catch(write)[1])
+        for save, id in zip(saves, ids, strict=True):
+            save.end(id, from_image=False)
+
+
+def commit(
+    world: World, op: str, saves: Sequence[TableSave], new: NewSnapshots, error: BaseException | None
+) -> list[str]:
+    """Give all snapshots their names, once every rank has written its rows. Returns their ids.
+
+    error: what this rank failed with. It is raised on all ranks.
+    """
+
+    def written() -> list[Any]:
+        if error is not None:
+            raise error
+        return [save.written() for save in saves]
+
+    ranks = world.all_gather_object(op, written)
+
+    def put_in_place() -> list[str]:
+        ids = [save.finish([parts[at] for parts in ranks]) for at, save in enumerate(saves)]
+        captured = {save.capture: id for save, id in zip(saves, ids, strict=True) if save.capture is not None}
+        new.then(lambda: saved(captured, is_parent=not saves[0].is_of_state))
+        new.put_in_place()
+        return ids
+
+    return list(world.call_on_rank_0(f"{op}: in place", put_in_place))
+
+
+class BackgroundSaving:
+    """Snapshots that a thread for each table writes while steps go on: a `SaveHandle`.
+
+    In one process, the thread that has written last gives all of them their names. Ranks do that when all of them have
+    called `at_step` or `wait` after the last had written; `wait` is called by all ranks.
+    """
+
+    def __init__(self, world: World, op: str, what: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
+        self.what = what
+        self._world, self._op, self._saves, self._new = world, op, saves, new
+        self._threads: list[BackgroundSave] = []
+        self._lock, self._arrived = Lock(), set[int | None]()
+        self._ids: list[str] = []
+        self._error: BaseException | None = None
+        self._dropped, self._ended = Event(), Event()
+        _, error = catch(self._start)
+        try:
+            world.handshake(f"{op}: threads", error)
+        except BaseException:
+            self.drop()
+            raise
+
+    def _start(self) -> None:
+        max_bytes = MAX_BEFORE_IMAGE_BYTES // len(self._saves)
+        try:
+            for at, save in enumerate(self._saves):
+                self._threads.append(save.begin_in_background(partial(self._write, save, at), max_bytes))
+        except BaseException as error:
+            for at in range(len(self._threads), len(self._saves)):
+                self._arrive(at, error)
+            self._arrive(None, error)
+            raise
+        self._arrive(None)
+
+    def _write(self, save: TableSave, at: int, chunks: Chunks) -> None:
+        """Write the rows of one table, in its thread."""
+        _, error = catch(lambda: save.write(chunks=self._unless_dropped(chunks)))
+        if self._world.size == 1:
+            self._arrive(at, error)
+            while not self._ended.wait(POLL_SECONDS):
+                for other, thread in enumerate(self._threads):
+                    if thread.done:  # it has arrived, or it died
+                        self._arrive(other, StoreError(f"{self.what}: a thread that saves it died"))
+            error = self._error
+        if error is not None:
+            raise error
+        if self._world.size == 1:
+            save.end(self._ids[at], from_image=True)
+
+    def _unless_dropped(self, chunks: Chunks) -> Chunks:
+        for chunk in chunks:
+            if self._dropped.is_set():
+                raise StoreError("the embedding was closed before all ranks had written it")
+            yield chunk
+
+    def _arrive(self, at: int | None, error: BaseException | None = None) -> None:
+        """In one process: the thread of one table has written or failed, or all have begun. The last completes all."""
+        if self._world.size > 1:
+            return
+        with self._lock:
+            if at in self._arrived:
+                return
+            self._arrived.add(at)
+            self._error = self._error or error
+            is_last = len(self._arrived) == len(self._saves) + 1
+        if error is not None:
+            self._dropped.set()
+        if is_last:
+            self._commit(self._error)
+            self._ended.set()
+
+    def _commit(self, error: BaseException | None) -> None:
+        with self._new:
+            ids, self._error = catch(lambda: commit(self._world, self._op, self._saves, self._new, error))
+        self._ids = ids or []
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended on all ranks, with or without an error."""
+        return self._ended.is_set() if self._world.size > 1 else all(thread.done for thread in self._threads)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all have their names, for `timeout` seconds at most. False if the save continues.
+
+        Ctrl-C ends only the wait. Raises the error of the save on all ranks: then there is no snapshot, unless the
+        error says so. All ranks call it.
+        """
+        end = None if timeout is None else monotonic() + timeout
+        error = None
+        for thread in self._threads:
+            thread.hurry()
+        for thread in self._threads:
+            if not (self._world.size > 1 and self._ended.is_set()):
+                _, failed = catch(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
+                error = error or failed
+                if self._world.size == 1 and not isinstance(error, Exception | None):
+                    raise error
+        self.at_step()  # which raises the error of the save on all ranks
+        if error is not None and (self._world.size == 1 or not isinstance(error, Exception)):
+            raise error
+        if self._error is not None:
+            raise self._error
+        return self.done
+
+    def at_step(self) -> None:
+        """Complete the snapshots if every rank has written. All ranks call it, between two steps."""
+        if self._world.size == 1 or self._ended.is_set():
+            return
+        is_writing = not all(thread.done for thread in self._threads)
+        if any(self._world.handshake(f"{self._op}: written", note=is_writing).notes):
+            return
+        self._ended.set()
+        errors = (catch(partial(thread.wait, 0))[1] for thread in self._threads)
+        self._commit(next((error for error in errors if error is not None), None))
+        if self._error is None:
+            for save, id in zip(self._saves, self._ids, strict=True):
+                save.end(id, from_image=True)
+        elif self._error is not self._world.shared_error:
+            raise self._error
+        else:
+            log.error("saving %s failed: %s", self.what, self._error)
+
+    def drop(self) -> None:
+        """Over ranks, drop the save unless the snapshots are complete. Waits for this rank's threads alone."""
+        if self._world.size == 1 or self._ended.is_set():
+            return
+        self._ended.set()
+        self._error = StoreError(f"{self.what} was not saved: the embedding was closed before all ranks had written it")
+        self._dropped.set()
+        with self._new:
+            for save in self._saves:
+                save.table.observers.finish_saving()
+        log.error("%s", self._error)

@@ -1,0 +1,1 @@
+"""Rows in PyTorch's state dictionaries and in the snapshots of a model."""

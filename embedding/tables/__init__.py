@@ -1,0 +1,1 @@
+"""Tables open in this process: which rows they open with, their folder, their group."""

@@ -1,0 +1,78 @@
+"""The store folder of an embedding over ranks, which rank 0 has open, and its snapshots, which all ranks see."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from pathlib import Path
+
+from ...engine.errors import StoreError
+from ...engine.options.store_options import StoreOptions
+from ...snapshots.store.folder import StoreFolder
+from ...snapshots.store.folder_state import FolderState, snapshot_folder_of
+from ...snapshots.store.group import Member
+from ...snapshots.store.mark import RanksRecord
+
+_TOKEN = ".token-"
+
+
+class SharedFolder:
+    """The store folder that all ranks see. `folder` is open on rank 0, and None on the others."""
+
+    def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
+        """Raises StoreError if rank 0 cannot lock the folder."""
+        assert options.persistent_path is not None
+        place = snapshot_folder_of(options.snapshot_path, name)
+        self.path = Path(options.persistent_path).absolute() / name
+        self.folder = StoreFolder(self.path, f"embedding {name!r}", place) if rank == 0 else None
+        self.snapshots = place or FolderState(self.path).snapshot_store.snapshots
+
+    @property
+    def snapshot_store(self) -> StoreFolder:
+        """The store folder that the snapshots are in, on rank 0."""
+        assert self.folder is not None
+        return self.folder.snapshot_store
+
+    def leave_token(self) -> str:
+        """Write a file next to the snapshots that no other job could have written, and return its name. StoreError."""
+        self.remove_tokens()
+        token = _TOKEN + secrets.token_hex(16)
+        try:
+            (self.snapshot_store.path / token).touch()
+        except OSError as error:
+            raise StoreError(
+                f"cannot write to {str(self.snapshot_store.path)!r}: {error}; {StoreFolder.remedy}"
+            ) from error
+        return token
+
+    def find_token(self, token: str) -> None:
+        """Raises StoreError if this rank does not see the file of rank 0."""
+        place = self.snapshots.parent
+        if not (place / token).exists():
+            raise StoreError(
+                f"{str(place)!r} is another folder here than on rank 0, so the snapshots of one rank would not be seen "
+                "by the others; give snapshot_path, a folder that all ranks see under that path (persistent_path may "
+                "be each host's own disk)"
+            )
+
+    def remove_tokens(self) -> None:
+        """Remove the token, and those of killed processes."""
+        for token in self.snapshot_store.path.glob(_TOKEN + "*"):
+            with contextlib.suppress(OSError):
+                token.unlink()
+
+    def begin(self, ranks: int, member: Member | None) -> None:
+        """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError.
+
+        member: the store; None on other ranks, which do nothing.
+        """
+        if self.folder is None or member is None:
+            return
+        if self.folder.live.exists() or self.folder.clean_marker is not None:
+            self.folder.discard_live()
+        member.move_to(self.snapshot_store, RanksRecord(ranks))
+
+    def release(self) -> None:
+        """Unlock the folder. May be called again."""
+        if self.folder is not None:
+            self.folder.release()
