@@ -1,4 +1,8 @@
-// The Python module, bound folder by folder. Its contract is engine/_core.pyi.
+// The Python module, bound folder by folder. The build writes its types to engine/_core.pyi; what a call does is in the
+// header of the function that it calls.
+//
+// Arrays are C-contiguous NumPy arrays, and loops release the interpreter lock. Wrong sizes and dtypes raise TypeError
+// or ValueError. Arguments of users are checked by the callers in the package.
 #include <stdexcept>
 
 #include <nanobind/nanobind.h>

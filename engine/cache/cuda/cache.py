@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..._core import GROUP, WAY_BYTES, WAYS
 from ...errors import StoreError
 from ...ops.cuda.batch import Batch, Faults, lines_among, one_row, rows_of
 from ...ops.cuda.counters import HitCounters
-from ...ops.cuda.device import Argument, Device, Event, launch
+from ...ops.cuda.device import Device, Event, launch, struct_of
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines
@@ -183,10 +184,7 @@ class Admission:
 
     def by_value(self) -> np.ndarray:
         """The Admission of admission.h, a struct by value."""
-        struct = np.zeros((), _ADMISSION)
-        for name in _ADMISSION.names or ():
-            struct[name] = getattr(self, name).data_ptr()
-        return struct
+        return struct_of(_ADMISSION, **{name: getattr(self, name) for name in _ADMISSION.names or ()})
 
 
 class Cache:
@@ -206,7 +204,7 @@ class Cache:
             sets = sets // BUCKETS * BUCKETS
         device = layout.device.torch_device
         self._layout = layout
-        self._program = layout.program("cache/cuda/cache.cu")
+        self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._sets = sets
         self._policy = POLICIES.index(policy)
         self._tags = torch.zeros(sets * WAYS, dtype=torch.uint8, device=device)
@@ -300,10 +298,7 @@ class Cache:
 
     def by_value(self) -> np.ndarray:
         """The Cache of admission.h, a struct by value."""
-        struct = np.zeros((), _CACHE)
-        struct["tags"], struct["ways"] = self._tags.data_ptr(), self._ways.data_ptr()
-        struct["memory"], struct["sets"] = self._memory.data_ptr(), self._sets
-        return struct
+        return struct_of(_CACHE, tags=self._tags, ways=self._ways, memory=self._memory, sets=self._sets)
 
     @property
     def capacity(self) -> int:
@@ -335,9 +330,6 @@ class Cache:
             "fill": used / self.capacity,
             "bytes": self.bytes,
         }
-
-    def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
-        launch(self._layout.device, self._program, kernel, items, lanes, *arguments)
 
 
 class DeviceCache(TopTier[Batch]):

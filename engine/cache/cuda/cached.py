@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
-from ...ops.cuda.step import copy_present, count_new
+from ...ops.cuda.step import copy_present, count_new, place_lines
 from ...row_format import Keys, TableIds
 from ...store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
 from ...store.cuda.changed_lines import WriteBackLog
@@ -27,7 +28,7 @@ class CudaCachedStore(DeviceCache):
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
         super().__init__(layout, below, cache, faults)
-        self._program = layout.program("cache/cuda/cache.cu")
+        self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._write_back_staging, self._fetch_staging = Staging(layout), Staging(layout)
         self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
         self._reads = HitCounters(layout)  # of `peek`
@@ -85,7 +86,7 @@ class CudaCachedStore(DeviceCache):
             places = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
             self._reads.add(torch.bincount(places, minlength=2 * self._layout.tables).view(-1, 2))
             copy_present(batch, self._layout)
-            self._place(batch, ranks, missing)
+            place_lines(batch, self._layout, ranks, missing)
             found = self._read_below(missing, touch=False)
             if not trains:
                 hits, misses, unknown = self._peeked
@@ -143,15 +144,14 @@ class CudaCachedStore(DeviceCache):
         admission = self._cache.admit(batch, last_completed)
         victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
         struct, n = admission.by_value(), np.uint64(batch.size)
-        device = self._layout.device
-        launch(device, self._program, "sort_out", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
+        self._run("sort_out", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
         victim_ranks, ranks = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
         batch.lines.copy_(admission.lines)
         unwritten = count_new(self._layout, torch.where(admission.hit != 0, batch.lines, 0), batch.count)
         while True:
             room_down = np.uint64(self._write_back_staging.room)
-            launch(
-                device, self._program, "list_victims", batch.size, 1, struct, victims, victim_ranks, n, room_down,
+            self._run(
+                "list_victims", batch.size, 1, struct, victims, victim_ranks, n, room_down,
                 self._write_back_staging.tables, self._write_back_staging.keys, SLOT_HASH,
             )  # fmt: skip
             self._write_back_staging.copy_lines(batch.lines, victims, victim_ranks)
@@ -171,7 +171,7 @@ class CudaCachedStore(DeviceCache):
             self._cache.cancel(admission, restore=True)
             raise
         try:
-            self._place(batch, overflows.cumsum(0, dtype=torch.int32), over_count)
+            place_lines(batch, self._layout, overflows.cumsum(0, dtype=torch.int32), over_count)
             found = self._read_below(up, touch=True)
             check_capacity(new - int(found.sum()), capacity_limit)
             self._fetch_staging.fill(batch, absent, ranks, found)
@@ -186,12 +186,9 @@ class CudaCachedStore(DeviceCache):
         with self._window.exclusive():
             for slots in self._cache.dirty().split(SCAN_ROWS):
                 hashes, tables, lines = self._cache.rows(slots)
-                self._write_back_staging.reserve(len(lines))
-                all_of = torch.ones_like(lines, dtype=torch.int32)
-                self._write_back_staging.copy_lines(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
+                self._write_back_staging.read(lines)
                 self._write_back_staging.tables[: len(lines)] = tables
                 self._write_back_staging.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
-                all_of.cpu()  # waits
                 self._write_below(len(lines))
                 self._cache.note_clean(slots)
 
@@ -206,11 +203,3 @@ class CudaCachedStore(DeviceCache):
         if self._write_back_log is not None:
             self._write_back_log.add(tables, keys)
         self._moved["bytes_out"] += count * self._layout.stored_bytes
-
-    def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:
-        """Give each of `count` rows without a line a line in memory of the batch. ranks: running sum of their flags."""
-        if not count:
-            return
-        memory = torch.empty(count * self._layout.line_bytes, dtype=torch.uint8, device=ranks.device)
-        address, program = np.uint64(batch.own(memory)), self._layout.program("ops/cuda/lines.cu")
-        launch(self._layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)

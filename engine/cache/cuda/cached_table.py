@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..._core import GROUP
 from ...ops.cuda.batch import NO_ROOM, SLOT_HASH, Batch, Faults
 from ...ops.cuda.counters import HitCounters
-from ...ops.cuda.device import Argument, launch
+from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
 from ...row_format import Keys, TableIds
@@ -31,7 +32,7 @@ class CachedTable(DeviceCache):
     def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
         super().__init__(layout, below, cache, faults)
         below.table.exclusive = self._window.exclusive
-        self._program = layout.program("cache/cuda/cached_table.cu")
+        self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
         self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
         # hits and misses in the table below, rows written back, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
@@ -147,6 +148,3 @@ class CachedTable(DeviceCache):
             table.nowhere, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
         )  # fmt: skip
         return admission
-
-    def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
-        launch(self._layout.device, self._program, kernel, items, lanes, *arguments)

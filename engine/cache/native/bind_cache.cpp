@@ -1,5 +1,4 @@
 // Python binding of the cache.
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 
 #include "ops/native/bind.h"
@@ -14,9 +13,9 @@ Replacement policy_of(const std::string& name) {
     return name == "lfu" ? LFU : LRU;
 }
 
-nb::object locate(CachedTier& tier, u32 table, u64 key) {
+std::optional<nb::dict> locate(CachedTier& tier, u32 table, u64 key) {
     const auto row = without_gil([&] { return tier.find(table, key); });
-    if (!row) return nb::none();
+    if (!row) return std::nullopt;
     nb::dict all = described(row->record);
     all["slot"] = row->slot;
     all["overflow"] = row->slot < 0;
@@ -28,7 +27,6 @@ nb::object locate(CachedTier& tier, u32 table, u64 key) {
 }  // namespace
 
 void bind_cache(nb::module_& m) {
-    const nb::call_guard<nb::gil_scoped_release> unlocked;
     nb::class_<CachedTier, Tier>(m, "CachedTier")
         .def(
             "__init__",
@@ -38,25 +36,24 @@ void bind_cache(nb::module_& m) {
                 nb::gil_scoped_release released;
                 new (self) CachedTier(layout, below, options);
             },
-            nb::arg("layout"), nb::arg("below"), nb::kw_only(), nb::arg("budget_bytes"), nb::arg("overflow_bytes"),
-            nb::arg("policy"), nb::arg("io_threads"), nb::arg("follows_batch") = false, nb::keep_alive<1, 2>(),
-            nb::keep_alive<1, 3>())
-        .def("announce", &CachedTier::announce, unlocked)
-        .def("prefetch", &CachedTier::prefetch, unlocked)
-        .def("pin", &CachedTier::pin, unlocked)
-        .def("unpin", &CachedTier::unpin, unlocked)
-        .def("cancel", &CachedTier::cancel, unlocked)
-        .def("peek", &CachedTier::peek, unlocked)
-        .def("flush", &CachedTier::flush, unlocked)
-        .def("flush_some", &CachedTier::flush_some, unlocked)
-        .def("close", &CachedTier::close, unlocked)
-        .def("locate", &locate)
+            "layout"_a, "below"_a, nb::kw_only(), "budget_bytes"_a, "overflow_bytes"_a, "policy"_a, "io_threads"_a,
+            "follows_batch"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+        .def("announce", &CachedTier::announce, Unlocked())
+        .def("prefetch", &CachedTier::prefetch, Unlocked())
+        .def("pin", &CachedTier::pin, Unlocked())
+        .def("unpin", &CachedTier::unpin, Unlocked())
+        .def("cancel", &CachedTier::cancel, Unlocked())
+        .def("peek", &CachedTier::peek, Unlocked())
+        .def("flush", &CachedTier::flush, Unlocked())
+        .def("flush_some", &CachedTier::flush_some, "begin"_a, "rows"_a, Unlocked())
+        .def("close", &CachedTier::close, Unlocked())
+        .def("locate", &locate, "table"_a, "key"_a)
         .def("metrics", &metrics_of<CachedTier>)
         .def("hit_counts", &hit_counts<CachedTier>);
     m.attr("WAYS") = WAYS;
     m.attr("GROUP") = GROUP;
     m.attr("WAY_BYTES") = sizeof(Way);
-    m.def("use_own_pool", &use_own_pool, nb::arg("threads"));
+    m.def("use_own_pool", &use_own_pool, "threads"_a);
 }
 
 }  // namespace tierbed

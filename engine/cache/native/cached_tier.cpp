@@ -259,18 +259,17 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
     }
     if (!writer) write_back_overflow();
     directory_.choose_victims(requested, number, last_completed());
-    CacheCounts counts = directory_.counts();
+    const CacheCounts& counts = directory_.counts();
     try {
         overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, demand + 1));
         if (!writer) write_back_victims();
-        if (purpose != Purpose::write) directory_.count_hits(requested, hit_counts_);
+        if (purpose != Purpose::write) directory_.count_hits(requested, hit_counts_);  // reads count those of a tier
     } catch (...) {
         directory_.undo_victims();
         throw;
     }
     directory_.place_misses(requested, writer.has_value());
     if (writer) writer->wake(overflow_limits());
-    if (purpose == Purpose::write) counts.hits = counts.misses = 0;  // counted by reads
     counts_ += counts;
     lock.unlock();
     if (purpose != Purpose::write) fetch(requested);
@@ -360,8 +359,6 @@ std::vector<std::size_t> CachedTier::copy_present(const RequestedRows& requested
             if (requested.lines[i]) copy_line(THREAD, to[i], requested.lines[i], layout_.shape);
         }
     });
-    counts_.hits += directory_.counts().hits;
-    counts_.misses += directory_.counts().misses;
     directory_.count_hits(requested, hit_counts_);
     return others;
 }
@@ -502,8 +499,9 @@ Metrics CachedTier::metrics() const {
     const Overflow& overflow = directory_.overflow;
     const u64 behind = threads_->writer ? threads_->writer->rows * stored_bytes_of(layout_.shape.width) : 0;
     const std::size_t used = sets.used();
-    Metrics all{{{"hits", counts_.hits},
-                 {"misses", counts_.misses},
+    const auto [hits, misses] = hit_counts_.totals();
+    Metrics all{{{"hits", hits},
+                 {"misses", misses},
                  {"insertions", counts_.insertions},
                  {"evictions_clean", counts_.evictions_clean},
                  {"evictions_dirty", counts_.evictions_dirty},

@@ -29,8 +29,6 @@ constexpr std::size_t AHEAD = 16;  // rows whose ways are prefetched before they
 }  // namespace
 
 CacheCounts& CacheCounts::operator+=(const CacheCounts& more) {
-    hits += more.hits;
-    misses += more.misses;
     insertions += more.insertions;
     evictions_clean += more.evictions_clean;
     evictions_dirty += more.evictions_dirty;
@@ -65,14 +63,8 @@ void Directory::begin(u32 number) {
     window.remove(number);
 }
 
-void Directory::count(const std::array<CacheCounts, BUCKETS>& parts) {
-    for (const CacheCounts& part : parts) counts_ += part;
-}
-
 void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
     if (pins) begin(number);
-    counts_ = {};
-    std::array<CacheCounts, BUCKETS> parts;
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         std::vector<Miss>& misses = misses_[b];
@@ -93,17 +85,14 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
             if (slot != NONE) {
                 batch.lines[i] = sets.line(slot);
                 if (pins) touch(sets.way(slot), number, next_of(batch, bucket, i, number));
-                ++parts[b].hits;
                 continue;
             }
             const u32 entry = overflow.empty() ? NONE : overflow.find(batch.hashes[i], batch.tables[i]);
             misses.push_back({static_cast<u32>(i), entry, entry == NONE ? 0 : overflow.at(entry).way.last});
             if (pins && entry != NONE) overflow.at(entry).way.last = number;
             batch.lines[i] = 0;
-            ++(entry == NONE ? parts[b].misses : parts[b].hits);
         }
     });
-    count(parts);
 }
 
 void Directory::count_hits(const RequestedRows& batch, TableCounts& counts) const {
@@ -175,7 +164,8 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
         parallel_for(BUCKETS, choose_in);
     else
         for (std::size_t b = 0; b < BUCKETS; ++b) choose_in(b);
-    count(parts);
+    counts_ = {};
+    for (const CacheCounts& part : parts) counts_ += part;
 }
 
 void Directory::undo_victims() {

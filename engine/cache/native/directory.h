@@ -171,7 +171,7 @@ struct Miss {
 };
 
 struct CacheCounts {
-    u64 hits = 0, misses = 0, insertions = 0, evictions_clean = 0, evictions_dirty = 0, overflows = 0;
+    u64 insertions = 0, evictions_clean = 0, evictions_dirty = 0, overflows = 0;
     CacheCounts& operator+=(const CacheCounts& more);
 };
 
@@ -201,7 +201,7 @@ public:
     // Stores the `updates` that the tier below has of each fetched row.
     void set_fetched(const u32* updates);
     void drop_unfetched();
-    // The counts since `probe`.
+    // What `choose_victims` counted.
     const CacheCounts& counts() const { return counts_; }
     // Adds the hits and misses of the batch, by table.
     void count_hits(const RequestedRows& batch, TableCounts& counts) const;
@@ -254,7 +254,6 @@ private:
     void begin(u32 number);
     // Fetches what `place_misses` copies.
     void prefetch_lines(const Miss& miss) const;
-    void count(const std::array<CacheCounts, BUCKETS>& parts);
 
     LineShape shape_;
     bool looks_ahead_ = false;  // batches after the current one are announced

@@ -28,24 +28,24 @@ void bind_ledger(nb::module_& m) {
                 new (self) Ledger(
                     {eviction_named(eviction), capacity.value_or(SIZE_MAX), ttl_steps, min_lookups, chance, seed});
             },
-            nb::kw_only(), nb::arg("eviction"), nb::arg("capacity").none(), nb::arg("ttl_steps"),
-            nb::arg("min_lookups"), nb::arg("chance"), nb::arg("seed"))
-        .def("admit", &Ledger::admit, nb::call_guard<nb::gil_scoped_release>())
-        .def("commit", &Ledger::commit, nb::call_guard<nb::gil_scoped_release>())
+            nb::kw_only(), "eviction"_a, "capacity"_a.none(), "ttl_steps"_a, "min_lookups"_a, "chance"_a, "seed"_a)
+        .def("admit", &Ledger::admit, Unlocked())
+        .def("commit", &Ledger::commit, Unlocked())
         .def("expired", [](const Ledger& ledger, u32 now) { return arrays_of([&] { return ledger.expired(now); }); })
-        .def("load",
-             [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys, InVector<u32> updates, InVector<u32> steps) {
-                 require(tables.size() == keys.size() && keys.size() == updates.size() && keys.size() == steps.size(),
-                         "tables, keys, updates and steps differ in length");
-                 nb::gil_scoped_release unlocked;
-                 ledger.load(tables.data(), keys.data(), updates.data(), steps.data(), keys.size());
-             })
-        .def("erase",
-             [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys) {
-                 require(tables.size() == keys.size(), "tables and keys differ in length");
-                 nb::gil_scoped_release unlocked;
-                 return ledger.erase(tables.data(), keys.data(), keys.size());
-             })
+        .def(
+            "load",
+            [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys, InVector<u32> updates, InVector<u32> steps) {
+                require_one_length(tables, keys, updates, steps);
+                ledger.load(tables.data(), keys.data(), updates.data(), steps.data(), keys.size());
+            },
+            "tables"_a, "keys"_a, "updates"_a, "steps"_a, Unlocked())
+        .def(
+            "erase",
+            [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys) {
+                require_one_length(tables, keys);
+                return ledger.erase(tables.data(), keys.data(), keys.size());
+            },
+            "tables"_a, "keys"_a, Unlocked())
         .def_prop_ro("rows", &Ledger::rows)
         .def_prop_ro("bytes", &Ledger::bytes);
 }

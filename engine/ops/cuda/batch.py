@@ -20,7 +20,7 @@ from torch import Tensor
 from ... import _core
 from ...errors import CapacityError, InputError, TierbedError
 from ..batch import features_of
-from .device import Argument, Device, launch
+from .device import Argument, Device, launch, struct_of
 from .program import Program
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
@@ -106,12 +106,10 @@ class Ids:
 
     def struct(self, dropped: Tensor | None) -> np.ndarray:
         """The argument of kernels. dropped [num_tables] int64 counts dropped ids."""
-        ids = np.zeros((), _IDS)
-        ids["padding"], ids["has_padding"] = self.padding or 0, self.padding is not None
-        ids["num_tables"] = self.num_tables
-        for name, tensor in (("last", self.last), ("drops", self.drops), ("dropped", dropped)):
-            ids[name] = 0 if tensor is None else tensor.data_ptr()
-        return ids
+        return struct_of(
+            _IDS, padding=self.padding, has_padding=self.padding is not None, num_tables=self.num_tables,
+            last=self.last, drops=self.drops, dropped=dropped,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

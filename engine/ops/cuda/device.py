@@ -74,6 +74,14 @@ def launch(device: Device, program: Program, kernel: str, items: int, lanes: int
         device.start(program, kernel, blocks, [_value(argument) for argument in arguments])
 
 
+def struct_of(dtype: np.dtype[Any], **fields: Any) -> np.ndarray:
+    """A struct by value. Of a tensor, it has the address."""
+    struct = np.zeros((), dtype)
+    for name, field in fields.items():
+        struct[name] = _value(field) if field is None or isinstance(field, Tensor) else field
+    return struct
+
+
 def _value(argument: Argument) -> np.generic | np.ndarray:
     if argument is None:
         return np.uint64(0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...options.initializers import InitialValues
 from ...row_format import RECORD_BYTES, WORD, line_bytes_of, words_of
-from .device import Device
+from .device import Device, struct_of
 from .program import Program
 
 _VALUES = np.dtype([("kind", "<u4"), ("a", "<f4"), ("b", "<f4"), ("q0", "<f8"), ("q1", "<f8")], align=True)
@@ -54,20 +54,17 @@ class Layout:
         values["kind"] = initial.kinds
         values["a"], values["b"] = np.asarray(initial.parameters).T
         values["q0"], values["q1"] = np.asarray(initial.quantiles).T
-        self._memory = [
-            self._tensor(values),
-            self._tensor(np.cumsum(initial.columns, dtype=np.uint32)),
-            self._tensor(np.asarray(initial.states, np.float32)),
-            self._tensor(ends[1:].astype(np.uint32)),
-        ]
-        self.initial = np.zeros((), _ROW)
-        self.initial["seed"] = initial.seed
-        self.initial["groups"], self.initial["state_count"] = len(initial.columns), len(initial.states)
-        if initial.zero_key is not None:
-            self.initial["has_zero_key"], self.initial["zero_key"] = 1, initial.zero_key
-        names = ("values", "group_ends", "states", "state_ends")
-        for name, memory in zip(names, self._memory, strict=True):
-            self.initial[name] = memory.data_ptr()
+        memory = {
+            "values": self._tensor(values),
+            "group_ends": self._tensor(np.cumsum(initial.columns, dtype=np.uint32)),
+            "states": self._tensor(np.asarray(initial.states, np.float32)),
+            "state_ends": self._tensor(ends[1:].astype(np.uint32)),
+        }
+        self.initial = struct_of(
+            _ROW, seed=initial.seed, groups=len(initial.columns), state_count=len(initial.states),
+            has_zero_key=initial.zero_key is not None, zero_key=initial.zero_key, **memory,
+        )  # fmt: skip
+        self._memory = list(memory.values())
 
     def program(self, file: str, row: str | None = None, **macros: str) -> Program:
         """A program for lines of this shape. row: the type of the embeddings that it reads, if that differs."""

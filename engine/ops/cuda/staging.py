@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from .batch import SLOT_HASH, Batch
-from .device import Argument, launch
+from .device import launch
 from .layout import Layout
 
 Rows = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, addresses of lines
@@ -21,7 +23,7 @@ class Staging:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._program = layout.program("ops/cuda/staging.cu")
+        self._run = partial(launch, layout.device, layout.program("ops/cuda/staging.cu"))
         self.room = 0
         self.reserve(MIN_ROWS)
 
@@ -91,6 +93,3 @@ class Staging:
             "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.was_found,
             self.lines, batch.hashes, batch.tables, self._layout.initial, SLOT_HASH,
         )  # fmt: skip
-
-    def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
-        launch(self._layout.device, self._program, kernel, items, lanes, *arguments)

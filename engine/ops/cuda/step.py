@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .batch import SLOT_HASH, Batch, LookupSpan
-from .device import THREADS, Argument, launch
+from .device import THREADS, Argument, launch, struct_of
 from .layout import Layout
 from .program import Program
 
@@ -112,18 +112,17 @@ class RuleKernels:
         memory = torch.empty(batch.size * self._layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
         views = batch.empty(torch.int64)
         address = np.uint64(batch.own(memory))
-        self._run("settle_rows", batch.size, batch.lines, batch.count, numbers, address, views, self._wide(batch))
+        self._run(
+            "settle_rows", batch.size, batch.lines, batch.count, numbers, address, views, _wide(self._layout, batch)
+        )
         batch.views = views
 
     def catch_up(self, batch: Batch, numbers: Tensor) -> None:
         """Apply missed steps to the rows' embeddings and states, for a rule that catches up."""
-        self._run("catch_up_lines", batch.size, batch.lines, batch.count, numbers, self._wide(batch))
+        self._run("catch_up_lines", batch.size, batch.lines, batch.count, numbers, _wide(self._layout, batch))
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
         launch(self._layout.device, self._program(torch.float32), kernel, items, WARP, *arguments)
-
-    def _wide(self, batch: Batch) -> Tensor:
-        return _wide(self._layout, batch)
 
     def _program(self, dtype: torch.dtype) -> Program:
         macros = {"TIERBED_RULE": struct_name(self._rule), "TIERBED_GRADIENTS": _TYPES[dtype]}
@@ -178,11 +177,18 @@ def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:
     """Give each row whose line is zero initial values in memory of the batch; ranks: from `CudaFullTable.find`."""
     if batch.size == 0:
         return
-    memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
-    absent, address = batch.lines == 0, np.uint64(batch.own(memory))
-    program = layout.program(LINES)
-    launch(layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)
+    absent = batch.lines == 0
+    place_lines(batch, layout, ranks, batch.size)
     initialise_lines(batch, layout, absent)
+
+
+def place_lines(batch: Batch, layout: Layout, ranks: Tensor, count: int) -> None:
+    """Give each of `count` rows without a line a line in memory of the batch. ranks: running sum of their flags."""
+    if not count:
+        return
+    memory = torch.empty(count * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
+    address, program = np.uint64(batch.own(memory)), layout.program(LINES)
+    launch(layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)
 
 
 def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
@@ -232,17 +238,13 @@ def lanes_for(words: int) -> int:
 
 
 def _pooled(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None) -> np.ndarray:
-    ids = np.zeros((), _POOLED_IDS)
-    ids["inverse"] = batch.inverse.data_ptr() + 4 * lookup.begin
-    ids["weights"] = 0 if weights is None else weights.data_ptr()
-    ids["count"], ids["mean"] = lookup.bags, mean
-    offsets = 0 if lookup.begins is None else lookup.begins.data_ptr()
-    features, columns, batch_size = 0, 0, 0
-    if lookup.features is not None:
-        features, columns = lookup.features.data_ptr(), len(lookup.features)
-        batch_size = lookup.bags // columns
-    ids["bags"] = (offsets, lookup.length, features, columns, batch_size)
-    return ids
+    columns = 0 if lookup.features is None else len(lookup.features)
+    bags = struct_of(
+        _BAGS, offsets=lookup.begins, length=lookup.length, features=lookup.features, columns=columns,
+        batch=lookup.bags // columns if columns else 0,
+    )  # fmt: skip
+    inverse = batch.inverse.data_ptr() + 4 * lookup.begin
+    return struct_of(_POOLED_IDS, inverse=inverse, weights=weights, count=lookup.bags, mean=mean, bags=bags)
 
 
 def _dtype(grads: Sequence[Tensor]) -> torch.dtype:
@@ -262,17 +264,16 @@ def _sum_blocks(program: Program, layout: Layout, batch: Batch, given: Given) ->
     if len(grads) > MAX_SOURCES:
         grads = [torch.cat(list(grads))]
     grads = [grad if grad.data_ptr() % 16 == 0 else grad.clone() for grad in grads]  # lanes read up to 16 bytes
-    sources = np.zeros((), _SOURCES)
+    sources = struct_of(
+        _SOURCES, count=len(grads), n=batch.size, rows=groups.rows, offsets=groups.offsets, sources=groups.sources,
+        scales=scales,
+    )  # fmt: skip
     for index, (grad, lookup) in enumerate(zip(grads, batch.lookups, strict=False)):
         sources["parts"][index] = (grad.data_ptr(), lookup.source)
-    sources["count"], sources["n"] = len(grads), batch.size
-    memory = {"rows": groups.rows, "offsets": groups.offsets, "sources": groups.sources, "scales": scales}
-    for name, tensor in memory.items():
-        sources[name] = 0 if tensor is None else tensor.data_ptr()
     slots = batch.size // SUM_BLOCK + 1
     sums = torch.empty(slots * layout.dim, dtype=torch.float32, device=batch.lines.device)
     launch(layout.device, program, "sum_blocks", slots if batch.size > SUM_BLOCK else 0, WARP, sources, sums)
-    return sources, sums, [grads, memory]
+    return sources, sums, [grads, groups, scales]
 
 
 def _reading(batch: Batch, layout: Layout) -> Program:

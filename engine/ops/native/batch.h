@@ -52,6 +52,7 @@ struct BucketOrder {
 // are in the order of their numbers, if ids have numbers and neighbouring bags have one table; else by bucket, and
 // within one in the order of their first occurrence.
 struct Deduplicated {
+    // Keys equal to `padding` are padding. Throws std::out_of_range for a table id beyond num_tables - 1.
     Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
                  const LegalIds& legal);
 

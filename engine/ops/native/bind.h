@@ -1,5 +1,4 @@
-// Shared by the files of the Python binding, whose contract is engine/_core.pyi. Loops over rows run without the
-// interpreter lock.
+// Shared by the files of the Python binding. Loops over rows run without the interpreter lock.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -59,9 +58,16 @@ template <class T>
 using OutVector = Out<T, nb::ndim<1>>;
 template <class T>
 using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;  // a call without the interpreter lock
+using namespace nb::literals;                             // "name"_a
 
 inline void require(bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);
+}
+
+template <class First, class... Rest>
+void require_one_length(const First& first, const Rest&... rest) {
+    require(((rest.size() == first.size()) && ...), "arrays differ in length");
 }
 
 template <class T>
@@ -71,18 +77,14 @@ T as(nb::handle source, const char* wanted) {
     return value;
 }
 
-template <class T>
-Array<T> own(std::vector<T>&& values) {
-    auto* kept = new std::vector<T>(std::move(values));
-    kept->reserve(1);  // NumPy wants an address even for no elements
-    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return Array<T>(kept->data(), {kept->size()}, owner);
-}
-
-template <class T>
-Array<T> view(std::vector<T>& values, nb::handle owner) {
-    values.reserve(1);
-    return Array<T>(values.data(), {values.size()}, owner);
+// The array of a vector or a Buffer.
+template <class Values>
+auto own(Values&& values) {
+    auto* kept = new Values(std::move(values));
+    using T = std::remove_pointer_t<decltype(kept->data())>;
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Values*>(p); });
+    // NumPy wants an address even for no elements
+    return Array<T>(kept->size() ? kept->data() : reinterpret_cast<T*>(kept), {kept->size()}, owner);
 }
 
 // Calls body without the interpreter lock.
@@ -94,31 +96,9 @@ auto without_gil(const Body& body) {
 
 // The arrays (tables, keys) of the row keys that body returns without the interpreter lock.
 template <class Body>
-nb::tuple arrays_of(const Body& body) {
+std::pair<Array<u32>, Array<u64>> arrays_of(const Body& body) {
     auto rows = without_gil(body);
-    return nb::make_tuple(own(std::move(rows.tables)), own(std::move(rows.keys)));
-}
-
-// Flags of n rows, which body writes without the interpreter lock.
-template <class Body>
-nb::ndarray<nb::numpy, bool, nb::ndim<1>> flags(std::size_t n, const Body& body) {
-    auto* values = new bool[n + 1]();
-    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<bool*>(p); });
-    {
-        nb::gil_scoped_release unlocked;
-        body(values);
-    }
-    return {values, {n}, owner};
-}
-
-// A view of the memory of a Buffer, which `owner` keeps alive. Read-only if the Buffer is const.
-template <class T>
-Array<T> view(Buffer<T>& values, nb::handle owner) {
-    return Array<T>(values.data(), {values.size()}, owner);
-}
-template <class T>
-Array<const T> view(const Buffer<T>& values, nb::handle owner) {
-    return Array<const T>(values.data(), {values.size()}, owner);
+    return {own(std::move(rows.tables)), own(std::move(rows.keys))};
 }
 
 // Throws std::invalid_argument if no type has that name.
@@ -139,7 +119,7 @@ Array<u64> hit_counts(const Store& store) {
 }
 
 template <class Store>
-nb::dict metrics_of(const Store& store) {
+nb::typed<nb::dict, nb::str, double> metrics_of(const Store& store) {
     const Metrics metrics = without_gil([&] { return store.metrics(); });
     nb::dict all;
     for (const auto& [name, value] : metrics.counts) all[name.c_str()] = value;

@@ -11,8 +11,12 @@
 namespace tierbed {
 namespace {
 
-// Reads (keys [n], tables [bags] or None, None | bag length | offsets [parts + 1]), and with features (features
-// [columns], batch) after them. `kept` keeps the arrays alive.
+// Reads one lookup: (keys [n], table ids, bags). `kept` keeps the arrays alive.
+//
+// bags: None if each id is a bag, the length of every bag, or offsets [bags + 1] that ascend from 0 to n. table ids:
+// [bags], or None if bag i is of table i % num_tables. With features, offsets are [features * batch + 1] of all
+// features in order, and (features [columns], batch) follow: those that are looked up, each once. Table ids are then
+// [columns], and bag b * columns + c is of sample b and feature features[c].
 Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
     const auto array = [&](auto values) {
         kept.push_back(nb::cast(values));
@@ -60,6 +64,16 @@ Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
     return segment;
 }
 
+// The memory of a Buffer of the batch. Read-only if the Buffer is const.
+template <class T>
+Array<T> view(Buffer<T>& values) {
+    return Array<T>(values.data(), {values.size()});
+}
+template <class T>
+Array<const T> view(const Buffer<T>& values) {
+    return Array<const T>(values.data(), {values.size()});
+}
+
 u64* counts_of(const Layout& layout, std::optional<OutVector<u64>>& by_table) {
     require(!by_table || by_table->size() == layout.tables, "by_table must be [tables]");
     return by_table ? by_table->data() : nullptr;
@@ -85,30 +99,23 @@ void bind_batch(nb::module_& m) {
                 nb::gil_scoped_release unlocked;
                 new (self) Batch(std::make_shared<const Deduplicated>(views, num_tables, padding, legal));
             },
-            nb::arg("segments"), nb::arg("num_tables"), nb::arg("padding").none(),
-            nb::arg("last_ids").none() = nb::none(), nb::arg("drops") = std::vector<bool>{})
+            "segments"_a, "num_tables"_a, "padding"_a.none(), "last_ids"_a.none() = nb::none(),
+            "drops"_a = std::vector<bool>{})
         .def(
-            "sibling", [](const Batch& batch) { return new Batch(batch.shared()); },
-            nb::call_guard<nb::gil_scoped_release>())
+            "sibling", [](const Batch& batch) { return new Batch(batch.shared()); }, Unlocked())
         .def_ro("size", &Batch::size)
         .def_ro("sources", &Batch::sources)
         .def_ro("unique", &Batch::unique)
         .def_prop_ro("dropped", [](const Batch& batch) { return batch.shared()->dropped; })
         .def_prop_ro("illegal", [](const Batch& batch) { return batch.shared()->illegal; })
-        .def_prop_ro("keys", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).keys(), self); })
-        .def_prop_ro("tables", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).tables, self); })
-        .def_prop_ro("lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).lines, self); })
-        .def_prop_ro("views",
-                     [](nb::handle_t<Batch> self) {
-                         Batch& batch = nb::cast<Batch&>(self);
-                         return view(batch.views.size() ? batch.views : batch.lines, self);
-                     })
-        .def_prop_ro("inverse", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).inverse, self); })
-        .def_prop_ro("occurrences",
-                     [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).occurrences, self); })
-        .def_prop_ro("offsets", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).offsets, self); })
-        .def_prop_ro("own_lines",
-                     [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).own_lines, self); });
+        .def_prop_ro("keys", [](Batch& batch) { return view(batch.keys()); })
+        .def_prop_ro("tables", [](const Batch& batch) { return view(batch.tables); })
+        .def_prop_ro("lines", [](Batch& batch) { return view(batch.lines); })
+        .def_prop_ro("views", [](Batch& batch) { return view(batch.views.size() ? batch.views : batch.lines); })
+        .def_prop_ro("inverse", [](const Batch& batch) { return view(batch.inverse); })
+        .def_prop_ro("occurrences", [](const Batch& batch) { return view(batch.occurrences); })
+        .def_prop_ro("offsets", [](const Batch& batch) { return view(batch.offsets); })
+        .def_prop_ro("own_lines", [](Batch& batch) { return view(batch.own_lines); });
 }
 
 using InRows = Exact<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -163,25 +170,26 @@ void require_places(const Batch& batch, const std::optional<InVector<i64>>& plac
 }
 
 void bind_step(nb::module_& m) {
-    m.def("copy_lines", [](const Layout& layout, InVector<u64> from, InVector<u64> to) {
-        require(from.size() == to.size(), "from and to differ in length");
-        nb::gil_scoped_release unlocked;
-        parallel_ranges(from.size(), 512, [&](std::size_t begin, std::size_t end) {
-            for (std::size_t i = begin; i < end; ++i) copy_line(THREAD, to.data()[i], from.data()[i], layout.shape);
-        });
-    });
-    m.def("initialise_missing", &initialise_missing, nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "copy_lines",
+        [](const Layout& layout, InVector<u64> from, InVector<u64> to) {
+            require_one_length(from, to);
+            parallel_ranges(from.size(), 512, [&](std::size_t begin, std::size_t end) {
+                for (std::size_t i = begin; i < end; ++i) copy_line(THREAD, to.data()[i], from.data()[i], layout.shape);
+            });
+        },
+        "layout"_a, "source"_a, "to"_a, Unlocked());
+    m.def("initialise_missing", &initialise_missing, Unlocked());
     m.def(
         "gather",
         [](const Batch& batch, const Layout& layout, std::size_t lookup, OutRows out, bool mean,
            std::optional<InVector<float>> weights, const std::string& dtype) {
             const Pooling pooling = pooling_of(batch, lookup, mean, weights, dtype);
             require_outputs(batch, layout, lookup, out, pooling);
-            nb::gil_scoped_release unlocked;
             gather(batch, layout, lookup, pooling, out.data());
         },
-        nb::arg("batch"), nb::arg("layout"), nb::arg("lookup"), nb::arg("out"), nb::arg("mean") = false,
-        nb::arg("weights").none() = nb::none(), nb::arg("dtype") = "float32");
+        "batch"_a, "layout"_a, "lookup"_a, "out"_a, "mean"_a = false, "weights"_a.none() = nb::none(),
+        "dtype"_a = "float32", Unlocked());
     m.def(
         "weights_grad",
         [](const Batch& batch, const Layout& layout, std::size_t lookup, InRows grads, OutVector<float> out, bool mean,
@@ -189,11 +197,9 @@ void bind_step(nb::module_& m) {
             const Pooling pooling = pooling_of(batch, lookup, mean, std::nullopt, dtype);
             require_outputs(batch, layout, lookup, grads, pooling);
             require(out.size() == batch.lookups[lookup].segment.n, "out must be [positions]");
-            nb::gil_scoped_release unlocked;
             weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
         },
-        nb::arg("batch"), nb::arg("layout"), nb::arg("lookup"), nb::arg("grads"), nb::arg("out"),
-        nb::arg("mean") = false, nb::arg("dtype") = "float32");
+        "batch"_a, "layout"_a, "lookup"_a, "grads"_a, "out"_a, "mean"_a = false, "dtype"_a = "float32", Unlocked());
     m.def(
         "update",
         [](Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
@@ -205,23 +211,18 @@ void bind_step(nb::module_& m) {
             nb::gil_scoped_release unlocked;
             return update(batch, layout, given.upstream, bound, step, scale, counts);
         },
-        nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"), nb::arg("rule"),
-        nb::arg("hyper"), nb::arg("step"), nb::arg("dtype") = "float32", nb::arg("scale") = 1.0f,
-        nb::arg("by_table").none() = nb::none());
+        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "rule"_a, "hyper"_a, "step"_a, "dtype"_a = "float32",
+        "scale"_a = 1.0f, "by_table"_a.none() = nb::none());
     m.def(
         "square_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
            const std::string& dtype) {
             const Upstreams given(batch, layout, grads, means, weights, dtype);
-            std::vector<float> squares(batch.unique);
-            {
-                nb::gil_scoped_release unlocked;
-                square_gradients(batch, layout.shape.dim, given.upstream, squares.data());
-            }
+            Buffer<float> squares(batch.unique);
+            without_gil([&] { square_gradients(batch, layout.shape.dim, given.upstream, squares.data()); });
             return own(std::move(squares));
         },
-        nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"),
-        nb::arg("dtype") = "float32");
+        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "dtype"_a = "float32");
     m.def(
         "sum_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
@@ -232,8 +233,10 @@ void bind_step(nb::module_& m) {
             nb::gil_scoped_release unlocked;
             sum_gradients(batch, layout.shape.dim, given.upstream, places ? places->data() : nullptr, out.data());
         },
-        nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"), nb::arg("out"),
-        nb::arg("places").none() = nb::none(), nb::arg("dtype") = "float32");
+        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "places"_a.none() = nb::none(),
+        "dtype"_a = "float32");
+    // Sets the line of row u to rows[places[u]]. Place len(rows) + i is the row that lookups read at position
+    // `position` + i of the batch `rest`.
     m.def(
         "set_lines",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> places, const Batch* rest,
@@ -259,46 +262,39 @@ void bind_step(nb::module_& m) {
             }
             if (is_narrow) use_wide_lines(batch, layout, from_rest);
         },
-        nb::arg("batch"), nb::arg("layout"), nb::arg("rows"), nb::arg("places"), nb::arg("rest").none() = nb::none(),
-        nb::arg("position") = 0, nb::keep_alive<1, 3>());
-    m.def("preview_catch_up",
-          [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
-              const BoundRule bound(layout, rule, std::move(hyper));
-              nb::gil_scoped_release unlocked;
-              preview_catch_up(batch, layout, bound, step);
-          });
-    m.def("catch_up",
-          [](const Layout& layout, InVector<u64> lines, const std::string& rule, std::vector<double> hyper, u32 step) {
-              const BoundRule bound(layout, rule, std::move(hyper));
-              nb::gil_scoped_release unlocked;
-              catch_up(layout, lines.data(), lines.size(), bound, step);
-          });
+        "batch"_a, "layout"_a, "rows"_a, "places"_a, "rest"_a.none() = nb::none(), "position"_a = 0,
+        nb::keep_alive<1, 3>());
+    m.def(
+        "preview_catch_up",
+        [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
+            preview_catch_up(batch, layout, BoundRule(layout, rule, std::move(hyper)), step);
+        },
+        "batch"_a, "layout"_a, "rule"_a, "hyper"_a, "step"_a, Unlocked());
+    m.def(
+        "catch_up",
+        [](const Layout& layout, InVector<u64> lines, const std::string& rule, std::vector<double> hyper, u32 step) {
+            catch_up(layout, lines.data(), lines.size(), BoundRule(layout, rule, std::move(hyper)), step);
+        },
+        "layout"_a, "lines"_a, "rule"_a, "hyper"_a, "step"_a, Unlocked());
     m.def(
         "assign",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> values, u32 step,
            std::optional<OutVector<u64>> by_table) {
             require(values.shape(0) == batch.size && values.shape(1) == layout.shape.dim,
                     "values must be [batch.size, dim]");
-            u64* const counts = counts_of(layout, by_table);
-            nb::gil_scoped_release unlocked;
-            return assign(batch, layout, values.data(), step, counts);
+            return assign(batch, layout, values.data(), step, counts_of(layout, by_table));
         },
-        nb::arg("batch"), nb::arg("layout"), nb::arg("values"), nb::arg("step"),
-        nb::arg("by_table").none() = nb::none());
-    m.def("count_new", [](const Batch& batch, const Layout& layout) {
-        nb::gil_scoped_release unlocked;
-        return count_new(batch, layout);
-    });
+        "batch"_a, "layout"_a, "values"_a, "step"_a, "by_table"_a.none() = nb::none(), Unlocked());
+    m.def("count_new", &count_new, Unlocked());
     m.def("count_written", [](const Batch& batch, const Layout& layout) {
         std::vector<u64> by_table(layout.tables);
-        {
-            nb::gil_scoped_release unlocked;
-            count_written(batch, layout, by_table.data());
-        }
+        without_gil([&] { count_written(batch, layout, by_table.data()); });
         return own(std::move(by_table));
     });
 }
 
+// Entry t * columns + c of `kinds`, `parameters` (a, b) and `quantiles` (q0, q1) has the `InitialValues` of table t and
+// column group c.
 void bind_layout(nb::module_& m) {
     nb::class_<Layout>(m, "Layout")
         .def(
@@ -319,9 +315,9 @@ void bind_layout(nb::module_& m) {
                 for (const u32 w : state_widths) width += w;
                 require(width <= std::size_t{1} << 28, "a line has more than 2^28 words");
                 const std::pair types{type_named(dtype), type_named(state_dtype)};
-                require((narrow_states > 0) == (types.second != FloatType::float32) &&
-                            narrow_states <= state_widths.size(),
-                        "narrow_states are states of 16 bits");
+                require(
+                    (narrow_states > 0) == (types.second != FloatType::float32) && narrow_states <= state_widths.size(),
+                    "narrow_states are states of 16 bits");
                 for (u32 k = 0; k < narrow_states; ++k)
                     require(state_widths[k] == dim, "a narrow state has dim numbers");
                 std::vector<InitialValues> values;
@@ -334,25 +330,39 @@ void bind_layout(nb::module_& m) {
                 new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values), types,
                                   narrow_states, last_ids ? Numbering(*last_ids) : Numbering(), zero_key);
             },
-            nb::arg("dim"), nb::arg("states"), nb::arg("state_widths"), nb::arg("seed"), nb::arg("columns"),
-            nb::arg("kinds"), nb::arg("parameters"), nb::arg("quantiles"), nb::arg("dtype") = "float32",
-            nb::arg("state_dtype") = "float32", nb::arg("narrow_states") = 0,
-            nb::arg("zero_key").none() = nb::none(),
-            nb::arg("last_ids").none() = nb::none())
+            "dim"_a, "states"_a, "state_widths"_a, "seed"_a, "columns"_a, "kinds"_a, "parameters"_a, "quantiles"_a,
+            "dtype"_a = "float32", "state_dtype"_a = "float32", "narrow_states"_a = 0, "zero_key"_a.none() = nb::none(),
+            "last_ids"_a.none() = nb::none())
         .def_prop_ro("dim", [](const Layout& l) { return l.shape.dim; })
         .def_prop_ro("width", [](const Layout& l) { return l.shape.width; })
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
 }
 
-void bind_owners(nb::module_& m) {
-    m.def("owners", [](InVector<u32> tables, InVector<u64> keys, u32 ranks) {
-        require(tables.size() == keys.size(), "tables and keys differ in length");
-        require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024");
-        std::vector<u16> owners(keys.size());
-        for (std::size_t i = 0; i < owners.size(); ++i)
-            owners[i] = static_cast<u16>(owner_of(hash_row(tables.data()[i], keys.data()[i]), ranks));
-        return own(std::move(owners));
+// of_hash(hash of the row) of each row key.
+template <class T, class OfHash>
+Array<T> of_hashes(const InVector<u32>& tables, const InVector<u64>& keys, const OfHash& of_hash) {
+    require_one_length(tables, keys);
+    Buffer<T> all(keys.size());
+    for (std::size_t i = 0; i < all.size(); ++i)
+        all[i] = static_cast<T>(of_hash(hash_row(tables.data()[i], keys.data()[i])));
+    return own(std::move(all));
+}
+
+void bind_hashes(nb::module_& m) {
+    m.def("slot_hash", [] {
+        const SlotHash& h = slot_hash;
+        return own(std::vector<u64>{h.addend, h.of_table, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
     });
+    m.def(
+        "buckets", [](InVector<u32> tables, InVector<u64> keys) { return of_hashes<u8>(tables, keys, bucket_of); },
+        "tables"_a, "keys"_a);
+    m.def(
+        "owners",
+        [](InVector<u32> tables, InVector<u64> keys, u32 ranks) {
+            require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024");
+            return of_hashes<u16>(tables, keys, [&](u64 hash) { return owner_of(hash, ranks); });
+        },
+        "tables"_a, "keys"_a, "ranks"_a);
 }
 
 }  // namespace
@@ -360,30 +370,15 @@ void bind_owners(nb::module_& m) {
 void bind_ops(nb::module_& m) {
     m.def("set_threads", &set_threads);
     m.def("instruction_sets", &instruction_sets);
-    m.def("use_instruction_set", &use_instruction_set);
-    m.def("scratch", [](std::size_t bytes) {
-        auto* memory = new Buffer<u8>(bytes);
-        nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<Buffer<u8>*>(p); });
-        return Array<u8>(memory->data(), {bytes}, owner);
-    });
+    m.def("use_instruction_set", &use_instruction_set, "name"_a);
+    m.def("scratch", [](std::size_t bytes) { return own(Buffer<u8>(bytes)); });
     m.def("normal_quantile", [](double p) {
         require(p > 0.0 && p < 1.0, "p must lie between 0 and 1");
         return normal_quantile(p);
     });
-    m.def("slot_hash", [] {
-        const SlotHash& h = slot_hash;
-        return own(std::vector<u64>{h.addend, h.of_table, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
-    });
-    m.def("buckets", [](InVector<u32> tables, InVector<u64> keys) {
-        require(tables.size() == keys.size(), "tables and keys differ in length");
-        std::vector<u8> buckets(keys.size());
-        for (std::size_t i = 0; i < buckets.size(); ++i)
-            buckets[i] = static_cast<u8>(bucket_of(hash_row(tables.data()[i], keys.data()[i])));
-        return own(std::move(buckets));
-    });
     bind_layout(m);
     bind_batch(m);
-    bind_owners(m);
+    bind_hashes(m);
     bind_step(m);
 }
 

@@ -20,7 +20,6 @@ class Histogram {
 public:
     void add(std::uint64_t nanoseconds) {
         buckets_[bucket_of(nanoseconds)].fetch_add(1, std::memory_order_relaxed);
-        total_.fetch_add(nanoseconds, std::memory_order_relaxed);
         std::uint64_t seen = max_.load(std::memory_order_relaxed);
         while (seen < nanoseconds && !max_.compare_exchange_weak(seen, nanoseconds, std::memory_order_relaxed)) {
         }
@@ -47,8 +46,7 @@ public:
         return b + 1 < kBuckets && middle < max() ? middle : max();
     }
 
-    double max() const { return static_cast<double>(max_.load(std::memory_order_relaxed)) * 1e-9; }      // seconds
-    double total() const { return static_cast<double>(total_.load(std::memory_order_relaxed)) * 1e-9; }  // seconds
+    double max() const { return static_cast<double>(max_.load(std::memory_order_relaxed)) * 1e-9; }  // seconds
 
 private:
     static constexpr std::size_t kBuckets = 8 * 40;  // up to 2^40 ns (18 minutes); the last bucket has the rest
@@ -66,7 +64,6 @@ private:
     }
 
     std::array<std::atomic<std::uint64_t>, kBuckets> buckets_{};
-    std::atomic<std::uint64_t> total_{0};
     std::atomic<std::uint64_t> max_{0};
 };
 

@@ -34,8 +34,6 @@ Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state
       tables(static_cast<u32>(values.size() / columns.size())),
       seed(seed),
       numbering(std::move(numbers)),
-      has_zero_key_(zero_key.has_value()),
-      zero_key_(zero_key.value_or(0)),
       states_(std::move(states)),
       values_(std::move(values)) {
     u32 end = 0;
@@ -43,19 +41,15 @@ Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state
     end = words_of(types.first, dim);
     for (std::size_t k = 0; k < state_widths.size(); ++k)
         state_ends_.push_back(end += k < narrow_states ? words_of(types.second, dim) : state_widths[k]);
-}
-
-void Layout::initialise(u64 line, u32 table, u64 key) const {
-    const InitialRow row{seed,
-                         values_.data(),
-                         group_ends_.data(),
-                         static_cast<u32>(group_ends_.size()),
-                         states_.data(),
-                         state_ends_.data(),
-                         static_cast<u32>(states_.size()),
-                         has_zero_key_,
-                         zero_key_};
-    initialise_line(THREAD, line, shape, row, table, key);
+    initial_ = {seed,
+                values_.data(),
+                group_ends_.data(),
+                static_cast<u32>(group_ends_.size()),
+                states_.data(),
+                state_ends_.data(),
+                static_cast<u32>(states_.size()),
+                zero_key.has_value(),
+                zero_key.value_or(0)};
 }
 
 }  // namespace tierbed

@@ -46,7 +46,7 @@ public:
            Numbering numbering = {}, std::optional<u64> zero_key = {});
     Layout(const Layout&) = delete;
 
-    void initialise(u64 line, u32 table, u64 key) const;
+    void initialise(u64 line, u32 table, u64 key) const { initialise_line(THREAD, line, shape, initial_, table, key); }
 
     const LineShape shape;
     const u32 tables;
@@ -54,11 +54,10 @@ public:
     const Numbering numbering;
 
 private:
-    const bool has_zero_key_;
-    const u64 zero_key_;
     std::vector<float> states_;
     std::vector<InitialValues> values_;
     std::vector<u32> group_ends_, state_ends_;
+    InitialRow initial_;  // with the memory of these
 };
 
 }  // namespace tierbed

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <stdexcept>
 
 #include "instruction_sets.h"
@@ -27,6 +28,21 @@ void count_rows(const Batch& batch, const Body& body, const Counted& counted) {
     });
 }
 
+// Gives each of some rows a line in memory of the batch, which fill(line, row) writes. Sets them in `lines`, and
+// returns them.
+template <class Fill>
+std::vector<u64> add_lines(Batch& batch, const std::vector<std::size_t>& rows, const LineShape& shape,
+                           Buffer<u64>& lines, const Fill& fill) {
+    std::vector<u64> added = batch.allocate(rows.size(), shape);
+    parallel_ranges(rows.size(), ROWS, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) {
+            fill(added[i], rows[i]);
+            lines[rows[i]] = added[i];
+        }
+    });
+    return added;
+}
+
 GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
     const Batch::LookupSpan& of = batch.lookups.at(lookup);
     GatherJob job{};
@@ -45,17 +61,26 @@ std::size_t bags_of_a_task(const Segment& segment) {
     return std::max<std::size_t>(ROWS * segment.count / std::max<std::size_t>({segment.n, segment.count, 1}), 1);
 }
 
-}  // namespace
+// Counts first writes of a batch's rows, also in by_table [layout.tables] if it is not null.
+struct FirstWrites {
+    const Batch& batch;
+    const Layout& layout;
+    u64* const by_table;
+    std::size_t total = 0;
+    std::mutex mutex{};
 
-void FirstWrites::add(std::size_t begin, std::size_t end, std::size_t count) {
-    if (count == 0) return;
-    const std::lock_guard lock(mutex_);
-    total_ += count;
-    if (!by_table_) return;
-    for (std::size_t row = begin; row < end; ++row)
-        if (record(batch_.lines[row], layout_.shape)->updates == 1 && batch_.tables[row] < layout_.tables)
-            ++by_table_[batch_.tables[row]];
-}
+    // Adds `count` first writes among the rows [begin, end). Thread-safe.
+    void add(std::size_t begin, std::size_t end, std::size_t count) {
+        if (count == 0) return;
+        const std::lock_guard lock(mutex);
+        total += count;
+        for (std::size_t row = begin; by_table && row < end; ++row)
+            if (record(batch.lines[row], layout.shape)->updates == 1 && batch.tables[row] < layout.tables)
+                ++by_table[batch.tables[row]];
+    }
+};
+
+}  // namespace
 
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out) {
     GatherJob job = job_of(batch, layout, lookup);
@@ -79,7 +104,7 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
 }
 
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table) {
-    FirstWrites first_writes(batch, layout, by_table);
+    FirstWrites first_writes{batch, layout, by_table};
     const auto write = [&](std::size_t row) {
         const u32 last = batch.occurrences[batch.offsets[row + 1] - 1];
         set_embedding(THREAD, batch.lines[row], values + static_cast<std::size_t>(last) * layout.shape.dim,
@@ -92,7 +117,7 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
     };
     count_rows(batch, write,
                [&](std::size_t begin, std::size_t end, std::size_t count) { first_writes.add(begin, end, count); });
-    return first_writes.total();
+    return first_writes.total;
 }
 
 std::size_t count_new(const Batch& batch, const Layout& layout) {
@@ -112,12 +137,8 @@ void count_written(const Batch& batch, const Layout& layout, u64* by_table) {
 }
 
 void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows) {
-    const std::vector<u64> lines = batch.allocate(rows.size(), widened(layout.shape));
-    parallel_ranges(rows.size(), ROWS, [&](std::size_t begin, std::size_t end) {
-        for (std::size_t i = begin; i < end; ++i) {
-            decode_line(THREAD, lines[i], batch.lines[rows[i]], layout.shape);
-            batch.lines[rows[i]] = lines[i];
-        }
+    add_lines(batch, rows, widened(layout.shape), batch.lines, [&](u64 line, std::size_t row) {
+        decode_line(THREAD, line, batch.lines[row], layout.shape);
     });
     batch.has_wide_lines = true;
 }
@@ -126,13 +147,8 @@ void initialise_missing(Batch& batch, const Layout& layout) {
     std::vector<std::size_t> missing;
     for (std::size_t row = 0; row < batch.unique; ++row)
         if (!batch.lines[row]) missing.push_back(row);
-    const std::vector<u64> lines = batch.allocate(missing.size(), layout.shape);
-    parallel_ranges(missing.size(), ROWS, [&](std::size_t begin, std::size_t end) {
-        for (std::size_t i = begin; i < end; ++i) {
-            layout.initialise(lines[i], batch.tables[missing[i]], batch.key(missing[i]));
-            batch.lines[missing[i]] = lines[i];
-        }
-    });
+    add_lines(batch, missing, layout.shape, batch.lines,
+              [&](u64 line, std::size_t row) { layout.initialise(line, batch.tables[row], batch.key(row)); });
 }
 
 namespace {
@@ -274,14 +290,14 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstrea
     job.shape = layout.shape;
     job.hyper = rule.hyper.data();
     job.step = step;
-    FirstWrites first_writes(batch, layout, by_table);
+    FirstWrites first_writes{batch, layout, by_table};
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
         first_writes.add(begin, end,
                          layout.shape.is_narrow() ? update_narrow(batch, layout, rule, job, begin, end, memory.data())
                                                   : rule.loops.update(job, begin, end, memory.data()));
     });
-    return first_writes.total();
+    return first_writes.total;
 }
 
 void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out) {
@@ -318,15 +334,11 @@ void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule,
     std::vector<std::size_t> behind;
     for (std::size_t row = 0; row < batch.unique; ++row)
         if (is_behind(*record(batch.lines[row], layout.shape), step, rule.loops.misses_unwritten)) behind.push_back(row);
-    const std::vector<u64> copies = batch.allocate(behind.size(), layout.shape);
     if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // Python may hold a view of it
     std::copy_n(batch.lines.data(), batch.unique, batch.views.data());
-    parallel_ranges(behind.size(), ROWS, [&](std::size_t begin, std::size_t end) {
-        for (std::size_t i = begin; i < end; ++i) {
-            copy_line(THREAD, copies[i], batch.lines[behind[i]], layout.shape);
-            batch.views[behind[i]] = copies[i];
-        }
-    });
+    const std::vector<u64> copies = add_lines(
+        batch, behind, layout.shape, batch.views,
+        [&](u64 line, std::size_t row) { copy_line(THREAD, line, batch.lines[row], layout.shape); });
     catch_up(layout, copies.data(), copies.size(), rule, step);
 }
 

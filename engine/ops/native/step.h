@@ -1,6 +1,5 @@
 // The ops of a step over a batch whose lines are set.
 #pragma once
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,37 +15,22 @@ struct Pooling {
     FloatType type;        // of the output
 };
 
+// out [bags, dim]: the sum or mean of each bag's rows, each times its weight; zeros for padding and for empty bags.
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out);
+// out [positions]: the gradient of each weight, <grads [bags, dim] of its bag, row>, over the bag's rows for a mean.
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out);
-
-// Counts first writes of a batch's rows, by table.
-class FirstWrites {
-public:
-    // by_table [layout.tables]: added to; null to count only the total.
-    FirstWrites(const Batch& batch, const Layout& layout, u64* by_table)
-        : batch_(batch), layout_(layout), by_table_(by_table) {}
-
-    // Adds `count` first writes among the rows [begin, end). Thread-safe.
-    void add(std::size_t begin, std::size_t end, std::size_t count);
-    std::size_t total() const { return total_; }
-
-private:
-    const Batch& batch_;
-    const Layout& layout_;
-    u64* by_table_;
-    std::size_t total_ = 0;
-    std::mutex mutex_;
-};
 
 // Writes values [size, dim] to the embeddings; the last occurrence of a row wins. Returns the number of first writes,
 // and adds them to by_table [layout.tables] if it is not null.
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table);
+// A row without a line counts as new.
 std::size_t count_new(const Batch& batch, const Layout& layout);
 // Adds the rows with updates > 0 to by_table [layout.tables].
 void count_written(const Batch& batch, const Layout& layout, u64* by_table);
 // Replaces the lines of some rows by float32 copies in memory of the batch. All other lines must be float32 already.
 void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
+// Gives rows without a line one in memory of the batch, with initial values.
 void initialise_missing(Batch& batch, const Layout& layout);
 
 // The gradient of one lookup's output: rows [outputs, dim] of `pooling.type`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ...ops.cuda.batch import SLOT_HASH, Batch
 from ...ops.cuda.counters import HitCounters
-from ...ops.cuda.device import Argument, launch
+from ...ops.cuda.device import launch, struct_of
 from ...ops.cuda.layout import Layout
 
 SLOT_BYTES = 16
@@ -36,7 +37,7 @@ class CudaFullTable:
         """load: the maximum of rows for each slot of the index. on_host: whether lines are in host memory."""
         self._layout = layout
         self.device = layout.device
-        self._program = layout.program("store/cuda/full_table.cu")
+        self._run = partial(launch, layout.device, layout.program("store/cuda/full_table.cu"))
         self._fixed = capacity is not None
         self._load = load
         self._on_host = on_host
@@ -149,9 +150,7 @@ class CudaFullTable:
 
     def index(self) -> tuple[Tensor, np.uint32, np.ndarray]:
         """The arguments by which kernels find lines: slots, mask, and the LineSegments of segments.h."""
-        segments = np.zeros((), _SEGMENTS)
-        segments["begins"], segments["room"] = self._addresses.data_ptr(), self._room
-        segments["base_bits"] = self._base_bits
+        segments = struct_of(_SEGMENTS, begins=self._addresses, room=self._room, base_bits=self._base_bits)
         return self._slots, np.uint32(self._slots.nbytes // SLOT_BYTES - 1), segments
 
     def _find(self, batch: Batch, lines: Tensor) -> Tensor:
@@ -203,6 +202,3 @@ class CudaFullTable:
 
     def _zeros(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device.torch_device)
-
-    def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
-        launch(self.device, self._program, kernel, items, lanes, *arguments)

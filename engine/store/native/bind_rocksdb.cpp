@@ -1,4 +1,6 @@
 // Python binding of RocksDB.
+#include <nanobind/stl/tuple.h>
+
 #include "ops/native/bind.h"
 
 #ifdef TIERBED_ROCKSDB
@@ -27,42 +29,37 @@ nb::dict info_of(const RocksTier& tier) {
     return all;
 }
 
-nb::list live_files(RocksTier& tier) {
+auto live_files(RocksTier& tier) {
     const std::vector<LiveFile> files = without_gil([&] { return tier.hold_files(); });
-    nb::list all;
+    std::vector<std::tuple<std::string, u64, std::optional<u32>, std::optional<nb::bytes>>> all;
     for (const LiveFile& file : files) {
-        nb::object content = nb::none();
-        if (file.content) content = nb::bytes(file.content->data(), file.content->size());
-        all.append(nb::make_tuple(file.name, file.bytes, file.crc32c, content));
+        std::optional<nb::bytes> content;
+        if (file.content) content.emplace(file.content->data(), file.content->size());
+        all.emplace_back(file.name, file.bytes, file.crc32c, content);
     }
     return all;
 }
 
-nb::tuple next_of(RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
+std::pair<u32, std::size_t> next_of(RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
     u32 bucket = 0;
     require(rows.size() >= max_rows * packed_bytes_of(scan.width()), "rows must have room for max_rows");
     const std::size_t n = without_gil([&] { return scan.next(rows.data(), max_rows, bucket); });
-    return nb::make_tuple(bucket, n);
+    return {bucket, n};
 }
 
 }  // namespace
 
 void bind_rocksdb(nb::module_& m) {
     m.attr("has_rocksdb") = true;
-    m.def("check_rocksdb_options", &check_options, nb::arg("options"));
-    m.def("parse_rocksdb_options", &parse_options, nb::arg("text"));
+    m.def("check_rocksdb_options", &check_options, "options"_a);
+    m.def("parse_rocksdb_options", &parse_options, "text"_a);
     m.def("rocksdb_has_async_io", &has_async_io);
     m.attr("rocksdb_version") = library_version();
-    const nb::call_guard<nb::gil_scoped_release> unlocked;
     nb::class_<Crc32c>(m, "Crc32c")
         .def(nb::init<>())
         .def(
-            "update",
-            [](Crc32c& self, InVector<u8> bytes) {
-                nb::gil_scoped_release unlocked;
-                self.update(bytes.data(), bytes.size());
-            },
-            nb::arg("bytes"))
+            "update", [](Crc32c& self, InVector<u8> bytes) { self.update(bytes.data(), bytes.size()); }, "bytes"_a,
+            Unlocked())
         .def("finish", &Crc32c::finish);
     nb::class_<RocksTier, Tier> tier(m, "RocksTier");
     tier.def(
@@ -76,21 +73,20 @@ void bind_rocksdb(nb::module_& m) {
                 nb::gil_scoped_release unlocked;
                 new (self) RocksTier(folder, width, all);
             },
-            nb::arg("folder"), nb::arg("width"), nb::kw_only(), nb::arg("create"), nb::arg("read_only"),
-            nb::arg("shards"), nb::arg("block_bytes"), nb::arg("cache_bytes"), nb::arg("buffer_bytes"),
-            nb::arg("read_mode"), nb::arg("async_io"), nb::arg("read_threads"), nb::arg("options"))
-        .def("flush", &RocksTier::flush, unlocked)
-        .def("compact", &RocksTier::compact, unlocked)
-        .def("close", &RocksTier::close, unlocked)
-        .def("make_writable", &RocksTier::make_writable, unlocked)
+            "folder"_a, "width"_a, nb::kw_only(), "create"_a, "read_only"_a, "shards"_a, "block_bytes"_a,
+            "cache_bytes"_a, "buffer_bytes"_a, "read_mode"_a, "async_io"_a, "read_threads"_a, "options"_a)
+        .def("flush", &RocksTier::flush, Unlocked())
+        .def("compact", &RocksTier::compact, Unlocked())
+        .def("close", &RocksTier::close, Unlocked())
+        .def("make_writable", &RocksTier::make_writable, Unlocked())
         .def_prop_ro("failed", &RocksTier::failed)
-        .def("versions", &RocksTier::versions, unlocked)
+        .def("versions", &RocksTier::versions, Unlocked())
         .def("hold_files", &live_files)
-        .def("release_files", &RocksTier::release_files, unlocked)
+        .def("release_files", &RocksTier::release_files, Unlocked())
         .def("locate",
-             [](const RocksTier& tier, u32 table, u64 key) -> nb::object {
+             [](const RocksTier& tier, u32 table, u64 key) {
                  const auto record = without_gil([&] { return tier.locate(table, key); });
-                 return record ? nb::object(described(*record)) : nb::none();
+                 return record ? std::optional(described(*record)) : std::nullopt;
              })
         .def("metrics", &metrics_of<RocksTier>)
         .def("info", &info_of)

@@ -132,7 +132,7 @@ std::size_t FullTable::find(Batch& batch) {
     const u64* const hashes = batch.hashes.data();
     const u32 *const tables = batch.tables.data(), *const numbers = batch.numbers.data();
     u64* const found = batch.lines.data();
-    std::atomic<std::size_t> missing{0}, present{0};
+    std::atomic<std::size_t> missing{0};
     const NumberIndex& numbered = index_.numbered();
     const auto find_numbers = [&](std::size_t begin, std::size_t end) {
         TableCounts::Share counted(hit_counts_, begin < end);
@@ -148,8 +148,8 @@ std::size_t FullTable::find(Batch& batch) {
             }
             if (i + 1 < end && tables[i + 1] == tables[i]) continue;
             for (const bool hit : {false, true}) {
-                counted.add(tables[i], hit, counts[hit]);
-                (hit ? present : missing) += std::exchange(counts[hit], 0);
+                if (!hit) missing += counts[hit];
+                counted.add(tables[i], hit, std::exchange(counts[hit], 0));
             }
         }
     };
@@ -161,7 +161,7 @@ std::size_t FullTable::find(Batch& batch) {
             const Lines& lines = lines_[b];
             const std::size_t begin = begins[b], end = begins[b + 1];
             TableCounts::Share counted(hit_counts_, begin < end);
-            std::size_t misses = 0, hits = 0;
+            std::size_t misses = 0;
             for (std::size_t i = begin; i < end; ++i) {
                 if (i + AHEAD < end) prefetch_place(index, hashes[i + AHEAD], tables[i + AHEAD]);
                 if (own && own[i]) {
@@ -171,11 +171,9 @@ std::size_t FullTable::find(Batch& batch) {
                 const u32 line = line_of(index, hashes[i], tables[i]);
                 found[i] = line ? lines.address(line - 1, shape_.line_bytes) : 0;
                 misses += line == 0;
-                hits += line != 0;
                 counted.add(tables[i], line != 0);
             }
             missing += misses;
-            present += hits;
             index_.move(static_cast<u32>(b), std::max(MOVES, static_cast<u32>(end - begin)));
         });
         index_.drop_moved();
@@ -192,8 +190,6 @@ std::size_t FullTable::find(Batch& batch) {
         find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find_hashed(hash, table); },
                     [](const Index::Reader& index, u64 hash, u32) { index.prefetch_slot(hash); });
     }
-    hits_ += present;
-    misses_ += missing;
     return missing;
 }
 
@@ -218,7 +214,6 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
     }
     for (std::size_t i = 0; i < n; ++i) std::memcpy(out + i * shape_.dim, floats(lines[i]), shape_.dim * 4);
     TableCounts::Share(hit_counts_, true).add(0, true, unique);
-    hits_ += unique;
     return unique;
 }
 
@@ -272,10 +267,7 @@ void FullTable::read(const RowSpan& rows, bool* found, bool) {
             if (found[i]) copy_line(THREAD, rows.lines[i], line_of(bucket, row), shape_);
         }
     });
-    const u64 hits = static_cast<u64>(std::count(found, found + rows.n, true));
-    hits_ += hits;
-    misses_ += rows.n - hits;
-    bytes_out_ += hits * stored_bytes_of(shape_.width);
+    bytes_out_ += static_cast<u64>(std::count(found, found + rows.n, true)) * stored_bytes_of(shape_.width);
 }
 
 void FullTable::write(const RowSpan& rows) {
@@ -362,8 +354,9 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
 
 Metrics FullTable::metrics() const {
     const std::lock_guard lock(mutex_);
-    Metrics all{{{"hits", hits_},
-                 {"misses", misses_},
+    const auto [hits, misses] = hit_counts_.totals();
+    Metrics all{{{"hits", hits},
+                 {"misses", misses},
                  {"insertions", insertions_},
                  {"bytes_in", bytes_in_},
                  {"bytes_out", bytes_out_},

@@ -226,7 +226,6 @@ private:
     Arena arena_;
     Index index_;
     std::array<Lines, BUCKETS> lines_;
-    u64 hits_ = 0, misses_ = 0;         // of lookups
     u64 insertions_ = 0;                // rows that got a line
     u64 bytes_in_ = 0, bytes_out_ = 0;  // that a tier above wrote and read
     Histogram reads_, writes_;          // latencies of its calls

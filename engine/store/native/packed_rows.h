@@ -27,7 +27,8 @@ struct PackedRows {
     }
 };
 
-// Finds invalid rows of a bucket, whose rows are passed in pieces.
+// Finds invalid rows of a bucket of a snapshot, whose rows or row keys are passed in pieces. tables: their number.
+// int32: whether keys are. part: the owner of the rows among `parts`.
 class RowCheck {
 public:
     RowCheck(u32 bucket, u32 tables, bool int32, u32 part, u32 parts)

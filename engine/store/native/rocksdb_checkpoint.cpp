@@ -1,7 +1,6 @@
 #include "rocksdb_checkpoint.h"
 
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <unistd.h>
 #include <utility>
@@ -60,7 +59,16 @@ private:
 
 #endif
 
-std::unique_ptr<rocksdb::FileChecksumGenerator> make_generator() {
+// The number of a crc32c as RocksDB keeps it in its manifest: four bytes, big-endian.
+u32 checksum_number(const std::string& kept) {
+    u32 big_endian;
+    std::memcpy(&big_endian, kept.data(), sizeof big_endian);
+    return __builtin_bswap32(big_endian);
+}
+
+}  // namespace
+
+std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum() {
 #ifdef __SSE4_2__
     return std::make_unique<Generator>();
 #else
@@ -68,53 +76,7 @@ std::unique_ptr<rocksdb::FileChecksumGenerator> make_generator() {
 #endif
 }
 
-// A file that RocksDB only appends to.
-class FollowedFile : public rocksdb::FSWritableFileOwnerWrapper {
-public:
-    FollowedFile(std::unique_ptr<rocksdb::FSWritableFile> file, std::shared_ptr<rocksdb::FileChecksumGenerator> checksum,
-                 std::function<void()> closed)
-        : FSWritableFileOwnerWrapper(std::move(file)), checksum_(std::move(checksum)), closed_(std::move(closed)) {}
-    ~FollowedFile() override { closed_(); }
-
-    rocksdb::IOStatus Append(const rocksdb::Slice& data, const rocksdb::IOOptions& io,
-                             rocksdb::IODebugContext* debug) override {
-        checksum_->Update(data.data(), data.size());
-        return target()->Append(data, io, debug);
-    }
-    rocksdb::IOStatus Append(const rocksdb::Slice& data, const rocksdb::IOOptions& io,
-                             const rocksdb::DataVerificationInfo& verification,
-                             rocksdb::IODebugContext* debug) override {
-        checksum_->Update(data.data(), data.size());
-        return target()->Append(data, io, verification, debug);
-    }
-
-private:
-    std::shared_ptr<rocksdb::FileChecksumGenerator> checksum_;
-    std::function<void()> closed_;
-};
-
-// The checksum of a followed file, which RocksDB closes before it reads the checksum.
-class OfFile : public rocksdb::FileChecksumGenerator {
-public:
-    explicit OfFile(std::shared_ptr<rocksdb::FileChecksumGenerator> checksum) : checksum_(std::move(checksum)) {}
-    void Update(const char*, std::size_t) override {}
-    void Finalize() override { checksum_->Finalize(); }
-    std::string GetChecksum() const override { return checksum_->GetChecksum(); }
-    const char* Name() const override { return checksum_->Name(); }
-
-private:
-    std::shared_ptr<rocksdb::FileChecksumGenerator> checksum_;
-};
-
-}  // namespace
-
-u32 checksum_number(const char* kept) {
-    u32 big_endian;
-    std::memcpy(&big_endian, kept, sizeof big_endian);
-    return __builtin_bswap32(big_endian);
-}
-
-Crc32c::Crc32c() : generator_(make_generator()) {}
+Crc32c::Crc32c() : generator_(make_checksum()) {}
 
 Crc32c::~Crc32c() = default;
 
@@ -122,45 +84,7 @@ void Crc32c::update(const u8* bytes, std::size_t n) { generator_->Update(reinter
 
 u32 Crc32c::finish() {
     generator_->Finalize();
-    return checksum_number(generator_->GetChecksum().data());
-}
-
-class FileChecksums::Factory : public rocksdb::FileChecksumGenFactory {
-public:
-    explicit Factory(std::shared_ptr<FileChecksums> files) : files_(std::move(files)) {}
-
-    std::unique_ptr<rocksdb::FileChecksumGenerator> CreateFileChecksumGenerator(
-        const rocksdb::FileChecksumGenContext& context) override {
-        const std::string& wanted = context.requested_checksum_func_name;
-        if (!wanted.empty() && wanted != rocksdb::kStandardDbFileChecksumFuncName) return nullptr;
-        const std::lock_guard lock(files_->mutex_);
-        const auto followed = files_->followed_.extract(context.file_name);
-        if (followed.empty()) return make_generator();
-        return std::make_unique<OfFile>(followed.mapped());
-    }
-    // RocksDB's own name, so that other programs can open the database with its options.
-    const char* Name() const override { return "FileChecksumGenCrc32cFactory"; }
-
-private:
-    std::shared_ptr<FileChecksums> files_;
-};
-
-std::unique_ptr<rocksdb::FSWritableFile> FileChecksums::follow(const std::string& path,
-                                                               std::unique_ptr<rocksdb::FSWritableFile> file) {
-    std::shared_ptr<rocksdb::FileChecksumGenerator> checksum = make_generator();
-    const std::lock_guard lock(mutex_);
-    followed_[path] = checksum;
-    return std::make_unique<FollowedFile>(std::move(file), std::move(checksum),
-                                          [files = shared_from_this(), path] { files->forget(path); });
-}
-
-void FileChecksums::forget(const std::string& path) {
-    const std::lock_guard lock(mutex_);
-    followed_.erase(path);
-}
-
-std::shared_ptr<rocksdb::FileChecksumGenFactory> FileChecksums::factory() {
-    return std::make_shared<Factory>(shared_from_this());
+    return checksum_number(generator_->GetChecksum());
 }
 
 namespace {
@@ -168,7 +92,7 @@ namespace {
 // None for a file of a version without checksums.
 std::optional<u32> checksum_of(const rocksdb::LiveFileStorageInfo& file) {
     const bool known = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
-    return known && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum.data()))
+    return known && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum))
                                                              : std::nullopt;
 }
 

@@ -1,25 +1,20 @@
-// The live files of a database, and their checksums.
+// The live files of a database, and checksums of files.
 #pragma once
 #include <cstddef>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "ops/kernels/portable.h"
 
 namespace rocksdb {
 class FileChecksumGenerator;
-class FileChecksumGenFactory;
-class FSWritableFile;
 }  // namespace rocksdb
 
 namespace tierbed {
 
-// The number of a crc32c as RocksDB keeps it in its manifest: four bytes, big-endian.
-u32 checksum_number(const char* kept);
+// Computes the crc32c that RocksDB keeps of a file.
+std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum();
 
 // The crc32c of bytes that are passed in pieces.
 class Crc32c {
@@ -32,27 +27,6 @@ public:
 
 private:
     std::unique_ptr<rocksdb::FileChecksumGenerator> generator_;
-};
-
-// The checksums of files that RocksDB is writing. RocksDB 7.8's own checksum leaves out the padding between aligned
-// blocks, so a wrapper of the file computes the checksum that RocksDB keeps.
-class FileChecksums : public std::enable_shared_from_this<FileChecksums> {
-public:
-    // Wraps a file so that all bytes appended to it are in its checksum.
-    std::unique_ptr<rocksdb::FSWritableFile> follow(const std::string& path,
-                                                    std::unique_ptr<rocksdb::FSWritableFile> file);
-
-    // Gives RocksDB the checksums of followed files, and computes those of other files.
-    std::shared_ptr<rocksdb::FileChecksumGenFactory> factory();
-
-private:
-    class Factory;
-
-    void forget(const std::string& path);
-
-    std::mutex mutex_;
-    // until RocksDB reads the checksum or closes the file
-    std::map<std::string, std::shared_ptr<rocksdb::FileChecksumGenerator>> followed_;
 };
 
 struct LiveFile {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -9,11 +10,106 @@
 #include <vector>
 
 #include <rocksdb/env.h>
+#include <rocksdb/file_checksum.h>
 #include <rocksdb/file_system.h>
 
 #include "rocksdb_checkpoint.h"
 
 namespace tierbed {
+
+using rocksdb::FileOptions, rocksdb::IOOptions, rocksdb::IOStatus;
+using Debug = rocksdb::IODebugContext;
+using Checksum = std::shared_ptr<rocksdb::FileChecksumGenerator>;
+using WritableFile = std::unique_ptr<rocksdb::FSWritableFile>;
+
+namespace {
+
+// The checksums of files of rows that are being written, by path. RocksDB 7.8's own checksum leaves out the padding
+// between aligned blocks, so the file itself computes the checksum that RocksDB keeps.
+class Followed {
+public:
+    Checksum begin(const std::string& path) {
+        const std::lock_guard lock(mutex_);
+        return files_[path] = make_checksum();
+    }
+    // Null for a file that is not followed.
+    Checksum end(const std::string& path) {
+        const std::lock_guard lock(mutex_);
+        const auto file = files_.extract(path);
+        return file.empty() ? nullptr : file.mapped();
+    }
+
+private:
+    std::mutex mutex_;
+    std::map<std::string, Checksum> files_;  // until RocksDB reads the checksum or closes the file
+};
+
+// A file that RocksDB only appends to.
+class FollowedFile : public rocksdb::FSWritableFileOwnerWrapper {
+public:
+    FollowedFile(WritableFile file, std::shared_ptr<Followed> all, const std::string& path)
+        : FSWritableFileOwnerWrapper(std::move(file)),
+          all_(std::move(all)),
+          path_(path),
+          checksum_(all_->begin(path)) {}
+    ~FollowedFile() override { all_->end(path_); }
+
+    IOStatus Append(const rocksdb::Slice& data, const IOOptions& io, Debug* debug) override {
+        checksum_->Update(data.data(), data.size());
+        return target()->Append(data, io, debug);
+    }
+    IOStatus Append(const rocksdb::Slice& data, const IOOptions& io, const rocksdb::DataVerificationInfo& verification,
+                    Debug* debug) override {
+        checksum_->Update(data.data(), data.size());
+        return target()->Append(data, io, verification, debug);
+    }
+
+private:
+    const std::shared_ptr<Followed> all_;
+    const std::string path_;
+    const Checksum checksum_;
+};
+
+// The checksum of a followed file, which RocksDB closes before it reads the checksum.
+class OfFile : public rocksdb::FileChecksumGenerator {
+public:
+    explicit OfFile(Checksum checksum) : checksum_(std::move(checksum)) {}
+    void Update(const char*, std::size_t) override {}
+    void Finalize() override { checksum_->Finalize(); }
+    std::string GetChecksum() const override { return checksum_->GetChecksum(); }
+    const char* Name() const override { return checksum_->Name(); }
+
+private:
+    const Checksum checksum_;
+};
+
+class Checksums : public rocksdb::FileChecksumGenFactory {
+public:
+    explicit Checksums(std::shared_ptr<Followed> all) : all_(std::move(all)) {}
+
+    std::unique_ptr<rocksdb::FileChecksumGenerator> CreateFileChecksumGenerator(
+        const rocksdb::FileChecksumGenContext& context) override {
+        const std::string& wanted = context.requested_checksum_func_name;
+        if (!wanted.empty() && wanted != rocksdb::kStandardDbFileChecksumFuncName) return nullptr;
+        Checksum followed = all_->end(context.file_name);
+        if (!followed) return make_checksum();
+        return std::make_unique<OfFile>(std::move(followed));
+    }
+    // RocksDB's own name, so that other programs can open the database with its options.
+    const char* Name() const override { return "FileChecksumGenCrc32cFactory"; }
+
+private:
+    const std::shared_ptr<Followed> all_;
+};
+
+bool is_of_rows(const std::string& path) {
+    constexpr std::string_view ENDING = ".sst";
+    return path.size() >= ENDING.size() && path.compare(path.size() - ENDING.size(), ENDING.size(), ENDING) == 0;
+}
+
+IOStatus shut_out() { return IOStatus::IOError("the database failed inside a call"); }
+
+}  // namespace
 
 class Fence::Files : public rocksdb::FileSystemWrapper {
 public:
@@ -21,7 +117,7 @@ public:
 
     const char* Name() const override { return "tierbed"; }
 
-    const std::shared_ptr<FileChecksums> checksums = std::make_shared<FileChecksums>();
+    const std::shared_ptr<Followed> followed = std::make_shared<Followed>();
 
     void shut() {
         const std::lock_guard guard(mutex_);
@@ -30,70 +126,56 @@ public:
         locks_.clear();
     }
 
-    rocksdb::IOStatus NewWritableFile(const std::string& path, const rocksdb::FileOptions& options,
-                                      std::unique_ptr<rocksdb::FSWritableFile>* file,
-                                      rocksdb::IODebugContext* debug) override {
+    IOStatus NewWritableFile(const std::string& path, const FileOptions& options, WritableFile* file,
+                             Debug* debug) override {
         if (!open_) return shut_out();
-        const rocksdb::IOStatus status = target()->NewWritableFile(path, options, file, debug);
+        const IOStatus status = target()->NewWritableFile(path, options, file, debug);
         if (status.ok() && is_of_rows(path) && !options.use_direct_writes)
-            *file = checksums->follow(path, std::move(*file));
+            *file = std::make_unique<FollowedFile>(std::move(*file), followed, path);
         return status;
     }
-    rocksdb::IOStatus ReopenWritableFile(const std::string& path, const rocksdb::FileOptions& options,
-                                         std::unique_ptr<rocksdb::FSWritableFile>* file,
-                                         rocksdb::IODebugContext* debug) override {
+    IOStatus ReopenWritableFile(const std::string& path, const FileOptions& options, WritableFile* file,
+                                Debug* debug) override {
         return open_ ? target()->ReopenWritableFile(path, options, file, debug) : shut_out();
     }
-    rocksdb::IOStatus ReuseWritableFile(const std::string& path, const std::string& old,
-                                        const rocksdb::FileOptions& options,
-                                        std::unique_ptr<rocksdb::FSWritableFile>* file,
-                                        rocksdb::IODebugContext* debug) override {
+    IOStatus ReuseWritableFile(const std::string& path, const std::string& old, const FileOptions& options,
+                               WritableFile* file, Debug* debug) override {
         return open_ ? target()->ReuseWritableFile(path, old, options, file, debug) : shut_out();
     }
-    rocksdb::IOStatus NewRandomRWFile(const std::string& path, const rocksdb::FileOptions& options,
-                                      std::unique_ptr<rocksdb::FSRandomRWFile>* file,
-                                      rocksdb::IODebugContext* debug) override {
+    IOStatus NewRandomRWFile(const std::string& path, const FileOptions& options,
+                             std::unique_ptr<rocksdb::FSRandomRWFile>* file, Debug* debug) override {
         return open_ ? target()->NewRandomRWFile(path, options, file, debug) : shut_out();
     }
-    rocksdb::IOStatus DeleteFile(const std::string& path, const rocksdb::IOOptions& io,
-                                 rocksdb::IODebugContext* debug) override {
+    IOStatus DeleteFile(const std::string& path, const IOOptions& io, Debug* debug) override {
         return open_ ? target()->DeleteFile(path, io, debug) : shut_out();
     }
-    rocksdb::IOStatus CreateDir(const std::string& path, const rocksdb::IOOptions& io,
-                                rocksdb::IODebugContext* debug) override {
+    IOStatus CreateDir(const std::string& path, const IOOptions& io, Debug* debug) override {
         return open_ ? target()->CreateDir(path, io, debug) : shut_out();
     }
-    rocksdb::IOStatus CreateDirIfMissing(const std::string& path, const rocksdb::IOOptions& io,
-                                         rocksdb::IODebugContext* debug) override {
+    IOStatus CreateDirIfMissing(const std::string& path, const IOOptions& io, Debug* debug) override {
         return open_ ? target()->CreateDirIfMissing(path, io, debug) : shut_out();
     }
-    rocksdb::IOStatus DeleteDir(const std::string& path, const rocksdb::IOOptions& io,
-                                rocksdb::IODebugContext* debug) override {
+    IOStatus DeleteDir(const std::string& path, const IOOptions& io, Debug* debug) override {
         return open_ ? target()->DeleteDir(path, io, debug) : shut_out();
     }
-    rocksdb::IOStatus RenameFile(const std::string& from, const std::string& to, const rocksdb::IOOptions& io,
-                                 rocksdb::IODebugContext* debug) override {
+    IOStatus RenameFile(const std::string& from, const std::string& to, const IOOptions& io, Debug* debug) override {
         return open_ ? target()->RenameFile(from, to, io, debug) : shut_out();
     }
-    rocksdb::IOStatus LinkFile(const std::string& from, const std::string& to, const rocksdb::IOOptions& io,
-                               rocksdb::IODebugContext* debug) override {
+    IOStatus LinkFile(const std::string& from, const std::string& to, const IOOptions& io, Debug* debug) override {
         return open_ ? target()->LinkFile(from, to, io, debug) : shut_out();
     }
-    rocksdb::IOStatus Truncate(const std::string& path, std::size_t bytes, const rocksdb::IOOptions& io,
-                               rocksdb::IODebugContext* debug) override {
+    IOStatus Truncate(const std::string& path, std::size_t bytes, const IOOptions& io, Debug* debug) override {
         return open_ ? target()->Truncate(path, bytes, io, debug) : shut_out();
     }
-    rocksdb::IOStatus LockFile(const std::string& path, const rocksdb::IOOptions& io, rocksdb::FileLock** lock,
-                               rocksdb::IODebugContext* debug) override {
+    IOStatus LockFile(const std::string& path, const IOOptions& io, rocksdb::FileLock** lock, Debug* debug) override {
         const std::lock_guard guard(mutex_);
         if (!open_) return shut_out();
         locks_.reserve(locks_.size() + 1);  // no allocation may fail once the lock is taken
-        const rocksdb::IOStatus status = target()->LockFile(path, io, lock, debug);
+        const IOStatus status = target()->LockFile(path, io, lock, debug);
         if (status.ok()) locks_.push_back(*lock);
         return status;
     }
-    rocksdb::IOStatus UnlockFile(rocksdb::FileLock* lock, const rocksdb::IOOptions& io,
-                                 rocksdb::IODebugContext* debug) override {
+    IOStatus UnlockFile(rocksdb::FileLock* lock, const IOOptions& io, Debug* debug) override {
         const std::lock_guard guard(mutex_);
         const auto found = std::find(locks_.begin(), locks_.end(), lock);
         if (found == locks_.end()) return shut_out();
@@ -102,14 +184,6 @@ public:
     }
 
 private:
-    static bool is_of_rows(const std::string& path) {
-        constexpr std::string_view ENDING = ".sst";
-        return path.size() >= ENDING.size() && path.compare(path.size() - ENDING.size(), ENDING.size(), ENDING) == 0;
-    }
-    static rocksdb::IOStatus shut_out() {
-        return rocksdb::IOStatus::IOError("the database failed inside a call");
-    }
-
     std::atomic<bool> open_{true};
     std::mutex mutex_;
     std::vector<rocksdb::FileLock*> locks_;
@@ -119,7 +193,9 @@ Fence::Fence() : files_(std::make_shared<Files>()), env_(rocksdb::NewCompositeEn
 
 Fence::~Fence() = default;
 
-std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::checksums() const { return files_->checksums->factory(); }
+std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::checksums() const {
+    return std::make_shared<Checksums>(files_->followed);
+}
 
 void Fence::shut() noexcept {
     try {

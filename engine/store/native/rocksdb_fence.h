@@ -20,7 +20,7 @@ public:
 
     // The file system behind the fence.
     rocksdb::Env* env() const { return env_.get(); }
-    // The checksums of files of rows that are written through the fence.
+    // Gives RocksDB the checksums of files of rows that are written through the fence, and computes those of others.
     std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
     // Idempotent.
     void shut() noexcept;

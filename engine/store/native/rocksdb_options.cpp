@@ -163,7 +163,7 @@ void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedO
     const std::size_t block = table->block_size, entry = row_bytes + ENTRY_BYTES;
     const std::size_t space = block - std::min(block, BLOCK_BYTES);
     const bool is_power = (block & (block - 1)) == 0, fills = entry <= space && space % entry <= block / MAX_UNUSED;
-    const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `FileChecksums` does not see direct writes
+    const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `Fence` does not see direct writes
     table->block_align = is_power && fills && follows && !compresses(options);
 }
 

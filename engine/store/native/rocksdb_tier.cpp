@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdexcept>
 #include <thread>
+#include <type_traits>
 #include <unistd.h>
 
 #include <rocksdb/cache.h>
@@ -20,7 +21,6 @@
 
 #include "ops/kernels/hash.h"
 #include "ops/native/thread_pool.h"
-#include "rocksdb_open.h"
 #include "rocksdb_status.h"
 #include "rows.h"
 
@@ -44,13 +44,25 @@ void end_forked_children_early() {
     static_cast<void>(once);
 }
 
+// RocksDB gives a DB* before 9.11, a std::unique_ptr<DB> from 11.0 on, either in between. open(&database) takes one.
+template <class Open>
+rocksdb::Status open_into(std::unique_ptr<rocksdb::DB>& db, const Open& open) {
+    if constexpr (std::is_invocable_v<const Open&, std::unique_ptr<rocksdb::DB>*>) {
+        return open(&db);
+    } else {
+        rocksdb::DB* opened = nullptr;
+        const rocksdb::Status status = open(&opened);
+        db.reset(opened);
+        return status;
+    }
+}
+
 rocksdb::Status open_database(const rocksdb::Options& options, const std::string& folder, bool read_only,
                               std::unique_ptr<rocksdb::DB>& db) {
-    const auto open = [&](auto* where) -> decltype(rocksdb::DB::Open(options, folder, where)) {
+    return open_into(db, [&](auto* where) -> decltype(rocksdb::DB::Open(options, folder, where)) {
         return read_only ? rocksdb::DB::OpenForReadOnly(options, folder, where)
                          : rocksdb::DB::Open(options, folder, where);
-    };
-    return open_into(db, open);
+    });
 }
 
 }  // namespace
@@ -295,21 +307,19 @@ std::optional<Record> RocksTier::locate(u32 table, u64 key) const {
 }
 
 void RocksTier::write(const RowSpan& rows) {
-    require_open();
-    const std::shared_lock opened(opening_);
     const Timer timer(counts_.write);
     change(rows, false);
     counts_.rows_written += rows.n;
 }
 
 void RocksTier::erase(const RowSpan& rows) {
-    require_open();
-    const std::shared_lock opened(opening_);
     change(rows, true);
     counts_.rows_erased += rows.n;
 }
 
 void RocksTier::change(const RowSpan& rows, bool erase) {
+    require_open();
+    const std::shared_lock opened(opening_);
     const auto begin = rows.begins();
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
     const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and of the batch itself
@@ -441,20 +451,14 @@ void RocksTier::renew_lists() {
     }
 }
 
-std::vector<rocksdb::DB*> RocksTier::databases() const {
-    std::vector<rocksdb::DB*> all;
-    for (const auto& shard : shards_) all.push_back(shard->db.get());
-    return all;
-}
-
 std::vector<std::pair<std::string, u64>> RocksTier::versions() const {
     require_open();
     const std::shared_lock opened(opening_);
     std::vector<std::pair<std::string, u64>> all;
-    for (rocksdb::DB* db : databases()) {
+    for (const auto& shard : shards_) {
         std::string identity;
-        check(call([&] { return db->GetDbIdentity(identity); }), db->GetName(), "identify");
-        all.emplace_back(identity, db->GetLatestSequenceNumber());
+        check(call([&] { return shard->db->GetDbIdentity(identity); }), shard->folder, "identify");
+        all.emplace_back(identity, shard->db->GetLatestSequenceNumber());
     }
     return all;
 }

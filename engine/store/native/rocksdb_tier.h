@@ -145,7 +145,6 @@ private:
         }
     }
     Shard& shard_of(u32 bucket) const { return *shards_[bucket % shards_.size()]; }
-    std::vector<rocksdb::DB*> databases() const;
     void require_open() const;
 
     LineShape shape_;

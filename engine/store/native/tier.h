@@ -85,6 +85,13 @@ public:
             for (std::size_t i = 0; i < all.size() && !part.counts.empty(); ++i) all[i ^ 1] += part.counts[i];
         return all;
     }
+    // The hits and misses of all tables together.
+    std::array<u64, 2> totals() const {
+        std::array<u64, 2> all{};
+        const std::vector<u64> of_tables = sums();
+        for (std::size_t i = 0; i < of_tables.size(); ++i) all[i % 2] += of_tables[i];
+        return all;
+    }
 
 private:
     static constexpr std::size_t APART = 16;  // counts between two parts, which so share no CPU cache line
