@@ -20,15 +20,16 @@ from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Capture, Member, loading
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ...snapshots.store.record import EMPTY, NO_RECORD
+from ...snapshots.store.recovery_record import EMPTY, NO_RECORD
 from ...snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save, clear_leftovers
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
 from ..tables.training_group import TrainingGroup, between_steps
+from .background_saving import BackgroundSaving
 from .rows_reference import RowsReference, is_at, reference_at, saved_as
-from .table_save import BackgroundSaving, TableSave, commit, write_and_commit
+from .table_save import TableSave, commit, write_and_commit
 
 log = logging.getLogger("tierbed")
 

@@ -6,31 +6,22 @@ write of the record makes all of them count. If a rank fails, all of them are re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from threading import Event, Lock
-from time import monotonic
 from typing import Any
 
 from ...distributed.world import World, catch
 from ...engine.durable import temporary_path
-from ...engine.errors import StoreError
 from ...engine.row_format import Chunks
-from ...engine.store.image import MAX_BEFORE_IMAGE_BYTES
 from ...engine.table.background_save import BackgroundSave, ForegroundSave
 from ...engine.table.table import OpenTable
-from ...engine.threads import POLL_SECONDS
 from ...snapshots.files.format import HashShard, RowFile
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback, finish
 from ...snapshots.store.group import Capture, saved
 from ...snapshots.store.retention import drop_replaced
 from ...snapshots.store.save import Part, SaveSource, write_part
-
-log = logging.getLogger("tierbed")
 
 
 class TableSave:
@@ -164,138 +155,3 @@ def commit(
         return ids
 
     return list(world.call_on_rank_0(f"{op}: in place", put_in_place))
-
-
-class BackgroundSaving:
-    """Snapshots that a thread for each table writes while steps go on: a `SaveHandle`.
-
-    In one process, the thread that has written last gives all of them their names. Ranks do that when all of them have
-    called `at_step` or `wait` after the last had written; `wait` is called by all ranks.
-    """
-
-    def __init__(self, world: World, op: str, what: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
-        self.what = what
-        self._world, self._op, self._saves, self._new = world, op, saves, new
-        self._threads: list[BackgroundSave] = []
-        self._lock, self._arrived = Lock(), set[int | None]()
-        self._ids: list[str] = []
-        self._error: BaseException | None = None
-        self._dropped, self._ended = Event(), Event()
-        _, error = catch(self._start)
-        try:
-            world.handshake(f"{op}: threads", error)
-        except BaseException:
-            self.drop()
-            raise
-
-    def _start(self) -> None:
-        max_bytes = MAX_BEFORE_IMAGE_BYTES // len(self._saves)
-        try:
-            for at, save in enumerate(self._saves):
-                self._threads.append(save.begin_in_background(partial(self._write, save, at), max_bytes))
-        except BaseException as error:
-            for at in range(len(self._threads), len(self._saves)):
-                self._arrive(at, error)
-            self._arrive(None, error)
-            raise
-        self._arrive(None)
-
-    def _write(self, save: TableSave, at: int, chunks: Chunks) -> None:
-        """Write the rows of one table, in its thread."""
-        _, error = catch(lambda: save.write(chunks=self._unless_dropped(chunks)))
-        if self._world.size == 1:
-            self._arrive(at, error)
-            while not self._ended.wait(POLL_SECONDS):
-                for other, thread in enumerate(self._threads):
-                    if thread.done:  # it has arrived, or it died
-                        self._arrive(other, StoreError(f"{self.what}: a thread that saves it died"))
-            error = self._error
-        if error is not None:
-            raise error
-        if self._world.size == 1:
-            save.end(self._ids[at], from_image=True)
-
-    def _unless_dropped(self, chunks: Chunks) -> Chunks:
-        for chunk in chunks:
-            if self._dropped.is_set():
-                raise StoreError("the embedding was closed before all ranks had written it")
-            yield chunk
-
-    def _arrive(self, at: int | None, error: BaseException | None = None) -> None:
-        """In one process: the thread of one table has written or failed, or all have begun. The last completes all."""
-        if self._world.size > 1:
-            return
-        with self._lock:
-            if at in self._arrived:
-                return
-            self._arrived.add(at)
-            self._error = self._error or error
-            is_last = len(self._arrived) == len(self._saves) + 1
-        if error is not None:
-            self._dropped.set()
-        if is_last:
-            self._commit(self._error)
-            self._ended.set()
-
-    def _commit(self, error: BaseException | None) -> None:
-        with self._new:
-            ids, self._error = catch(lambda: commit(self._world, self._op, self._saves, self._new, error))
-        self._ids = ids or []
-
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended on all ranks, with or without an error."""
-        return self._ended.is_set() if self._world.size > 1 else all(thread.done for thread in self._threads)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all have their names, for `timeout` seconds at most. False if the save continues.
-
-        Ctrl-C ends only the wait. Raises the error of the save on all ranks: then there is no snapshot, unless the
-        error says so. All ranks call it.
-        """
-        end = None if timeout is None else monotonic() + timeout
-        error = None
-        for thread in self._threads:
-            thread.hurry()
-        for thread in self._threads:
-            if not (self._world.size > 1 and self._ended.is_set()):
-                _, failed = catch(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
-                error = error or failed
-                if self._world.size == 1 and not isinstance(error, Exception | None):
-                    raise error
-        self.at_step()  # which raises the error of the save on all ranks
-        if error is not None and (self._world.size == 1 or not isinstance(error, Exception)):
-            raise error
-        if self._error is not None:
-            raise self._error
-        return self.done
-
-    def at_step(self) -> None:
-        """Complete the snapshots if every rank has written. All ranks call it, between two steps."""
-        if self._world.size == 1 or self._ended.is_set():
-            return
-        is_writing = not all(thread.done for thread in self._threads)
-        if any(self._world.handshake(f"{self._op}: written", note=is_writing).notes):
-            return
-        self._ended.set()
-        errors = (catch(partial(thread.wait, 0))[1] for thread in self._threads)
-        self._commit(next((error for error in errors if error is not None), None))
-        if self._error is None:
-            for save, id in zip(self._saves, self._ids, strict=True):
-                save.end(id, from_image=True)
-        elif self._error is not self._world.shared_error:
-            raise self._error
-        else:
-            log.error("saving %s failed: %s", self.what, self._error)
-
-    def drop(self) -> None:
-        """Over ranks, drop the save unless the snapshots are complete. Waits for this rank's threads alone."""
-        if self._world.size == 1 or self._ended.is_set():
-            return
-        self._ended.set()
-        self._error = StoreError(f"{self.what} was not saved: the embedding was closed before all ranks had written it")
-        self._dropped.set()
-        with self._new:
-            for save in self._saves:
-                save.table.observers.finish_saving()
-        log.error("%s", self._error)

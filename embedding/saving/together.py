@@ -17,7 +17,8 @@ from ...snapshots.store.group import loading
 from ...snapshots.store.group_file import check_one_moment
 from ...snapshots.store.selection import LoadReport
 from ..tables.training_group import between_steps, tear
-from .table_save import BackgroundSaving, write_and_commit
+from .background_saving import BackgroundSaving
+from .table_save import write_and_commit
 
 log = logging.getLogger("tierbed")
 

@@ -26,7 +26,7 @@ from .folder_state import (
 )
 from .group import Member, loading, open_store, saved
 from .mark import live_version
-from .record import EMPTY
+from .recovery_record import EMPTY
 from .retention import drop_replaced
 from .save import SaveSource, save_snapshot_of
 from .selection import ALL, LoadReport, Selection, types_of
