@@ -10,6 +10,7 @@ from pathlib import Path
 from ...distributed.world import World, catch
 from ...engine.errors import OptionError, SnapshotError, StoreError
 from ...engine.store.rocksdb import RocksDB
+from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import still_saving
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import HashShard, check_name
@@ -30,6 +31,7 @@ from ..tables.training_group import TrainingGroup, between_steps
 from .background_saving import BackgroundSaving
 from .rows_reference import RowsReference, is_at, reference_at, saved_as
 from .table_save import TableSave, commit, write_and_commit
+from .together import save_together
 
 log = logging.getLogger("tierbed")
 
@@ -118,6 +120,10 @@ class Snapshots:
         return f"{what} of embedding {self.name!r} at step {self.local_table.step}"
 
     # saves
+
+    def save(self, name: str, kind: str, overwrite: bool, background: bool) -> SaveHandle | None:
+        """Save the rows alone, as `save_together`."""
+        return save_together(self.world, [self], name, kind, overwrite, background)
 
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         """Raise what a save with these arguments would raise. SnapshotError, StoreError, OptionError."""

@@ -34,7 +34,6 @@ from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
 from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
-from ..saving.together import save_together
 from ..tables.names import next_seed
 from ..tables.rows_in_tensors import FIELDS, NOT_WHOLE, RowTensors
 from .read_only import StateTensor
@@ -129,8 +128,8 @@ class SavedRows(EmbeddingBase):
         with self.raise_on_all_ranks():
             _check_flag("background", background)
             _check_flag("overwrite", overwrite)
-            handle = self.table_handle()
-        return save_together(handle.world, [handle.snapshots], snapshot_name, kind, overwrite, background)
+            snapshots = self.table_handle().snapshots
+        return snapshots.save(snapshot_name, kind, overwrite, background)
 
     def load_snapshot(
         self,

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m crash.record_model --histories 20000 --seed 1
 
-snapshots/store/recovery_record.py has the rule, `record_processes` the processes that follow it. `Checker` remembers every
-moment: the rows that all stores had side by side. A recovery has to find one of these, none older than the newest one
-with a begin of a save or an end of a load that returned saves cover, and exactly the last one after a clean end.
+snapshots/store/recovery_record.py has the rule, `record_processes` the processes that follow it. `Checker` remembers
+every moment: the rows that all stores had side by side. A recovery has to find one of these, none older than the newest
+one with a begin of a save or an end of a load that returned saves cover, and exactly the last one after a clean end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that follow the rule of snapshots/store/recovery_record.py, and the disk that survives them, for the model checker.
+"""Processes that follow the rule of snapshots/store/recovery_record.py, and their disk, for the model checker.
 
 `Disk` has the folders and records. `Trainer` holds the group's lock, as snapshots/store/group.py does, `Reader` does
 not. Rows are the tuple of the writes that made them.
