@@ -91,8 +91,8 @@ def write_rows(
     The next chunk is made while earlier ones are being written and synced, if they are large. The names of the files
     are durable once the folder is synced. Raises SnapshotError for invalid rows, OSError.
     """
-    files: dict[str, _File] = {}
-    syncs: list[Task] = []  # of small files
+    files, syncs_of_small = dict[str, _File](), list[Task]()
+    then: Callable[[Task], object]
     previous, form = -1, RowForm.described(description)
     with ExitStack() as opened, TaskThread("tierbed-sync") as syncing, TaskThread("tierbed-write") as writing:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
@@ -106,13 +106,13 @@ def write_rows(
                 if file is None:
                     file = files[name] = opened.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
                     if rows.nbytes < _SMALL_BYTES:
-                        do, then = (lambda task: task()), syncs.append
+                        do, then = (lambda task: task()), syncs_of_small.append
                 do(partial(file.write, rows))
                 if progress is not None:
                     progress(len(rows))
             if file is not None:
                 do(partial(file.finish, then))
-        do_all(syncs)
+        do_all(syncs_of_small)
     return {name: file.entry for name, file in files.items()}
 
 
