@@ -77,14 +77,12 @@ class TaskThread:
         # Ctrl-C may interrupt __enter__ or __exit__: the thread also ends when this object is collected
         finalize(self, self._queue.put, None).atexit = False
         self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
-        self._has_thread: bool | None = None  # before the first task
+        self._has_thread = _starts(self._thread)
 
     def add(self, task: Task) -> None:
         """Add a task, whose result `next_result` returns after those of earlier tasks."""
         future: Future[Any] = Future()
         self._pending.append(future)
-        if self._has_thread is None:
-            self._has_thread = _starts(self._thread)
         if self._has_thread:
             self._queue.put((task, future))
         else:

@@ -91,22 +91,25 @@ def write_rows(
     The next chunk is made while earlier ones are being written and synced, if they are large. The names of the files
     are durable once the folder is synced. Raises SnapshotError for invalid rows, OSError.
     """
-    files, syncs_of_small = dict[str, _File](), list[Task]()
+    files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
+    do: Callable[[Task], object]
     then: Callable[[Task], object]
     previous, form = -1, RowForm.described(description)
-    with ExitStack() as opened, TaskThread("tierbed-sync") as syncing, TaskThread("tierbed-write") as writing:
+    with ExitStack() as opened, ExitStack() as running:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not previous < bucket < BUCKETS:
                 raise SnapshotError(
                     f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}"
                 )
             previous, name = bucket, name_of(bucket, None if shard is None else shard.number)
-            file, do, then = None, writing.do, syncing.do
+            file, do, then = None, (lambda task: task()), syncs_of_small.append
             for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
                 if file is None:
                     file = files[name] = opened.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
-                    if rows.nbytes < _SMALL_BYTES:
-                        do, then = (lambda task: task()), syncs_of_small.append
+                    if rows.nbytes >= _SMALL_BYTES:
+                        if not threads:
+                            threads = [running.enter_context(TaskThread(f"tierbed-{one}")) for one in ("sync", "write")]
+                        then, do = (thread.do for thread in threads)
                 do(partial(file.write, rows))
                 if progress is not None:
                     progress(len(rows))
